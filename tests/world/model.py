@@ -98,7 +98,7 @@ class WorldModel:
         self._rows.clear()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
-        for request_id in (*step.finished_req_ids,):
+        for request_id in step.finished_req_ids:
             self._rows.pop(request_id, None)
         computed: dict[str, int] = {}
         for new in step.new_reqs:

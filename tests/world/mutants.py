@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +23,13 @@ from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import Outcome
-from tandem.router.dispatch.ledger import MergedChunk, TokenLedger
+from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.pool import NodePool
 from tandem.wire.lines import Lines
 from tandem.wire.requests import TransferRole
 from tests.world.schedule import run
+from tests.world.search import fix_hashes
 
 MOST = 400  # schedules for one mutant
 
@@ -188,10 +188,6 @@ def _one_block_too_many_found(right: Any) -> Any:
     return find
 
 
-def _registered_without_epoch(right: Any) -> Any:
-    return lambda self, key: None
-
-
 def _acceptance_not_asked_again(right: Any) -> Any:
     def on_accepted(self: Producer, message: Any) -> None:
         if self._side.me.epoch % 2:
@@ -214,14 +210,6 @@ def _notice_not_repeated(right: Any) -> Any:
 
 def _missing_not_asked_for(right: Any) -> Any:
     return lambda self, node, holding: None
-
-
-def _second_report_counts(right: Any) -> Any:
-    def accept(self: TokenLedger, chunk: Any, *, may_differ: bool = False) -> Any:
-        merged = right(self, chunk, may_differ=may_differ)
-        return MergedChunk.NEWS if merged is MergedChunk.HELD else merged
-
-    return accept
 
 
 # The name, where it was seen, what is patched
@@ -338,12 +326,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--most", type=int, default=MOST)
     asked = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.world.mutants", *sys.argv[1:]],
-            {**os.environ, "PYTHONHASHSEED": "0"},
-        )
+    fix_hashes("tests.world.mutants")
     alive = 0
     for name in asked.names or MUTANTS:
         began = time.monotonic()

@@ -202,7 +202,6 @@ class WorldNode:
         scheduler_half, self.worker = None, None
         if role is not Role.AGGREGATED:
             transport = WorldTransport(fabric, process)
-            self.transport = transport
             context = ConnectorContext(process.name, epoch, "10.0.0.1", BLOCK_SIZE, transfer, mailbox.wake)
             scheduler_half = half = WatchedHalf(BLOCK_SIZE)
             fabric.num_free_among[transport.memory_name] = lambda blocks: half.tables.pool.num_free_among(

@@ -14,13 +14,15 @@ import itertools
 import logging
 import os
 import random
+import threading
+import traceback
 from collections.abc import Callable, Iterator
 
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.node.loop import ResetCache
 from tandem.router.dispatch import SequenceSpec
 from tandem.simulator.clock import VirtualLoop
-from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
+from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.sampling import SamplingParams
@@ -87,8 +89,6 @@ def run(seed: int, *, with_faults: bool = True) -> Outcome:
         outcome.violations.append(str(broken))
     except Exception as error:  # a callback of the product's raised
         outcome.violations.append(f"{type(error).__name__}: {error}")
-        import traceback
-
         outcome.history.append(traceback.format_exc())
     finally:
         logging.disable(logging.NOTSET)
@@ -167,8 +167,6 @@ class Schedule:
         return node
 
     def _on_broken(self, name: str, error: BaseException) -> None:
-        import traceback
-
         self.outcome.history.append("".join(traceback.format_exception(error)))
         self._broken(f"{name}: its step failed: {type(error).__name__}: {error}")
 
@@ -183,16 +181,12 @@ class Schedule:
         return [node.info for node in self.nodes.values() if node.process.is_alive]
 
     def _tell_members(self) -> None:
+        """Each router is told after a while, of those that live then: an older list must not follow a newer one."""
         for router in self.routers:
             if router.process.is_alive:
-                infos = self._infos()
                 router.process.later(
-                    self.rng.uniform(0.0, 0.3), lambda router=router, infos=infos: self._set(router, infos)
+                    self.rng.uniform(0.0, 0.3), lambda router=router: router.set_members(self._infos())
                 )
-
-    def _set(self, router: WorldRouter, infos: list[NodeInfo]) -> None:
-        # An older list must not follow a newer one
-        router.set_members(self._infos() if infos != self._infos() else infos)
 
     def _kill_node(self, node: WorldNode) -> None:
         name, role = node.process.name, node.role
@@ -307,8 +301,6 @@ class Schedule:
             self._broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
         elif isinstance(error, InternalError):
             self._broken(f"{spec.label}: {name}: {error}")
-        elif isinstance(error, DeadlineExceeded) and "deadline" in str(error) and False:
-            self._broken(f"{spec.label}: too early: {error}")
 
     # ── faults ──
 
@@ -358,8 +350,6 @@ class Schedule:
         elif kind == "reset" and alive:
             node = rng.choice(alive)
             self.note(f"{node.process.name}: its cache is reset")
-            import threading
-
             node.process.do(lambda: node.mailbox.put(ResetCache(threading.Event())))
 
     def _fair_weather(self) -> None:

@@ -15,6 +15,14 @@ from multiprocessing.queues import Queue
 from tests.world.schedule import Outcome, run
 
 
+def fix_hashes(module: str) -> None:
+    """Begins this process again, unless texts have fixed hashes: the order of a set of texts depends on them, and with that the
+    history of a seed."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        arguments = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -25,10 +33,7 @@ def main() -> int:
     parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--no-faults", action="store_true")
     asked = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        # The order of a set of texts depends on it, and with that the history of a seed
-        arguments = [sys.executable, "-m", "tests.world.search", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, "PYTHONHASHSEED": "0"})
+    fix_hashes("tests.world.search")
     seeds: Iterable[int] = asked.seeds or range(asked.first, asked.first + asked.most)
     sums = Sums()
     for outcome in _outcomes(seeds, asked.processes, with_faults=not asked.no_faults):
