@@ -102,9 +102,7 @@ def _convert(path: Path, given: GivenValue) -> object:
     _check_spaces(path, given, value)
     if given.textual and value == "null" and allows_null(annotation):
         return None
-    if isinstance(value, bool) and (word := "on" if value else "off") in [
-        choice for kind in kinds_at(annotation, "") for choice in choices_of(kind)
-    ]:
+    if isinstance(value, bool) and (word := "on" if value else "off") in choices_of(kinds_at(annotation, "")):
         value = word  # YAML takes both words for truth values
     try:
         converted = msgspec.convert(value, annotation, strict=not given.textual)

@@ -111,7 +111,7 @@ def refusal_of(members: Sequence[msgspec.inspect.Type], value: object, reason: s
     if _OUT_OF_RANGE.match(reason):
         shown = value if isinstance(value, str) and not _is_text(members) else repr(value)
         return f"must {limits_of(members)}, not {_shortened(str(shown))}"
-    choices = [choice for member in members for choice in choices_of(member)]
+    choices = choices_of(members)
     hint = ""
     if choices and isinstance(value, str):
         close = difflib.get_close_matches(value, choices, n=1)
@@ -150,7 +150,12 @@ def _is_text(members: Sequence[msgspec.inspect.Type]) -> bool:
     return any(isinstance(member, msgspec.inspect.StrType) for member in members)
 
 
-def choices_of(kind: msgspec.inspect.Type) -> list[str]:
+def choices_of(members: Sequence[msgspec.inspect.Type]) -> list[str]:
+    """Returns the strings that these types allow."""
+    return [choice for member in members for choice in _choices(member)]
+
+
+def _choices(kind: msgspec.inspect.Type) -> list[str]:
     match kind:
         case msgspec.inspect.EnumType():
             return [str(choice.value) for choice in kind.cls]
@@ -210,7 +215,7 @@ def _range(kind: msgspec.inspect.Type) -> str:
 def _words(kind: msgspec.inspect.Type) -> str:
     match kind:
         case msgspec.inspect.EnumType() | msgspec.inspect.LiteralType():
-            return "one of " + ", ".join(choices_of(kind))
+            return "one of " + ", ".join(_choices(kind))
         case msgspec.inspect.CollectionType():
             return "a list"
         case msgspec.inspect.DictType() | msgspec.inspect.StructType():
