@@ -89,7 +89,7 @@ class RequestLife:
         self._paused = False  # it waits for a place
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
-        self._alarms: set[Ring] = set()  # the alarms of its tick, its own among them
+        self._alarms: dict[Ring, None] = {}  # the alarms of its tick, its own among them
 
     @property
     def cached_tokens(self) -> int | None:
@@ -442,7 +442,7 @@ class RequestLife:
     def _arm(self) -> None:
         """Sets the one alarm for the earliest deadline. An arriving token does not move the alarm; an alarm
         that rings early is set again."""
-        self._alarms.discard(self._on_alarm)
+        self._alarms.pop(self._on_alarm, None)
         self._alarms = self._placement.alarms.set(self._next_deadline()[0], self._on_alarm)
 
     def _on_alarm(self) -> None:
@@ -508,7 +508,7 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        self._alarms.discard(self._on_alarm)
+        self._alarms.pop(self._on_alarm, None)
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)

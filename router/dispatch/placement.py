@@ -219,17 +219,17 @@ class Alarms:
     every request ends before its alarm rings, and a timer for each would cost several times as much."""
 
     def __init__(self) -> None:
-        self._due: dict[int, set[Ring]] = {}  # by tick
+        self._due: dict[int, dict[Ring, None]] = {}  # by tick; they ring in the order in which they were set
 
-    def set(self, when: float, ring: Ring) -> set[Ring]:
-        """Sets `ring` to be called at the end of `when`'s tick. Returns the set of that tick's alarms; the
-        caller cancels its alarm by removing it from the set."""
+    def set(self, when: float, ring: Ring) -> dict[Ring, None]:
+        """Sets `ring` to be called at the end of `when`'s tick. Returns that tick's alarms; the caller cancels
+        its alarm by removing it from them."""
         tick = int(when / TICK_S) + 1
         due = self._due.get(tick)
         if due is None:
-            due = self._due[tick] = set()
+            due = self._due[tick] = {}
             asyncio.get_running_loop().call_at(tick * TICK_S, self._ring, tick)
-        due.add(ring)
+        due[ring] = None
         return due
 
     def _ring(self, tick: int) -> None:
@@ -271,7 +271,8 @@ class Placement(Generic[L]):
         self.alarms = Alarms()
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
-        self._by_node: dict[NodeInfo, set[L]] = {}
+        # In the order in which they came: when a node is lost, who waited longest looks for another first.
+        self._by_node: dict[NodeInfo, dict[L, None]] = {}
         self._waiting: dict[L, None] = {}  # lives that wait for a node
         # By job: the nodes that pin its last turn, and until when.
         self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()
@@ -331,7 +332,7 @@ class Placement(Generic[L]):
         """Sends the attempt to its nodes. Returns the error when a node does not or cannot read this."""
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
-            self._by_node.setdefault(node, set()).add(life)
+            self._by_node.setdefault(node, {})[life] = None
         if spec.trace is not None:
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
@@ -368,7 +369,7 @@ class Placement(Generic[L]):
         for node in attempt.nodes:
             lives = self._by_node.get(node)
             if lives is not None:
-                lives.discard(life)
+                lives.pop(life, None)
                 if not lives:
                     del self._by_node[node]
             self._answered(node.node_id, attempt.request_id)

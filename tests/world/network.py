@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import random
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Network:
         ] = {}  # when the last frame from one process to an endpoint arrives
         self._ports = itertools.count(10_000)
         self.frames = 0
+        self.digest = hashlib.blake2b(digest_size=8)  # of all frames that were sent, with their times
 
     def open(self, process: Process, receive: Callable[[bytes], None], endpoint: str = "") -> str:
         endpoint = endpoint or f"tcp://10.0.0.1:{next(self._ports)}"
@@ -68,6 +70,7 @@ class Network:
         if endpoint not in self._machine_at:
             raise NodeLost(f"nothing is known of {endpoint}")
         self.frames += 1
+        self.digest.update(f"{process.loop.time()} {process.name} {endpoint} ".encode() + frame)
         rng, weather = self.rng, self.weather
         if rng.random() < weather.lost:
             return

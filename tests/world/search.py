@@ -39,7 +39,7 @@ def main() -> int:
     for outcome in _outcomes(seeds, asked.processes, with_faults=not asked.no_faults):
         sums.add(outcome)
         if asked.history:
-            print("\n".join(outcome.history))
+            print("\n".join([*outcome.history, f"{outcome.frames} frames, all together {outcome.digest}"]))
         if not asked.seeds and sums.seconds > 60 * asked.minutes:
             break
     print(sums.shown())
