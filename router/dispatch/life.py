@@ -16,6 +16,7 @@ from tandem.wire.errors import (
     InternalError,
     KVLoadFailed,
     NodeLost,
+    Overloaded,
     TandemError,
     TransferError,
     Unavailable,
@@ -264,10 +265,22 @@ class RequestLife:
             self._fail_over(NodeLost(f"node {node.node_id} no longer has the request"), ())
         elif not is_prefill and reported > self.ledger.reported:
             self._fail_over(NodeLost(f"tokens from node {node.node_id} are lost"), ())
+        elif not is_prefill and self._placement.waits_for_silent_peers(node) and self._has_another(node):
+            self._fail_over(
+                Overloaded(
+                    f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
+                ),
+                {node.node_id},
+            )
         elif node in attempt.unanswered:
             attempt.unanswered.discard(node)
             if not attempt.unanswered:
                 attempt.alive_at = self._clock()
+
+    def _has_another(self, node: NodeInfo) -> bool:
+        """Whether another node has room for the request now."""
+        routing = self._routing(frozenset({*self._avoid, node.node_id}))
+        return self._placement.has_room(routing, self._hashes)
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """Whether the decode node has all the KV and this router has every token reported so far: the prefill

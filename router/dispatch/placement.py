@@ -316,6 +316,16 @@ class Placement(Generic[L]):
         self.metrics.decisions.inc("away" if decision.prefill and decision.decode else "one_node")
         return decision
 
+    def has_room(self, request: RoutingRequest, hashes: PromptHashes) -> bool:
+        """Whether the node that would be chosen to decode has the blocks for the request."""
+        try:
+            decision = self._chooser.choose(request, hashes)
+        except Unavailable:
+            return False
+        decode = decision.decode
+        member = self._pool.member(decode.node_id) if decode is not None else None
+        return member is not None and member.has_room(request.prompt_tokens + request.max_new_tokens)
+
     def version_for(self, spec: SequenceSpec) -> int:
         """The version of Tandem's messages that this request needs; 0 when all nodes speak the newest one."""
         return 0 if self._pool.oldest_version >= WIRE_VERSION else needed_version(submit_of(spec))
@@ -411,6 +421,18 @@ class Placement(Generic[L]):
         member = self._pool.member(node.node_id)
         status = member.reported if member is not None and member.info == node else None
         return status is not None and 0 < status.step_age_s < self.config.heartbeat.wedged
+
+    def waits_for_silent_peers(self, node: NodeInfo) -> bool:
+        """Whether nothing runs on the node whose end would free blocks, and it keeps blocks to which a peer may still
+        write. That may last until the peer goes on."""
+        member = self._pool.member(node.node_id)
+        status = member.reported if member is not None and member.info == node else None
+        return (
+            status is not None
+            and status.waiting > 0
+            and status.running == status.loading == 0
+            and status.quarantined_blocks + status.held_blocks > 0
+        )
 
     # --- what a life tells of its course
 
