@@ -12,6 +12,9 @@ from tandem.base.errors import NodeLost
 from tandem.wire.listening import Listener
 from tests.world.process import Process
 
+OnFrame = Callable[[float, str, str, bytes], None]
+"""Is told of every frame that is sent: when, by which process, to which (or to an endpoint that is closed), and its bytes."""
+
 
 @dataclasses.dataclass
 class Weather:
@@ -42,6 +45,7 @@ class Network:
         ] = {}  # when the last frame from one process to an endpoint arrives
         self._ports = itertools.count(10_000)
         self.frames = 0
+        self.on_frame: OnFrame | None = None
         self.digest = hashlib.blake2b(digest_size=8)  # of all frames that were sent, with their times
 
     def open(self, process: Process, receive: Callable[[bytes], None], endpoint: str = "") -> str:
@@ -71,6 +75,9 @@ class Network:
             raise NodeLost(f"nothing is known of {endpoint}")
         self.frames += 1
         self.digest.update(f"{process.loop.time()} {process.name} {endpoint} ".encode() + frame)
+        if self.on_frame is not None:
+            there = self._open.get(endpoint)
+            self.on_frame(process.loop.time(), process.name, there.process.name if there else endpoint, frame)
         rng, weather = self.rng, self.weather
         if rng.random() < weather.lost:
             return

@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from tandem.base.errors import InternalError, TandemError
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
@@ -29,12 +29,13 @@ from tandem.wire.requests import forget_drawn_ids
 from tandem.wire.sampling import SamplingParams
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
-from tests.world.network import Network, Weather
+from tests.world.network import Network, OnFrame, Weather
 from tests.world.node import WorldNode
 from tests.world.process import Process, begin_pids
 from tests.world.router import WorldRouter
 
 FAULTS_S = 20.0
+AWAY = "away"  # one node stays away after the faults
 AWAY_S = 45.0
 AT_ONCE_S = 7.5  # while a node has been away for long, new requests are answered within this
 QUIET_S = 120.0  # after the faults, everything has ended within this time
@@ -57,6 +58,8 @@ class Outcome:
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     digest: str = ""  # of every frame, with its time
+    nodes: list[str] = dataclasses.field(default_factory=list)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # of requests, by their ids on nodes
 
 
 class _Broken(Exception):
@@ -80,14 +83,18 @@ def _drawn_from(rng: random.Random) -> Iterator[None]:
         random.setstate(state)
 
 
-def run(seed: int, *, with_faults: bool = True) -> Outcome:
+def run(
+    seed: int, *, with_faults: bool = True, without: Collection[str] = (), on_frame: OnFrame | None = None
+) -> Outcome:
+    """`without`: what the seed's schedule has and this one leaves out: nodes, requests (r1, r2 ...), faults (f1, f2 ...), and AWAY."""
     rng = random.Random(seed)
     loop = VirtualLoop()
     outcome = Outcome(seed)
     logging.disable(logging.CRITICAL)
     try:
         with _drawn_from(rng):
-            schedule = Schedule(loop, rng, outcome, with_faults)
+            schedule = Schedule(loop, rng, outcome, with_faults, frozenset(without))
+            schedule.network.on_frame = on_frame
             try:
                 loop.run_until_complete(schedule.run())
             finally:
@@ -113,9 +120,16 @@ def _end_tasks(loop: VirtualLoop) -> None:
 
 
 class Schedule:
-    def __init__(self, loop: VirtualLoop, rng: random.Random, outcome: Outcome, with_faults: bool) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: random.Random,
+        outcome: Outcome,
+        with_faults: bool,
+        without: frozenset[str],
+    ) -> None:
         self.loop, self.rng, self.outcome = loop, rng, outcome
-        self.with_faults = with_faults
+        self.with_faults, self.without = with_faults, without
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
         self.fabric.is_cut = self.network.is_cut
@@ -138,6 +152,10 @@ class Schedule:
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
 
+    def _drawn_for(self, name: str) -> random.Random:
+        """Each request and fault is drawn by itself, so that it stays the same when another one is left out."""
+        return random.Random(f"{self.outcome.seed} {name}")
+
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
 
@@ -146,8 +164,8 @@ class Schedule:
         if not self.outcome.violations:
             self.outcome.violations.append(text)
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+    def _tokens(self, count: int, rng: random.Random | None = None) -> list[int]:
+        return [(rng or self.rng).randrange(VOCABULARY) for _ in range(count)]
 
     # ── the cluster ──
 
@@ -232,9 +250,9 @@ class Schedule:
     def _spec(
         self, label: str, within_s: float, clock: Callable[[], float]
     ) -> tuple[SequenceSpec, list[int]]:
-        rng = self.rng
+        rng = self._drawn_for(label)
         family = rng.choice(self._families)
-        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40))]
+        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40), rng)]
         num_tokens = rng.choice([1, 2, 5, 20, 45])
         spec = SequenceSpec(
             label=label,
@@ -279,8 +297,8 @@ class Schedule:
         except TandemError as refused:
             self._on_error(router, spec, refused, must_succeed)
             return
+        (life,) = generation.lives
         try:
-            (life,) = generation.lives
             while not life.ended:
                 await generation.news()
                 tokens = list(life.ledger.tokens)
@@ -303,6 +321,7 @@ class Schedule:
                     f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else "")
                 )
         finally:
+            self.outcome.names |= dict.fromkeys(life.request_ids, label)
             generation.cancel()
 
     def _on_error(
@@ -319,8 +338,11 @@ class Schedule:
     # ── faults ──
 
     def _fault(self) -> None:
-        rng = self.rng
         self.outcome.faults += 1
+        name = f"f{self.outcome.faults}"
+        if name in self.without:
+            return
+        rng = self._drawn_for(name)
         kind = rng.choice(
             ["weather", "weather", "cut", "moves", "moves", "stop", "stop", "kill", "kill", "router", "reset"]
         )
@@ -381,6 +403,8 @@ class Schedule:
         """One node may stay away for longer: the others must do its work."""
         living = [node for node in self.nodes.values() if node.process.is_alive]
         node = self.rng.choice(living) if living else None
+        if AWAY in self.without:
+            return None
         if node is None or sum(other.role is node.role for other in living) < 2 or self.rng.random() < 0.5:
             return None
         self.note(f"{node.process.name} stays away for {AWAY_S:.0f} s")
@@ -429,7 +453,9 @@ class Schedule:
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
         for name, role in self._layout():
-            self._start_node(name, role)
+            self.outcome.nodes.append(name)
+            if name not in self.without:
+                self._start_node(name, role)
         for _ in range(rng.randint(1, 2)):
             self._start_router()
         for router in self.routers:
@@ -466,11 +492,13 @@ class Schedule:
                     self.outcome.transfers[name] = self.outcome.transfers.get(name, 0) + number
 
     def _arrival(self) -> None:
+        label = f"r{self.outcome.requests + 1}"
+        rng = self._drawn_for(f"arrival of {label}")
         living = [router for router in self.routers if router.process.is_alive]
-        if living:
-            self._ask(
-                self.rng.choice(living), within_s=300.0, must_succeed=False, gives_up=self.rng.random() < 0.25
-            )
+        if label in self.without:
+            self.outcome.requests += 1
+        elif living:
+            self._ask(rng.choice(living), within_s=300.0, must_succeed=False, gives_up=rng.random() < 0.25)
 
     def _look(self) -> None:
         if self.outcome.violations:
