@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -17,7 +18,7 @@ from tandem.base.errors import (
     Unavailable,
 )
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
-from tandem.router.dispatch.placement import Attempt, Placement, Ring, SequenceSpec, TokenSource
+from tandem.router.dispatch.placement import Attempt, Placement, Ring, TokenSource
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo
