@@ -149,24 +149,14 @@ def submit_of(
     return Submit(
         request_id=request_id,
         reply_to=reply_to,
-        prompt_token_ids=spec.prompt_token_ids,
-        sampling=spec.sampling,
         timeout_s=timeout_s,
         output_token_ids=list(tokens),
         transfer=transfer,
-        priority=spec.priority,
-        cache_salt=spec.cache_salt,
-        lora=spec.lora,
-        media=spec.media,
-        images=spec.images,
-        embeds=spec.embeds,
         trace=spec.trace is not None,
         keep=keep,
         cache_peers=cache_peers,
-        pooling=spec.pooling,
-        job_id=spec.job_id,
-        is_last_step=spec.is_last_step,
         encoders=list(encoders),
+        **spec.facts.as_fields(),
     )
 
 
@@ -301,11 +291,11 @@ class Placement(Generic[L]):
         if spec.trace is not None:
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
-        prompt_tokens = len(spec.prompt_token_ids) + attempt.base
+        prompt_tokens = len(spec.facts.prompt_token_ids) + attempt.base
         encoders: list[NodeInfo] = []
-        if spec.images:
-            digests = [""] * len(spec.images)
-            for part in spec.media:
+        if spec.facts.images:
+            digests = [""] * len(spec.facts.images)
+            for part in spec.facts.media:
                 digests[part.image] = part.identifier.rpartition("/")[0]
             encoders = self._pool.encoders_for(attempt.nodes[0].content, digests)
         for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining, encoders):
@@ -358,9 +348,9 @@ class Placement(Generic[L]):
 
     def expected_tokens(self, spec: SequenceSpec) -> int:
         """How many tokens a sequence is expected to have on its decode node, or where its vector is made."""
-        if spec.pooling is not None:
-            return len(spec.prompt_token_ids)
-        return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
+        if spec.facts.pooling is not None:
+            return len(spec.facts.prompt_token_ids)
+        return len(spec.facts.prompt_token_ids) + self._answers.expected(spec.facts.sampling.max_tokens)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
@@ -420,8 +410,8 @@ class Placement(Generic[L]):
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             self._chooser.answered(attempt.decode, hashes, output)
-            if spec.job_id is not None:
-                self._remember_home(spec.job_id, attempt, is_last_step=spec.is_last_step)
+            if spec.facts.job_id is not None:
+                self._remember_home(spec.facts.job_id, attempt, is_last_step=spec.facts.is_last_step)
 
     def _remember_home(self, job_id: str, attempt: Attempt, *, is_last_step: bool) -> None:
         self._homes.pop(job_id, None)

@@ -272,9 +272,10 @@ class _Session:
                 reservation.take_tokens(len(token_ids) - self._known, [])
             ahead = SamplingParams(max_tokens=1, temperature=0.0)
             whole = plan.specs[0]
-            spec: SequenceSpec = msgspec.structs.replace(
-                whole, prompt_token_ids=token_ids, sampling=ahead, reads_ahead=True, job_id=None
+            facts = msgspec.structs.replace(
+                whole.facts, prompt_token_ids=token_ids, sampling=ahead, job_id=None
             )
+            spec: SequenceSpec = msgspec.structs.replace(whole, facts=facts, reads_ahead=True)
             generation = await services.dispatcher.generate([spec], self._exchange.owner, eager=False)
             try:
                 spent = len(token_ids) - self._known
@@ -402,7 +403,7 @@ class _Session:
                 trace.answer_id, trace.prompt_tokens = self._answer_id, plan.prompt_tokens
                 trace.span(TracePhase.TOKENIZE, arrived, time.monotonic(), plan.prompt_tokens)
             if reservation is not None:
-                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].sampling.max_tokens])
+                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].facts.sampling.max_tokens])
             inputs = inputs_size(plan)
             with services.kept.share(inputs + answer_size(plan, streams=True), exchange.owner) as kept:
                 generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=True)
