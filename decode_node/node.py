@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.wire.errors import InvalidRequest
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import Role
@@ -12,7 +12,7 @@ from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 
-class DecodeNode(Node):
+class DecodeNode(EngineNode):
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(
             config,

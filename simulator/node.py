@@ -472,8 +472,6 @@ class SimulatedNode:
             step_age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
             age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
             counters=counters,
-            detail="",
-            tiers=(),
         )
         self._most_blocks = max(self._most_blocks, 1 - stats.free_blocks / stats.total_blocks)
         if self._plan is not None:

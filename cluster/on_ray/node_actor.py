@@ -5,17 +5,20 @@ says only with which role it began: Ray shows it as the process's name."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
 from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
-from tandem.node.hosting import HostedNode, NodeHost
+from tandem.node.hosting import NodeHost
+from tandem.node.node import Node
 from tandem.wire.nodes import Role
 
 
-def make_node(config: NodeConfig) -> HostedNode:
+def make_node(config: NodeConfig) -> Node[Any]:
     # Imported in the node's own process: the imports take seconds.
     if config.role is Role.PREFILL:
         from tandem.prefill_node.node import PrefillNode
