@@ -22,7 +22,8 @@ Floor 2: it imports wire and no other package of ours. It knows neither engine n
     server      the whole router: started, drained and stopped
     hosting     the router as its process sees it
     tracing/    where a request's time went
-    metrics     the router's own metrics; the last ten minutes: how many requests met the `slo`, and why the slowest did not
+    metrics     the router's own metrics
+    recent      the last ten minutes: how many requests met the `slo`, why the slowest did not, and what went wrong
     node_metrics   the nodes' reports as metrics
     siblings    the other router processes on the port: questions to them, and reports of requests
     figures     the counters of all router processes on the port, added up

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, overload
 
 from tandem.router.dispatch.placement import SequenceSpec
-from tandem.router.metrics import RequestAccount, RouterMetrics
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import RoutingDecision
+from tandem.router.recent import RequestAccount
 from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs

@@ -20,11 +20,12 @@ import msgspec
 
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
-from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Alternative, Chooser
 from tandem.router.policy.views import AnswerLengthMeter, RoutingDecision, RoutingRequest, blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
+from tandem.router.recent import RecentRequests, Targets
 from tandem.router.siblings import SentReports
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.embeds import PromptEmbeds

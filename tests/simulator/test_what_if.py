@@ -12,8 +12,8 @@ from rich.console import Console
 from tandem.cluster.trace.why import Explanation
 from tandem.cluster.trace.why_text import show_explanation
 from tandem.loadgen.traces import TraceRow
-from tandem.router.metrics import LATEST, RequestAccount
 from tandem.router.page_state import NodeRow, PageState, RouterState
+from tandem.router.recent import LATEST, RequestAccount
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.what_if import compared, other_clusters
 from tandem.wire.errors import ConfigurationError

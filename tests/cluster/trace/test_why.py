@@ -15,9 +15,9 @@ from rich.console import Console
 from tandem.cluster.trace.command import TraceClient, explained
 from tandem.cluster.trace.why import BETWEEN, explain, explain_account
 from tandem.cluster.trace.why_text import show_explanation
-from tandem.router.metrics import SlowRequest
 from tandem.router.page_state import PageState, RouterState
 from tandem.router.policy.choose import Alternative
+from tandem.router.recent import SlowRequest
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
 from tandem.wire.errors import RequestError
 from tandem.wire.tracing import Span, TracePhase
