@@ -9,6 +9,7 @@ loop         the thread that steps the engine, and the mailbox that feeds it
 encoders     asks encoder nodes for the rows of this node's images
 routers      the routers that were heard lately, which are told statuses and what the prefix cache holds
 status       makes a status and its counters
+roles        what a cluster does differently for the nodes of one role
 config       NodeConfig: every setting of one node
 ranks/       the other processes of a node with several ranks
 trace_file   writes the scheduler trace's lines to files of bounded size

@@ -46,7 +46,9 @@ class NodeHost:
         config: bytes,
         find_model: FindModel | None = None,
         find_adapter: FindAdapter | None = None,
+        end: Callable[[Callable[[], None]], object] = lambda finish: None,
     ) -> None:
+        """`end`: called with what must be done when the process is told to end. This object keeps what it returns."""
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
         begin_logging(settings.logs, settings.node_id)
         raise_descriptor_limit()
@@ -66,6 +68,7 @@ class NodeHost:
         self._progress = SaidProgress()
         self._report = self._progress.report
         self._stopped = threading.Event()
+        self._end = end(self.finish)
 
     def key(self) -> str:
         """The public key of this process."""

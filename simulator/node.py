@@ -26,7 +26,7 @@ from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
 from tandem.simulator.traffic import NameHasher, next_token
 from tandem.wire.errors import InternalError, RequestError
-from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.nodes import NodeInfo, NodeState
 from tandem.wire.requests import (
     Cancel,
     NodeCounters,
@@ -92,9 +92,7 @@ class SimulatedNode:
         self._slowdown, self._pace = 1.0, 1.0
         self._by_steps = by_steps
         self._port = Port(self._wake)
-        self._connector = (
-            SimulatedConnector(network, self._port) if rules.role is not Role.AGGREGATED else None
-        )
+        self._connector = SimulatedConnector(network, self._port) if rules.role.hands_over else None
         self.scheduler = Scheduler(
             scheduler,
             cache,
@@ -380,7 +378,7 @@ class SimulatedNode:
             hears = (
                 update.cached_tokens is not None or finish is not None or now - live.reported_at > REPORT_S
             )
-            if update.token_ids and not (self._rules.role is Role.DECODE and self._is_handoff(live, update)):
+            if update.token_ids and not (self._rules.role.writes_answers and self._is_handoff(live, update)):
                 for _ in update.token_ids:
                     self._outcome.on_token(update.request_id, now)
             if hears:
