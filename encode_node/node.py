@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.encode_node.rows import RowsCache
 from tandem.encode_node.service import EncodeService
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node, Progress
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 

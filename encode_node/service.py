@@ -12,6 +12,11 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from tandem.base.errors import (
+    InvalidRequest,
+    NodeLost,
+    TandemError,
+)
 from tandem.encode_node.rows import RowsCache, messages_of
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.scheduling.state import SchedulerStats
@@ -23,11 +28,6 @@ from tandem.node.routers import RouterLine
 from tandem.node.status import node_status
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodingRefused, ToAsker
-from tandem.wire.errors import (
-    InvalidRequest,
-    NodeLost,
-    TandemError,
-)
 from tandem.wire.images import digest_of_image, rows_name
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (

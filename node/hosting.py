@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
+from tandem.base.logs import LogPosition, begin_logging, recent_page
+from tandem.base.progress import Report, SaidProgress
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
-from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
-from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.sockets import admit, public_key, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tandem.base.errors import InternalError, NodeLost, TandemError
 from tandem.node.config import NodeConfig
 from tandem.node.routers import RouterLine, Routers
-from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import Ask, Holding, NodeStatus, Ping, ToNode

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from tandem.base.errors import Unavailable
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.runner import ModelRunner
 from tandem.engine.scheduling.state import SchedulerStats
@@ -18,7 +19,6 @@ from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.routers import RouterLine
 from tandem.node.status import node_status
-from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
 

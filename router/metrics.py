@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tandem.wire.errors import Unavailable
+from tandem.base.errors import Unavailable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

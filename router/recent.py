@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tandem.wire.errors import Cancelled, Unavailable
+from tandem.base.errors import Cancelled, Unavailable
 from tandem.wire.nodes import PoolReport
 
 WINDOW_S = 600.0

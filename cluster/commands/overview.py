@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.base.errors import TandemError
 from tandem.cluster.commands.node_lines import described_phase, seen_by_controller, show_nodes, show_notes
 from tandem.cluster.commands.status import fetch_status
 from tandem.cluster.control import (
@@ -20,7 +21,6 @@ from tandem.cluster.control import (
     RouterView,
 )
 from tandem.cluster.describe import counted
-from tandem.wire.errors import TandemError
 
 _DECISIONS = 8
 _EXCHANGES = {

@@ -8,10 +8,10 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.base.errors import InternalError
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.node_lines import seen_by_router, show_nodes
 from tandem.cluster.describe import counted
-from tandem.wire.errors import InternalError
 
 
 def fetch_status(url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> dict[str, Any]:
