@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.encode_node.rows import RowsCache
 from tandem.encode_node.service import EncodeService
-from tandem.engine.config import ModelConfig
 from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node, Progress
+from tandem.node.node import Loading, Node
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -19,20 +18,14 @@ class EncodeNode(Node[EncodeService]):
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(config, Role.ENCODE, NumberedChannel)
 
-    def _start(
-        self,
-        model: ModelConfig,
-        progress: Progress | None,
-        runner: ModelRunner | None,
-        keepers: Sequence[str],
-    ) -> NodeInfo:
+    def _start(self, loading: Loading) -> NodeInfo:
         # Imported here: the cluster imports nodes for their configuration, and must not import torch.
         from tandem.engine.model.vision.alone import load_tower
 
-        if runner is not None:
+        if loading.runner is not None:
             raise ConfigurationError("an encoder node cannot take over a model that another node has loaded")
         engine = self.config.engine
-        tower = load_tower(model, engine.scheduler.max_model_len, progress)
+        tower = load_tower(loading.model, engine.scheduler.max_model_len, loading.progress)
         cache = RowsCache(engine.cache.encoder_tokens)
         channel = self._serve(lambda channel: EncodeService(self.config, self.epoch, tower, cache, channel))
         return NodeInfo(

@@ -25,11 +25,11 @@ from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.requests import failed_chunk
 from tandem.node.routers import RouterLine
-from tandem.node.status import node_status
+from tandem.node.status import gauges
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodingRefused, ToAsker
 from tandem.wire.images import digest_of_image, rows_name
-from tandem.wire.nodes import NodeState, Role
+from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
     NodeCounters,
     NodeStatus,
@@ -85,16 +85,12 @@ class EncodeService(NodeLifecycle):
         super().start()
 
     def status(self) -> NodeStatus:
-        state, detail = self.condition()
         now, begun, unanswered = self._clock(), self._begun, self._unanswered
         is_busy = begun is not None
-        return node_status(
-            self._config.node_id,
-            Role.ENCODE,
-            self._epoch,
-            state,
-            SchedulerStats(running=int(is_busy), waiting=max(0, unanswered - is_busy)),
-            now=now,
+        stats = SchedulerStats(running=int(is_busy), waiting=max(0, unanswered - is_busy))
+        return self._reported(
+            **gauges(stats, now),
+            transfers=0,
             step_age_s=now - begun if begun is not None else 0.0,
             counters=NodeCounters(
                 requests_started=sum(self._ended.values()) + unanswered,
@@ -107,7 +103,6 @@ class EncodeService(NodeLifecycle):
                 malformed_frames=self.malformed_frames,
                 line_gaps=self._line.gaps,
             ),
-            detail=detail,
         )
 
     def _come_to_rest(self, timeout_s: float) -> bool:

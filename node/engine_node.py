@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
-from tandem.engine.config import ModelConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -27,7 +26,7 @@ from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
-from tandem.node.node import Node, OpenChannel, Progress
+from tandem.node.node import Loading, Node, OpenChannel
 from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
 from tandem.node.requests import RoleRules
@@ -65,17 +64,10 @@ class EngineNode(Node[NodeService]):
         # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
         self.caches_apart = False
 
-    def _start(
-        self,
-        model: ModelConfig,
-        progress: Progress | None,
-        runner: ModelRunner | None,
-        keepers: Sequence[str],
-    ) -> NodeInfo:
+    def _start(self, loading: Loading) -> NodeInfo:
         config = self.config
         mailbox: Mailbox[Item] = Mailbox()
-        if runner is None:
-            runner = self._load(model, mailbox, progress, keepers)
+        runner = loading.runner or self._load(loading, mailbox)
         info = runner.info
         scheduler_half, worker_half = self._connector(runner, mailbox)
         scheduler = self._scheduler(info, scheduler_half)
@@ -233,13 +225,7 @@ class EngineNode(Node[NodeService]):
             )
         return cache.tiers
 
-    def _load(
-        self,
-        model: ModelConfig,
-        mailbox: Mailbox[Item],
-        progress: Progress | None,
-        keepers: Sequence[str],
-    ) -> ModelRunner:
+    def _load(self, loading: Loading, mailbox: Mailbox[Item]) -> ModelRunner:
         # Imported here because the cluster imports this module too, and must not load torch.
         from tandem.engine.model.loading import load_runner
         from tandem.engine.model.prefault import PageMaker
@@ -251,24 +237,20 @@ class EngineNode(Node[NodeService]):
         anywhere = os.sched_getaffinity(0) if config.cores else set()
         bind(helpers, config.cores)
         if config.ranks > 1:
-            runner = self._load_together(model, mailbox, progress, keepers)
+            runner = self._load_together(loading, mailbox)
         else:
-            runner = load_runner(model, config.engine.cache, config.engine.scheduler, progress)
+            runner = load_runner(
+                loading.model, config.engine.cache, config.engine.scheduler, loading.progress
+            )
         bind(helpers, anywhere)
         if runner.kv_cache.device.type == "cpu":
             runner.pages = PageMaker(runner.kv_cache)
         return runner
 
-    def _load_together(
-        self,
-        model: ModelConfig,
-        mailbox: Mailbox[Item],
-        progress: Progress | None,
-        keepers: Sequence[str],
-    ) -> TorchRunner:
+    def _load_together(self, loading: Loading, mailbox: Mailbox[Item]) -> TorchRunner:
         from tandem.engine.model.loading import load_runner
 
-        config = self._whole
+        config, (model, _, progress, keepers) = self._whole, loading
         if len(keepers) != len(config.others):
             raise InternalError(
                 f"{config.node_id} is spread over {config.machines} machines, and {len(keepers)} others keep ranks"

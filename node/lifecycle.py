@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem.base.errors import InternalError, NodeLost, TandemError
 from tandem.node.config import NodeConfig
@@ -163,10 +163,11 @@ class NodeLifecycle:
                     return f"it no longer hears {who}: {why}"
         return self._condition.why
 
-    def condition(self) -> tuple[NodeState, str]:
-        """The node's state, and why it failed; "" if it has not."""
-        failure = self.failure
-        return (self._condition.state, "") if failure is None else (NodeState.FAILED, failure)
+    def _reported(self, **figures: Any) -> NodeStatus:
+        """The node's state, and these fields."""
+        failure, config = self.failure, self._config
+        state = self._condition.state if failure is None else NodeState.FAILED
+        return NodeStatus(config.node_id, config.role, self._epoch, state, detail=failure or "", **figures)
 
     @property
     def malformed_frames(self) -> int:

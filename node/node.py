@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -18,9 +17,9 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.routers import RouterLine
-from tandem.node.status import node_status
+from tandem.node.status import gauges
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
-from tandem.wire.requests import NodeCounters, NodeStatus, ToNode
+from tandem.wire.requests import NO_COUNTERS, NodeStatus, ToNode
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of it that is done (0 to 1)."""
@@ -45,6 +44,15 @@ class OpenChannel(Protocol):
     """Binds to the host's address. The arguments are those of `wire.lines.NumberedChannel`."""
 
     def __call__(self, host: str, epoch: int, *, name: str) -> NodeChannel: ...
+
+
+class Loading(NamedTuple):
+    """What a node starts with."""
+
+    model: ModelConfig  # with the paths of this machine
+    runner: ModelRunner | None  # a loaded model that another node has released
+    progress: Progress | None
+    keepers: Sequence[str]  # endpoints of the rank keepers on the configuration's `others`
 
 
 ServiceT = TypeVar("ServiceT", bound=NodeLifecycle)
@@ -74,7 +82,7 @@ class Node(Generic[ServiceT]):
         """Loads the model and begins to serve. With a `runner`, which another node of this process has released, it loads nothing.
 
         `model_folder`, `adapters` and `draft_folder` say where the model, each adapter and the draft model are on this machine, in the
-        place of the configuration's paths. `keepers`: the endpoints of the rank keepers on the configuration's `others`."""
+        place of the configuration's paths. `keepers`: see `Loading`."""
         found = {
             "path": model_folder,
             "adapters": dict(adapters) if adapters is not None else None,
@@ -82,15 +90,9 @@ class Node(Generic[ServiceT]):
         }
         here = {name: value for name, value in found.items() if value is not None}
         model = msgspec.structs.replace(self.config.engine.model, **here)
-        return self._start(model, progress, runner, keepers)
+        return self._start(Loading(model, runner, progress, keepers))
 
-    def _start(
-        self,
-        model: ModelConfig,
-        progress: Progress | None,
-        runner: ModelRunner | None,
-        keepers: Sequence[str],
-    ) -> NodeInfo:
+    def _start(self, loading: Loading) -> NodeInfo:
         raise NotImplementedError
 
     def _serve(self, make_service: Callable[[NodeChannel], ServiceT]) -> NodeChannel:
@@ -111,14 +113,15 @@ class Node(Generic[ServiceT]):
     def status(self) -> NodeStatus:
         if self._service is not None:
             return self._service.status()
-        return node_status(
+        return NodeStatus(
             self.config.node_id,
             self.role,
             self.epoch,
             NodeState.STARTING,
-            SchedulerStats(),
-            now=time.monotonic(),
-            counters=NodeCounters(),
+            transfers=0,
+            step_age_s=0.0,
+            counters=NO_COUNTERS,
+            **gauges(SchedulerStats(), 0.0),
         )
 
     def routers_heard(self) -> list[str]:

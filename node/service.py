@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
+from tandem.kvtransfer.base import TransferStats
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
@@ -62,15 +63,17 @@ from tandem.node.requests import (
     writes_states_here,
 )
 from tandem.node.routers import CacheNewsDesk, RouterLine
-from tandem.node.status import node_counters, node_status
+from tandem.node.status import copied, counted, gauges, moved
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
+    EMPTY_TABLE,
     Ask,
     CacheNews,
     Cancel,
     EndAnswer,
     Follow,
     ListCache,
+    NodeCounters,
     NodeStatus,
     Ping,
     Recall,
@@ -168,36 +171,30 @@ class NodeService(NodeLifecycle):
         self._mailbox.put(ListRequests(reply_to, self._line.received(reply_to)))
 
     def status(self) -> NodeStatus:
-        scheduler = self._scheduler_stats
-        transfer = self._engine.worker.stats() if self._engine.worker is not None else None
+        scheduler, worker, now = self._scheduler_stats, self._engine.worker, self._clock()
+        transfer = worker.stats() if worker is not None else TransferStats()
+        own, adapters, wrong = moved(transfer), self._adapters, self._engine.canary_findings.wrong
+        own["malformed_frames"] += self.malformed_frames
+        own["wrong_kv"] = copied(Counter(transfer.wrong_kv) + Counter(wrong))
         self.loop.watch_step()
-        state, detail = self.condition()
-        return node_status(
-            self._config.node_id,
-            self._rules.role,
-            self._epoch,
-            state,
-            scheduler,
-            transfers=transfer.in_progress if transfer else 0,
-            now=self._clock(),
+        return self._reported(
+            **gauges(scheduler, now),
+            transfers=transfer.in_progress,
             step_age_s=self.loop.step_age(),
-            counters=node_counters(
-                scheduler,
-                transfer,
+            counters=NodeCounters(
+                **counted(scheduler),
+                **own,
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
-                malformed_frames=self.malformed_frames,
                 line_gaps=self._line.gaps,
                 kv_checks=self._engine.canary_findings.checked,
-                wrong_kv=self._engine.canary_findings.wrong,
-                encoder_fallbacks=self._encoders.fallbacks if self._encoders is not None else None,
+                encoder_fallbacks=copied(self._encoders.fallbacks if self._encoders is not None else {}),
             ),
-            detail=detail,
-            tiers=transfer.tiers if transfer else [],
-            left_out=transfer.left_out if transfer else (),
-            adapters=self._adapters.served if self._adapters is not None else None,
-            replaced_adapters=self._adapters.replaced if self._adapters is not None else None,
-            age_s=max(0.0, self._clock() - self._stats_of),
+            tiers=tuple(transfer.tiers),
+            left_out=tuple(transfer.left_out),
+            adapters=(adapters.served if adapters is not None else None) or EMPTY_TABLE,
+            replaced_adapters=(adapters.replaced if adapters is not None else None) or EMPTY_TABLE,
+            age_s=max(0.0, now - self._stats_of),
             slower=self._engine.runner.info.slower,
         )
 

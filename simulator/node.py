@@ -20,7 +20,7 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.node.requests import RoleRules
-from tandem.node.status import node_counters, node_status
+from tandem.node.status import counted, gauges
 from tandem.simulator.costs import CostModel, DecodeRun, StepBound
 from tandem.simulator.machine import SharedMachine
 from tandem.simulator.network import Network, Port, SimulatedConnector
@@ -449,27 +449,20 @@ class SimulatedNode:
             )
         counters = self._counters if self._plan is not None else None
         if counters is None:
-            counters = self._counters = node_counters(
-                stats,
-                None,
-                steps=self._steps,
-                step_seconds=self._busy_s,
-                malformed_frames=0,
-                line_gaps=0,
-                kv_checks=0,
-                wrong_kv={},
+            counters = self._counters = NodeCounters(
+                **counted(stats), steps=self._steps, step_seconds=self._busy_s
             )
-        self._status = status = node_status(
+        age_s = 0.0 if self._plan is None else self._loop.time() - self._plan_began
+        self._status = status = NodeStatus(
             self.info.node_id,
             self.info.role,
             self.info.epoch,
             self.state,
-            stats,
             transfers=self._port.under_way,
-            now=self._loop.time(),
-            step_age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
-            age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
+            step_age_s=age_s,
+            age_s=age_s,
             counters=counters,
+            **gauges(stats, self._loop.time()),
         )
         self._most_blocks = max(self._most_blocks, 1 - stats.free_blocks / stats.total_blocks)
         if self._plan is not None:
