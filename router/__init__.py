@@ -29,5 +29,4 @@ Floor 2: it imports wire and no other package of ours. It knows neither engine n
     figures     the counters of all router processes on the port, added up
     page_state  the data of the page and of `tandem top`
     engine_metrics   the nodes' figures under the names that vLLM's dashboards use
-    supervision background tasks that cannot end unnoticed
 """
