@@ -190,27 +190,17 @@ class RouterServer:
         reports = SentReports(siblings, pool, chooser)
         siblings.on_change.append(lambda: dispatcher.report_to_siblings(None if siblings.alone else reports))
         siblings.on_change.append(self._siblings_changed.set)
-        metrics.running.set_function(lambda: dispatcher.running)
-        metrics.waiting.set_function(lambda: dispatcher.queued)
-        metrics.places.set_function(lambda: dispatcher.admission.capacity)
-        metrics.places_held.set_function(lambda: dispatcher.admission.held)
-        metrics.queue_limit.set(config.limits.queued)
-        metrics.oldest_wait.set_function(dispatcher.admission.oldest_wait_s)
+        _measure(metrics, dispatcher)
         metrics.registry.register(LinkCollector(pool, links, tasks, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
         metrics.node_registry.register(EngineCollector(pool))
+        began = int(time.time())
+        model = ServedModel(
+            config, tokenizer, template, pool.max_model_len, began, pool.vectors, pool.adapters, images
+        )
         services = Services(
             config=config,
-            model=ServedModel(
-                config,
-                tokenizer,
-                template,
-                pool.max_model_len,
-                int(time.time()),
-                pool.vectors,
-                pool.adapters,
-                images,
-            ),
+            model=model,
             dispatcher=dispatcher,
             pool=pool,
             links=links,
@@ -406,6 +396,15 @@ class RouterServer:
             await services.links.close()
             await services.others.close()
         self._probe.close()
+
+
+def _measure(metrics: RouterMetrics, dispatcher: Dispatcher) -> None:
+    metrics.running.set_function(lambda: dispatcher.running)
+    metrics.waiting.set_function(lambda: dispatcher.queued)
+    metrics.places.set_function(lambda: dispatcher.admission.capacity)
+    metrics.places_held.set_function(lambda: dispatcher.admission.held)
+    metrics.queue_limit.set(dispatcher.config.limits.queued)
+    metrics.oldest_wait.set_function(dispatcher.admission.oldest_wait_s)
 
 
 def _is_loopback(endpoint: str) -> bool:
