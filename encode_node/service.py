@@ -73,7 +73,7 @@ class EncodeService(NodeLifecycle):
         self._made = self._found = self._sent = self._steps = 0
         self._busy_s = 0.0
         self._inbox = Inbox(config.host, Encode, self._on_question, name=f"{config.node_id}-images")
-        self._ears.append((self._inbox, "who asks for rows"))
+        self._receivers.append((self._inbox, "who asks for rows"))
 
     @property
     def endpoint(self) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.base.errors import InternalError, NodeLost, TandemError
 from tandem.node.config import NodeConfig
-from tandem.node.routers import RouterLine, Routers
+from tandem.node.routers import Receiver, RouterLine, Routers
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import Ask, Holding, NodeStatus, Ping, ToNode
@@ -53,17 +53,6 @@ class NodeCondition:
         return self._failed_as(f"node {self._node_id} has failed: {self.why}")
 
 
-class Ears(Protocol):
-    """A socket of the node that others send to."""
-
-    @property
-    def malformed(self) -> int: ...
-    @property
-    def died(self) -> str | None:
-        """Why it receives nothing any more although it was not closed; None while it receives."""
-        ...
-
-
 class NodeLifecycle:
     """Subclasses say what the node's work is: `status`, `_take`, `_list_requests` and `_come_to_rest`. Routers' messages come in the
     thread of the channel to them."""
@@ -79,7 +68,7 @@ class NodeLifecycle:
         self._epoch = epoch
         self._line = line
         self._clock = clock
-        self._ears: list[tuple[Ears, str]] = [(line, "its routers")]  # and who speaks there
+        self._receivers: list[tuple[Receiver, str]] = [(line, "its routers")]  # and who sends there
         self._condition = NodeCondition(config.node_id)
         self._routers = Routers(
             line,
@@ -158,8 +147,8 @@ class NodeLifecycle:
     def failure(self) -> str | None:
         """Why this node can no longer answer; None while it can."""
         if self._condition.state is not NodeState.FAILED:
-            for ears, who in self._ears:
-                if (why := ears.died) is not None:
+            for receiver, who in self._receivers:
+                if (why := receiver.died) is not None:
                     return f"it no longer hears {who}: {why}"
         return self._condition.why
 
@@ -171,7 +160,7 @@ class NodeLifecycle:
 
     @property
     def malformed_frames(self) -> int:
-        return sum(ears.malformed for ears, _ in self._ears)
+        return sum(receiver.malformed for receiver, _ in self._receivers)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new work and waits up to `timeout_s`. Returns True when everything accepted has ended and the node has not failed."""

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from tandem.base.errors import Unavailable
+from tandem.base.progress import Report
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.runner import ModelRunner
 from tandem.engine.scheduling.state import SchedulerStats
@@ -20,9 +21,6 @@ from tandem.node.routers import RouterLine
 from tandem.node.status import gauges
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import NO_COUNTERS, NodeStatus, ToNode
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done, and the share of it that is done (0 to 1)."""
 
 
 class NodeChannel(RouterLine, Protocol):
@@ -51,7 +49,7 @@ class Loading(NamedTuple):
 
     model: ModelConfig  # with the paths of this machine
     runner: ModelRunner | None  # a loaded model that another node has released
-    progress: Progress | None
+    progress: Report | None
     keepers: Sequence[str]  # endpoints of the rank keepers on the configuration's `others`
 
 
@@ -71,7 +69,7 @@ class Node(Generic[ServiceT]):
 
     def start(
         self,
-        progress: Progress | None = None,
+        progress: Report | None = None,
         runner: ModelRunner | None = None,
         *,
         model_folder: str | None = None,
