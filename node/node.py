@@ -125,11 +125,6 @@ class Node(Generic[ServiceT]):
     def routers_heard(self) -> list[str]:
         return self._service.routers_heard() if self._service is not None else []
 
-    @property
-    def failure(self) -> str | None:
-        """Why this node can no longer answer; None while it can."""
-        return self._service.failure if self._service is not None else None
-
     def drain(self, timeout_s: float) -> bool:
         return self._service.drain(timeout_s) if self._service is not None else True
 
