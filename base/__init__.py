@@ -1,4 +1,4 @@
-"""What every room may use, and what no process says to another: errors, settings, logs, progress and tasks.
+"""What every room may use, and what no process says to another: errors, settings, logs, progress, shares and tasks.
 
 Floor 0: imports nothing of ours.
 
@@ -7,4 +7,5 @@ Floor 0: imports nothing of ours.
     logs        a process's log, for people or for machines
     tasks       background tasks that cannot end unnoticed
     progress    the latest step of a long task, and how long ago it came
+    shares      what several owners use, and how much of it one of them may hold
 """

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.base.errors import DeadlineExceeded, Overloaded, TandemError
+from tandem.base.shares import Shares
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import Average
-from tandem.router.shares import Shares
 
 MIN_RETRY_AFTER_S = 1
 MOST_PASSED_OVER = 32
