@@ -20,11 +20,12 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
-from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Alternative, Chooser
 from tandem.router.policy.views import AnswerLengthMeter, RoutingDecision, RoutingRequest, blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
+from tandem.router.recent import RecentRequests, Targets
 from tandem.router.siblings import SentReports
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
