@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.engines import greedy
 from tandem.engine.core import Engine
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
@@ -64,7 +65,7 @@ def decode_parts(
     rows = []
     for batch in batches:
         names = [f"parts-{batch}-{index}" for index in range(batch)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=4 * steps + batch + 8, ignore_eos=True)
+        sampling = greedy(4 * steps + batch + 8)
         for index, name in enumerate(names):
             prompt = [(7 * index + 3 * place) % (vocab - 3) + 3 for place in range(64)]
             engine.add_request(Request(name, prompt, sampling))

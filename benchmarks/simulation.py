@@ -38,8 +38,9 @@ from typing import Any
 import httpx
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import Floor, at_most, floors_table, seen, table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.store import find_model_here
 from tandem.engine.config import CacheConfig
@@ -156,34 +157,25 @@ def measured(url: str) -> CostModel:
 
 
 def show_validation(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="the simulator beside two real runs of each load", title_justify="left")
-    for name in (
-        "load",
-        "TTFT p50 ms: real",
-        "again",
-        "simulated",
-        "TPOT p50 ms: real",
-        "again",
-        "simulated",
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = [f"{row[run][which]:.1f}" for which in (0, 1) for run in ("first", "second", "simulated")]
-        rate, prompt, answer = row["load"]
-        table.add_row(f"{rate:g}/s {prompt}+{answer}", *cells)
-    Console().print(table)
+    columns = {"load": "{load[0]:g}/s {load[1]}+{load[2]}"}
+    for which, name in enumerate(("TTFT p50 ms", "TPOT p50 ms")):
+        columns |= {
+            f"{name}: real": f"{{first[{which}]:.1f}}",
+            f"{name}: again": f"{{second[{which}]:.1f}}",
+            f"{name}: simulated": f"{{simulated[{which}]:.1f}}",
+        }
+    floors: list[Floor] = []
     for which, (name, bar) in enumerate((("TTFT p50", None), ("TPOT p50", None), ("TTFT p99", P99_BAR))):
         errors, noise = [], []
         for row in rows:
             first, second, said = (row[run][which] for run in ("first", "second", "simulated"))
             errors.append(abs(said / statistics.fmean((first, second)) - 1))
             noise.append(abs(second / first - 1))
-        error, between = statistics.median(errors), statistics.median(noise)
-        most = bar or between + ABOVE
-        print(
-            f"{name}: simulated {error:.1%} off in the median, two real runs {between:.1%}; "
-            f"the bar is {most:.1%}: {'held' if error <= most else 'missed'}"
-        )
+        between = statistics.median(noise)
+        floors.append(seen(f"{name}: two real runs apart, in the median", 100 * between, "%"))
+        most = 100 * (bar or between + ABOVE)
+        floors.append(at_most(f"{name}: simulated off", 100 * statistics.median(errors), most, "%"))
+    show(table_of("the simulator beside two real runs of each load", rows, columns), floors_table(floors))
 
 
 def scale(options: argparse.Namespace) -> dict[str, Any]:
@@ -270,9 +262,7 @@ def _row(name: str, report: SimulationReport) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.simulation", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("validate", "scale", "autoscaler"))
     parser.add_argument("--costs", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
@@ -284,7 +274,6 @@ def main() -> int:
     parser.add_argument("--begin", type=int, default=2, help="nodes of each pool at the beginning")
     parser.add_argument("--most", type=int, default=32, help="nodes of each pool")
     parser.add_argument("--attainment", type=float, default=0.95, help="that the constant sizes must keep")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.what == "scale" and options.trace is None:
         parser.error(f"{options.what} needs --trace FILE")
@@ -297,8 +286,7 @@ def main() -> int:
     else:
         found = scale(options) if options.what == "scale" else autoscaler(options)
         print(json.dumps(found, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(found, options.json)
     return 0
 
 

@@ -20,7 +20,6 @@ Each figure that has a floor is compared with it at the end.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import math
 import random
@@ -35,20 +34,26 @@ from statistics import median
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import tier_parity
-from benchmarks.scheduler import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, TOKEN_BUDGET, add_all, random_prompts
-from benchmarks.tier_floors import LOADED_TOKENS, Served, TierFigures, floors, show_floors
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.engines import greedy
+from benchmarks.lib.tables import Floor, at_least, at_most, floors_table, table_of
+from benchmarks.scheduler import (
+    BLOCK_SIZE,
+    CONTEXT,
+    NUM_BLOCKS,
+    TOKEN_BUDGET,
+    add_all,
+    answer_to,
+    random_prompts,
+)
 from tandem.cluster.models.store import prepare_model
-from tandem.cluster.saving import write_json
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
-from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, WorkerConnector
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
@@ -60,7 +65,6 @@ from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.wire.nodes import PeerAddress, new_epoch
 from tandem.wire.requests import CachePeers
-from tandem.wire.sampling import SamplingParams
 
 GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
 RUNNING = 256
@@ -68,6 +72,26 @@ PROMPT, ANSWER = 512, 128
 TIER_SLOTS = 6000
 REPEATS = 3
 PATIENCE_S = 120.0
+LOADED_TOKENS = 2048
+
+
+class Served(msgspec.Struct):
+    p50_s: float  # time to first token
+    p99_s: float
+    computed: float  # the share of the prompts' tokens that was computed
+    found: dict[str, float]  # for each tier, the share found of what was looked for in it
+
+
+class TierFigures(msgspec.Struct):
+    step_us: dict[str, float] = {}  # medians
+    compute_s: float = 0.0  # the time to the prompt's first token without a tier
+    load_s: dict[str, float] = {}  # the time to the prompt's first token from each tier
+    copy_s: dict[str, float] = {}  # the copies alone
+    memcpy_s: float = 0.0  # memcpy of the same bytes
+    loaded_bytes: int = 0
+    found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
+    served: dict[str, Served] = {}  # the trace's first requests, by a real engine
+    managers: tier_parity.Parity | None = None  # compared with vLLM's
 
 
 class FreeMover(Mover):
@@ -82,7 +106,7 @@ class FreeMover(Mover):
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
         self._jobs += [copy.job for copy in (*stores, *loads)]
 
-    def take_ended(self) -> dict[int, bool]:
+    def take_ended(self) -> dict[int, bool | None]:
         jobs, self._jobs = self._jobs, []
         return dict.fromkeys(jobs, True)
 
@@ -101,23 +125,36 @@ class FreeTier:
         return SlotManager(self._slots, self._policy), FreeMover()
 
 
-def median_step(policy: EvictionPolicy | None) -> float:
-    """Returns the microseconds of planning, the connector's two halves, and booking."""
-    planner, worker = None, None
-    if policy is not None:
-        tier = Tier(FreeTier(policy), 1)
-        planner = TierScheduler(GROUPS, tier)
-        context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
-        worker = TierWorker(context, tier)
+def with_free_tiers(
+    tiers: list[tuple[int, EvictionPolicy]], running: int, num_blocks: int, longest: int
+) -> tuple[Scheduler, WorkerConnector | None]:
+    """Returns a scheduler, and the worker half of its connector if there are tiers: each has so many slots."""
+    context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
+    made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
+    planners, workers = (
+        [TierScheduler(GROUPS, tier) for tier in made],
+        [TierWorker(context, tier) for tier in made],
+    )
+    # A lone tier is used as a node without peers uses it.
+    planner = planners[0] if len(made) == 1 else MultiScheduler(planners, longest=True)
+    worker = workers[0] if len(made) == 1 else MultiWorker(workers)
+    if made:
         worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=RUNNING, max_num_batched_tokens=TOKEN_BUDGET),
+        SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=TOKEN_BUDGET),
         CacheConfig(block_size=BLOCK_SIZE),
         GROUPS,
-        NUM_BLOCKS,
-        CONTEXT,
-        connector=planner,
+        num_blocks,
+        longest,
+        connector=planner if made else None,
     )
+    return scheduler, worker if made else None
+
+
+def median_step(policy: EvictionPolicy | None) -> float:
+    """Returns the microseconds of planning, the connector's two halves, and booking."""
+    tiers = [] if policy is None else [(TIER_SLOTS, policy)]
+    scheduler, worker = with_free_tiers(tiers, RUNNING, NUM_BLOCKS, CONTEXT)
     add_all(scheduler, random_prompts(RUNNING, PROMPT), ANSWER)
     seconds = []
     while scheduler.has_unfinished_requests():
@@ -172,9 +209,8 @@ class OneModel:
         """Returns the seconds to the first token. The `peer`, which may have a part of the prompt, runs its steps meanwhile."""
         self._count += 1
         cache_peers = CachePeers(source=peer.tier) if peer is not None else None
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
         started = time.perf_counter()
-        self.engine.add_request(Request(f"r{self._count}", prompt, sampling, cache_peers=cache_peers))
+        self.engine.add_request(Request(f"r{self._count}", prompt, greedy(1), cache_peers=cache_peers))
         while not self.step(0.001 if peer is not None else PATIENCE_S):
             if peer is not None:
                 peer.step(0.0)
@@ -240,25 +276,12 @@ def replay(rows: Sequence[TraceRow]) -> dict[str, float]:
 
 
 def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, EvictionPolicy]]) -> float:
-    context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
-    made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
-    planner = MultiScheduler([TierScheduler(GROUPS, tier) for tier in made], longest=True)
-    worker = MultiWorker([TierWorker(context, tier) for tier in made])
-    worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKEN_BUDGET),
-        CacheConfig(block_size=BLOCK_SIZE),
-        GROUPS,
-        num_blocks,
-        1 << 20,
-        connector=planner,
-    )
+    scheduler, worker = with_free_tiers(tiers, 8, num_blocks, 1 << 20)
     waiting = list(enumerate(prompts))[::-1]
     while waiting or scheduler.has_unfinished_requests():
         while waiting and len(scheduler.requests) < 2:
             number, prompt = waiting.pop()
-            sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
-            scheduler.add_request(Request(str(number), prompt, sampling))
+            scheduler.add_request(Request(str(number), prompt, greedy(1)))
         _step(scheduler, worker)
     return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
 
@@ -326,13 +349,8 @@ def _step(scheduler: Scheduler, worker: WorkerConnector | None) -> None:
             worker.handle_preemptions()
         worker.start_load_kv()
         worker.wait_for_save()
-    requests, sampled = scheduler.requests, {}
-    for request_id in step.num_scheduled_tokens:
-        request = requests[request_id]
-        if request.num_computed_tokens >= request.num_tokens:
-            sampled[request_id] = [7]
     told = worker.get_finished(step.finished_req_ids) if worker is not None else None
-    scheduler.update_from_output(step, ModelOutput(sampled), told)
+    scheduler.update_from_output(step, answer_to(step, scheduler), told)
 
 
 def memcpy_seconds(size: int) -> float:
@@ -373,36 +391,50 @@ def measure(model: str) -> TierFigures:
     return figures
 
 
-def show(figures: TierFigures, console: Console) -> None:
-    table = Table(box=None)
-    for column in ("", "", "beside"):
-        table.add_column(column)
+def rows_of(figures: TierFigures) -> list[dict[str, str]]:
+    rows: list[tuple[str, ...]] = []
     alone = figures.step_us["no tier"]
     for name, step in figures.step_us.items():
-        table.add_row(f"a step at {RUNNING} running, {name}", f"{step:.0f} µs", f"{step / alone:.2f} ×")
-    table.add_row(f"{LOADED_TOKENS} tokens computed", f"{figures.compute_s * 1e3:.0f} ms", "")
+        rows.append((f"a step at {RUNNING} running, {name}", f"{step:.0f} µs", f"{step / alone:.2f} ×"))
+    rows.append((f"{LOADED_TOKENS} tokens computed", f"{figures.compute_s * 1e3:.0f} ms"))
     for name, seconds in figures.load_s.items():
-        table.add_row(
-            f"{LOADED_TOKENS} tokens from {name}",
-            f"{seconds * 1e3:.1f} ms",
-            f"{figures.compute_s / seconds:.0f} × faster",
-        )
+        faster = f"{figures.compute_s / seconds:.0f} × faster"
+        rows.append((f"{LOADED_TOKENS} tokens from {name}", f"{seconds * 1e3:.1f} ms", faster))
     for name, seconds in figures.copy_s.items():
-        share = figures.memcpy_s / seconds
-        table.add_row(f"their copies from {name}", f"{seconds * 1e3:.1f} ms", f"{share:.2f} of memcpy's rate")
-    table.add_row(
-        f"memcpy of the same {figures.loaded_bytes >> 20} MiB", f"{figures.memcpy_s * 1e3:.1f} ms", ""
-    )
+        rate = f"{figures.memcpy_s / seconds:.2f} of memcpy's rate"
+        rows.append((f"their copies from {name}", f"{seconds * 1e3:.1f} ms", rate))
+    size = figures.loaded_bytes >> 20
+    rows.append((f"memcpy of the same {size} MiB", f"{figures.memcpy_s * 1e3:.1f} ms"))
     for name, share in figures.found.items():
-        table.add_row(f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%", "")
+        rows.append((f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%"))
     for name, served in figures.served.items():
-        table.add_row(
-            f"served, {name}: first token",
-            f"{served.p50_s * 1e3:.0f} ms p50, {served.p99_s * 1e3:.0f} ms p99",
-            f"{100 * served.computed:.1f}% computed; found by "
-            + (", ".join(f"{tier} {100 * share:.0f}%" for tier, share in served.found.items()) or "none"),
+        found = ", ".join(f"{tier} {100 * share:.0f}%" for tier, share in served.found.items()) or "none"
+        times = f"{served.p50_s * 1e3:.0f} ms p50, {served.p99_s * 1e3:.0f} ms p99"
+        computed = f"{100 * served.computed:.1f}% computed; found by {found}"
+        rows.append((f"served, {name}: first token", times, computed))
+    return [dict(zip(("what", "figure", "beside"), row, strict=False)) for row in rows]
+
+
+def floors_of(figures: TierFigures) -> list[Floor]:
+    step = max(each for name, each in figures.step_us.items() if name != "no tier")
+    prefix = f"{LOADED_TOKENS} tokens from host memory"
+    share = None
+    if figures.found:
+        share = figures.found["cpu, arc, and disk"] / figures.found["a device with room for all"]
+    floors = [
+        at_most("a step with a tier", step / figures.step_us["no tier"], 1.05, "×"),
+        at_least(f"{prefix}, of memcpy's rate", figures.memcpy_s / figures.copy_s["cpu"], 0.8),
+        at_least(f"{prefix}, faster than computing them", figures.compute_s / figures.load_s["cpu"], 10, "×"),
+        at_least("host memory and disk, of an infinite cache's hits (--trace)", share, 0.95),
+    ]
+    managers = figures.managers or tier_parity.Parity()
+    for policy in EvictionPolicy:
+        ours, theirs = managers.our_us.get(policy.value), managers.their_us.get(policy.value)
+        faster = theirs / ours if ours and theirs else None
+        floors.append(
+            at_least(f"{policy.value}, a request's operations beside vLLM's (--vllm)", faster, 1, "×")
         )
-    console.print(table)
+    return floors
 
 
 def beside_vllm(environment: Path) -> tier_parity.Parity:
@@ -414,27 +446,24 @@ def beside_vllm(environment: Path) -> tier_parity.Parity:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--served", type=int, default=0, help="so many of them by a real engine, too")
     parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    model = prepare_model(arguments.model, lambda what, share: None).path
+    options = parser.parse_args()
+    model = prepare_model(options.model, lambda what, share: None).path
     figures = measure(model)
-    if arguments.trace:
-        figures.found = replay(read_trace(arguments.trace, arguments.requests))
-        if arguments.served:
-            figures.served = serve_trace(model, read_trace(arguments.trace, arguments.served))
-    if arguments.vllm:
-        figures.managers = beside_vllm(arguments.vllm)
-    console = Console()
-    show(figures, console)
-    show_floors(floors(figures), console)
-    if arguments.json:
-        write_json(figures, arguments.json)
+    if options.trace:
+        figures.found = replay(read_trace(options.trace, options.requests))
+        if options.served:
+            figures.served = serve_trace(model, read_trace(options.trace, options.served))
+    if options.vllm:
+        figures.managers = beside_vllm(options.vllm)
+    columns = {"": "{what}", " ": "{figure}", "beside": "{beside}"}
+    show(table_of("Tiers of the cache", rows_of(figures), columns, left=3), floors_table(floors_of(figures)))
+    write_figures(figures, options.json)
     return 0
 
 

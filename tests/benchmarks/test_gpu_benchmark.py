@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parity, gpu_speed
-from benchmarks.engine_costs import Costs
 from benchmarks.gpu_models import ModelShape, make_model
-from benchmarks.machine import MachineLimits
+from benchmarks.lib.costs import Costs
+from benchmarks.lib.machine import MachineLimits
 
 SMALL = ModelShape(64, 96, 2, 2, 1, 1000, 32, "float32", spread=0.3)
 

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from benchmarks.lib.servers import System
 from benchmarks.side_by_side import experiment as module
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import QUICK, Examination, MeasuredLoad, cells_of
 from benchmarks.side_by_side.outcome import Absence, ComparisonOutcome, Start
 from benchmarks.side_by_side.resume import KeptResults, keep, resume
-from benchmarks.side_by_side.systems import System
 from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.timeline import Timeline
