@@ -26,11 +26,11 @@ from benchmarks.side_by_side.loads import FULL, QUICK, cells_of
 from benchmarks.side_by_side.outcome import ComparisonOutcome, judge
 from benchmarks.side_by_side.resume import keep, resume
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.saving import check_picture, results_folder, save_picture
 from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
-from tandem.wire.errors import ConfigurationError
 
 
 def main() -> int:

@@ -42,10 +42,10 @@ from benchmarks.lib.servers import (
     tandem_system,
 )
 from benchmarks.lib.tables import table_of
+from tandem.base.errors import Unavailable
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.metrics import percentile
 from tandem.loadgen.report import MachineDescription
-from tandem.wire.errors import Unavailable
 
 _TILE = 512
 _WORDS = 48  # of a text's prompt

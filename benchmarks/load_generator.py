@@ -26,13 +26,13 @@ from rich.console import Console
 from benchmarks.lib.command import exit_status, parser_of, show, write_figures
 from benchmarks.lib.processes import child
 from benchmarks.lib.tables import table_of
+from tandem.base.errors import DeadlineExceeded, Unavailable
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import LoadStream
 from tandem.loadgen.metrics import Summary, summarize
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.loadgen.workload import Lengths, random_prompts
-from tandem.wire.errors import DeadlineExceeded, Unavailable
 
 # The paced server's moments: most gaps are 12 ms, every tenth is 45 ms, and the first token comes after 160 ms.
 FIRST_TOKEN_S, GAP_S, LONG_GAP_S, LONG_GAP_EVERY = 0.160, 0.012, 0.045, 10

@@ -29,14 +29,14 @@ import torch
 from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import EngineBench, engine_of, random_prompts, save_random_model
 from benchmarks.lib.tables import table_of
+from tandem.base.errors import InternalError
+from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Collectives, Lead
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
-from tandem.wire.errors import InternalError
-from tandem.wire.logs import LogsConfig
 
 STEPS = 100
 _SILENCE_S = 30.0  # long, because the machine may be busy and no rank must count as lost here

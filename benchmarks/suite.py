@@ -25,9 +25,9 @@ from benchmarks.lib.servers import model_folder
 from benchmarks.lib.tables import VERDICTS, Floor, at_most, seen
 from benchmarks.router import FLOOR_TOKEN_US, FLOOR_TTFT_MS
 from benchmarks.transfer import floors_of
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.report import MachineDescription
-from tandem.wire.errors import ConfigurationError
 
 _LOG_TAIL_LINES = 12
 

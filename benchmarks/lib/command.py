@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.wire.errors import TandemError
+from tandem.base.errors import TandemError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tandem.wire.errors import Unavailable
+from tandem.base.errors import Unavailable
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.1

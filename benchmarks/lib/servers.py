@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.lib.processes import Family, free_port
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.cluster.models.store import prepare_model
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 
 READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]

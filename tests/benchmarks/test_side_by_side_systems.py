@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.lib.processes import descendants
 from benchmarks.lib.servers import System, running, tandem_systems, vllm_systems
-from tandem.wire.errors import ConfigurationError, Unavailable
+from tandem.base.errors import ConfigurationError, Unavailable
 
 _SERVER = """
 import json, sys, threading, time
