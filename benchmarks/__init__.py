@@ -24,7 +24,7 @@
                      the router alone and beside published routers; with the largest requests, and with the worst that one key or a
                      stranger can do (router_attacks). router_bed has the processes of both
     recompute        many long prompts at once in a running cluster: what is computed twice
-    simulation       the simulator compared with real runs, with a thousand nodes, and with the autoscaler
+    simulation       the simulator compared with real runs, and the autoscaler in it
     routing          what a decision costs by the number of nodes, what tracking their caches costs, and the policies in simulated pools
                      (routing_world)
     tokenizing       what tokenizing a long chat costs, the first time and at its next turn

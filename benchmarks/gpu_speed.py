@@ -124,18 +124,9 @@ class SpeedBench:
     def _beside(self, chunk: int, decodes: int, context: int) -> None:
         """The step in which a prompt's chunk and decodes are computed together, from the prompt's arrival to its first token."""
         engine, vocab = self._engine(prefix_caching=False), self._runner.info.vocab_size
-        begun: set[str] = set()
-        names = [f"d{index}" for index in range(decodes)]
-        for index, name in enumerate(names):
-            prompt = [3 + (5 * place + index) % (vocab - 3) for place in range(context)]
-            engine.add_request(Request(name, prompt, greedy(512)))
-        while len(begun) < decodes:
-            begun.update(update.request_id for update in engine.step().updates)
         prompt = [3 + 11 * place % (vocab - 3) for place in range(chunk)]
-        taken = [answer(engine, f"chunk-{turn}", prompt, 1) for turn in range(self._sizes.repeats)]
-        engine.abort_requests(names)
-        while engine.step().progressed:
-            pass
+        with EngineBench(engine).decoding(random_prompts(decodes, context, vocab), 512):
+            taken = [answer(engine, f"chunk-{turn}", prompt, 1) for turn in range(self._sizes.repeats)]
         what = f"{chunk} beside {decodes} x {context}"
         counts, contexts = [1] * decodes + [chunk], [context] * decodes + [chunk]
         self._step(what, statistics.median(taken), counts, contexts)

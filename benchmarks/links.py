@@ -18,6 +18,7 @@ continue, which may mean computing what is missing, and how the transfers ended 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -41,7 +42,11 @@ _BEFORE_THE_DROP_S = 0.4
 class LinkedNode:
     def __init__(self, name: str, epoch: int, blocks: int, config: TransferConfig, namespace: str) -> None:
         self.remote = Remote(TransferNode, name, epoch, blocks, config, "cpu", namespace)
-        self.address = PeerAddress(name, epoch, self.remote.call("endpoint"))
+        self._name, self._epoch = name, epoch
+
+    @functools.cached_property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self._name, self._epoch, self.remote.call("endpoint"))
 
     def cpu_seconds(self) -> float:
         return float(self.remote.call("cpu_seconds"))
@@ -81,10 +86,11 @@ def _handover(
     producer: LinkedNode, consumer: LinkedNode, name: str, options: argparse.Namespace
 ) -> tuple[float, float]:
     """Returns the seconds and the CPU seconds of one transfer."""
+    here, there = producer.address, consumer.address
     before = producer.cpu_seconds() + consumer.cpu_seconds()
-    consumer.remote.begin("receive", [name], options.tokens, producer.address)
+    consumer.remote.begin("receive", [name], options.tokens, here)
     time.sleep(0.05)  # long enough for its registration to arrive
-    producer.remote.begin("send", [name], options.tokens, consumer.address, options.chunks)
+    producer.remote.begin("send", [name], options.tokens, there, options.chunks)
     arrived_at, computed_at = consumer.remote.result(), producer.remote.result()
     return arrived_at - computed_at, producer.cpu_seconds() + consumer.cpu_seconds() - before
 
@@ -95,14 +101,15 @@ def slow(options: argparse.Namespace) -> dict[str, Any]:
     with Link(options.rate) as link:
         producer = LinkedNode("p", 1, blocks, config, link.names[0])
         consumer = LinkedNode("c", 2, blocks, config, link.names[1])
-        producer.remote.call("learn_rate", _TOKENS_PER_S)
-        consumer.remote.begin("receive", ["first"], BLOCK_SIZE, producer.address)  # connects the two
-        producer.remote.call("send", ["first"], BLOCK_SIZE, consumer.address)
-        consumer.remote.result()
         names = [f"r{number}" for number in range(options.requests)]
-        consumer.remote.begin("receive_or_fail", names, options.tokens, producer.address)
+        producer.remote.call("learn_rate", _TOKENS_PER_S)
+        here, there = producer.address, consumer.address
+        consumer.remote.begin("receive", ["first"], BLOCK_SIZE, here)  # connects the two
+        producer.remote.call("send", ["first"], BLOCK_SIZE, there)
+        consumer.remote.result()
+        consumer.remote.begin("receive_or_fail", names, options.tokens, here)
         time.sleep(0.3)  # long enough for the registrations to arrive
-        producer.remote.begin("send", names, options.tokens, consumer.address)
+        producer.remote.begin("send", names, options.tokens, there)
         time.sleep(_BEFORE_THE_DROP_S)
         link.limit(options.to)
         dropped_at = time.monotonic()

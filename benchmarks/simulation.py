@@ -1,7 +1,6 @@
-"""Whether the simulator predicts real runs, how fast it is with a thousand nodes, and how the autoscaler does in it.
+"""Whether the simulator predicts real runs, and how the autoscaler does in it.
 
     python -m benchmarks.simulation validate --url URL [--costs FILE] [--loads N] [--lengths F] [--json FILE]
-    python -m benchmarks.simulation scale --costs FILE --trace FILE [--requests N] [--json FILE]
     python -m benchmarks.simulation autoscaler --costs FILE [--trace FILE] [--most N] [--json FILE]
 
 `validate` sends ten loads to a running cluster (one node of each role, or one aggregated node) with `tandem bench`, measures its costs as
@@ -10,8 +9,6 @@ It compares the medians of the time to first token and of the time per token: th
 real runs. A machine that is shared becomes faster and slower within minutes; in this order each load's two runs lie as long before the
 costs as after them. Prompts are token ids without a common prefix; the cluster must have no other traffic. `--costs`: simulate with these,
 measured at another time.
-
-`scale` simulates thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
 
 `autoscaler` lets Tandem's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the same limits, which
 can only be found with knowledge of the whole trace. Without a trace, the load doubles twice and halves twice: abruptly every ten minutes, and
@@ -28,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -43,7 +39,6 @@ from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.tables import Floor, at_most, floors_table, seen, table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.store import find_model_here
-from tandem.engine.config import CacheConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import CostModel, read_costs
@@ -65,7 +60,6 @@ LOAD_S = 60.0
 # The most that a simulation may be off in the median over the loads: so much more than two real runs, and at the 99th percentile
 ABOVE, P99_BAR = 0.03, 0.15
 SPREAD = 0.3
-COPIES = 30
 RATES, LEVEL_S = (
     (4.0, 8.0, 16.0, 8.0, 4.0),
     600.0,
@@ -178,23 +172,6 @@ def show_validation(rows: list[dict[str, Any]]) -> None:
     show(table_of("the simulator beside two real runs of each load", rows, columns), floors_table(floors))
 
 
-def scale(options: argparse.Namespace) -> dict[str, Any]:
-    traffic = RecordedTraffic(copies=COPIES).of(read_trace(options.trace, options.requests))
-    pools = PoolsConfig(prefill=PoolConfig(nodes=500), decode=PoolConfig(nodes=500))
-    config = TandemConfig(pools=pools, cache=CacheConfig(block_size=512))
-    setup = SimulationSetup(config, dict.fromkeys(Role, read_costs(options.costs)), traffic, LIMITS)
-    began = time.process_time()
-    with progress(console, "1,000 nodes") as on_progress:
-        report = simulate(setup, on_progress)
-    return {
-        "requests": report.requests,
-        "simulated_s": report.seconds,
-        "cpu_s": time.process_time() - began,
-        "attainment": report.attainment,
-        "ttft_ms": msgspec.to_builtins(report.ttft_ms),
-    }
-
-
 def doubling_and_halving(at_once: bool) -> PlayedTraffic:
     """Keeps each rate for ten minutes, or moves from each rate to the next in ten minutes."""
     rng = random.Random(1)
@@ -263,7 +240,7 @@ def _row(name: str, report: SimulationReport) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("validate", "scale", "autoscaler"))
+    parser.add_argument("what", choices=("validate", "autoscaler"))
     parser.add_argument("--costs", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="smollm2", help="that the cluster serves (%(default)s)")
@@ -275,16 +252,14 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=32, help="nodes of each pool")
     parser.add_argument("--attainment", type=float, default=0.95, help="that the constant sizes must keep")
     options = parser.parse_args()
-    if options.what == "scale" and options.trace is None:
-        parser.error(f"{options.what} needs --trace FILE")
-    if options.what != "validate" and options.costs is None:
+    if options.what == "autoscaler" and options.costs is None:
         parser.error(f"{options.what} needs --costs FILE")
     found: Any
     if options.what == "validate":
         found = validate(options)
         show_validation(found["loads"])
     else:
-        found = scale(options) if options.what == "scale" else autoscaler(options)
+        found = autoscaler(options)
         print(json.dumps(found, indent=1))
     write_figures(found, options.json)
     return 0

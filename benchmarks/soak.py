@@ -24,12 +24,9 @@ from rich.console import Console
 from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
 from benchmarks.lib.processes import Family, adopt_orphans
 from benchmarks.lib.servers import RunningSystem, model_folder, running, tandem_system
-from benchmarks.soaking.cluster import SoakCluster
-from benchmarks.soaking.killing import Killer
-from benchmarks.soaking.load import SoakLoad
-from benchmarks.soaking.questions import SoakQuestions
+from benchmarks.soaking.cluster import Killer, ProcessWatch, SoakCluster
+from benchmarks.soaking.requests import SoakLoad, SoakQuestions
 from benchmarks.soaking.verdict import SoakVerdict, judge, print_soaked, tallied
-from benchmarks.soaking.watching import ProcessWatch
 from tandem.base.errors import TandemError
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.report import MachineDescription

@@ -1,6 +1,6 @@
 """What tiers of the KV cache cost and save.
 
-    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N] [--served N]] [--vllm DIR] [--json FILE]
+    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N]] [--vllm DIR] [--json FILE]
 
 *Steps*: the scheduler alone with 256 requests that decode, without a tier and with a tier whose copies cost nothing. *Load*: a prompt of 2,048
 tokens that the device no longer has, from host memory and from a disk whose files are in the page cache, compared with computing it and with
@@ -9,9 +9,6 @@ memcpy of the same bytes. All figures of one run are of one machine: compare wit
 *Replay*, with a trace in Mooncake's format: the trace's first requests go through the real scheduler, with a model that answers at once and copies
 that cost nothing; shows how much of their prompts each layout found. A block of the trace is one of Tandem's. The device has room for a tenth of
 the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
-
-*Served*: the first of these requests again, one after another, by a real engine: the time to first token, and how much is computed. `remote` are
-two nodes that take turns, each with a tier of its own, and read the other's over NIXL.
 
 *Managers*, with an environment that has vLLM 0.32: what `benchmarks.tier_parity` reports of both systems' bookkeeping, in the same run.
 
@@ -22,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import random
 import subprocess
 import sys
 import tempfile
@@ -63,8 +59,7 @@ from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.loadgen.traces import TraceRow, read_trace
-from tandem.wire.nodes import PeerAddress, new_epoch
-from tandem.wire.requests import CachePeers
+from tandem.wire.nodes import new_epoch
 
 GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
 RUNNING = 256
@@ -75,13 +70,6 @@ PATIENCE_S = 120.0
 LOADED_TOKENS = 2048
 
 
-class Served(msgspec.Struct):
-    p50_s: float  # time to first token
-    p99_s: float
-    computed: float  # the share of the prompts' tokens that was computed
-    found: dict[str, float]  # for each tier, the share found of what was looked for in it
-
-
 class TierFigures(msgspec.Struct):
     step_us: dict[str, float] = {}  # medians
     compute_s: float = 0.0  # the time to the prompt's first token without a tier
@@ -90,7 +78,6 @@ class TierFigures(msgspec.Struct):
     memcpy_s: float = 0.0  # memcpy of the same bytes
     loaded_bytes: int = 0
     found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
-    served: dict[str, Served] = {}  # the trace's first requests, by a real engine
     managers: tier_parity.Parity | None = None  # compared with vLLM's
 
 
@@ -167,61 +154,44 @@ def median_step(policy: EvictionPolicy | None) -> float:
 class OneModel:
     """An engine with a real model."""
 
-    def __init__(
-        self,
-        model: str,
-        tiers: list[TierConfig],
-        *,
-        name: str = "n",
-        most_tokens: int = LOADED_TOKENS,
-        num_blocks: int | None = None,
-        shares: bool = False,
-    ) -> None:
-        """`shares` says whether other nodes may read its tier."""
-        config = SchedulerConfig(max_num_seqs=4, max_model_len=most_tokens + 64, step_target_ms=0)
-        cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers, remote=shares)
+    def __init__(self, model: str, tiers: list[TierConfig]) -> None:
+        config = SchedulerConfig(max_num_seqs=4, max_model_len=LOADED_TOKENS + 64, step_target_ms=0)
+        cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers)
         self.runner = load_runner(ModelConfig(path=model, device="cpu"), cache, config)
         info = self.runner.info
         self._woken = threading.Event()
-        planner, worker, epoch = None, None, new_epoch()
+        planner, worker = None, None
         if tiers:
             context = ConnectorContext(
-                name, epoch, "127.0.0.1", BLOCK_SIZE, TransferConfig(), self._woken.set,
-                has_peers=False, tiers=tiers, groups=info.groups, remote=shares,
+                "n", new_epoch(), "127.0.0.1", BLOCK_SIZE, TransferConfig(), self._woken.set,
+                has_peers=False, tiers=tiers, groups=info.groups,
             )  # fmt: skip
             planner, worker = create_connector(context)
         self.scheduler = Scheduler(
-            config, cache, info.groups, num_blocks or info.num_blocks, info.max_model_len, connector=planner
+            config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
         )
         self.engine = Engine(self.scheduler, self.runner, worker)
-        self.tier = PeerAddress(name, epoch, worker.tier_endpoint) if worker is not None else None
         self._count = 0
 
     def first_token(self, prompt: list[int]) -> float:
         """Returns the seconds to the first token. Afterwards no block is held and the device's cache is empty."""
-        seconds = self.serve(prompt)
+        self._count += 1
+        started = time.perf_counter()
+        self.engine.add_request(Request(f"r{self._count}", prompt, greedy(1)))
+        while not self._step():
+            pass
+        seconds = time.perf_counter() - started
         while self.scheduler.stats().free_blocks < self.scheduler.stats().total_blocks:
-            self.step()
+            self._step()
         self.scheduler._state.cache.reset_prefix_cache()
         return seconds
 
-    def serve(self, prompt: list[int], peer: OneModel | None = None) -> float:
-        """Returns the seconds to the first token. The `peer`, which may have a part of the prompt, runs its steps meanwhile."""
-        self._count += 1
-        cache_peers = CachePeers(source=peer.tier) if peer is not None else None
-        started = time.perf_counter()
-        self.engine.add_request(Request(f"r{self._count}", prompt, greedy(1), cache_peers=cache_peers))
-        while not self.step(0.001 if peer is not None else PATIENCE_S):
-            if peer is not None:
-                peer.step(0.0)
-        return time.perf_counter() - started
-
-    def step(self, patience_s: float = PATIENCE_S) -> bool:
+    def _step(self) -> bool:
         """Returns whether there was something to report."""
         self._woken.clear()
         result = self.engine.step()
         if not result.progressed and not self.scheduler.has_work():
-            self._woken.wait(patience_s)
+            self._woken.wait(PATIENCE_S)
         return bool(result.updates)
 
 
@@ -284,61 +254,6 @@ def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, Evi
             scheduler.add_request(Request(str(number), prompt, greedy(1)))
         _step(scheduler, worker)
     return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
-
-
-def serve_trace(model: str, rows: Sequence[TraceRow]) -> dict[str, Served]:
-    """Returns the results by layout. A block of the trace is one of Tandem's, so prompts are short, as the machine is small."""
-    rows = [row for row in rows if row.blocks]
-    ids = {block: random.Random(block) for row in rows for block in row.blocks}
-    tokens = {block: [draw.randrange(1000, 40_000) for _ in range(BLOCK_SIZE)] for block, draw in ids.items()}
-    prompts = [[token for block in row.blocks for token in tokens[block]] for row in rows]
-    longest = max(map(len, prompts))
-    device = max(len(tokens) // 10, 2 * longest // BLOCK_SIZE)
-    one = OneModel(model, [], most_tokens=longest)
-    block_bytes = one.runner.kv_cache[0].nbytes
-    served: dict[str, Served] = {}
-    host, disk = 3 * len(tokens) // 10 * block_bytes, 2 * len(tokens) * (block_bytes + 4096)
-    arc = TierConfig(cpu=host, policy=EvictionPolicy.ARC)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, tiers, nodes in (
-            ("no tier", [], 1),
-            ("cpu, lru", [TierConfig(cpu=host)], 1),
-            ("cpu, arc", [arc], 1),
-            ("cpu, arc, and disk", [arc, TierConfig(disk=folder, size=disk)], 1),
-            ("remote", [arc], 2),
-        ):
-            made = [
-                OneModel(
-                    model,
-                    tiers,
-                    name=f"n{i}",
-                    most_tokens=longest,
-                    num_blocks=device,
-                    shares=name == "remote",
-                )
-                for i in range(nodes)
-            ]
-            served[name] = _serve(made, prompts)
-            for each in made:
-                each.engine.shutdown()
-    return served
-
-
-def _serve(nodes: list[OneModel], prompts: list[list[int]]) -> Served:
-    nodes[0].serve([9, 9, 9])  # warm-up: what is created at first use must not count for a layout
-    seconds = sorted(
-        nodes[turn % len(nodes)].serve(prompt, nodes[1 - turn % 2] if len(nodes) == 2 else None)
-        for turn, prompt in enumerate(prompts)
-    )
-    computed = sum(node.scheduler.stats().prompt_tokens_computed for node in nodes)
-    found = {
-        f"{tier.name} of {number}" if len(nodes) > 1 else tier.name: tier.found_tokens / tier.asked_tokens
-        for number, node in enumerate(nodes)
-        if node.engine.worker is not None
-        for tier in node.engine.worker.stats().tiers
-    }
-    p99 = seconds[min(len(seconds) * 99 // 100, len(seconds) - 1)]
-    return Served(median(seconds), p99, computed / sum(map(len, prompts)), found)
 
 
 def _step(scheduler: Scheduler, worker: WorkerConnector | None) -> None:
@@ -407,11 +322,6 @@ def rows_of(figures: TierFigures) -> list[dict[str, str]]:
     rows.append((f"memcpy of the same {size} MiB", f"{figures.memcpy_s * 1e3:.1f} ms"))
     for name, share in figures.found.items():
         rows.append((f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%"))
-    for name, served in figures.served.items():
-        found = ", ".join(f"{tier} {100 * share:.0f}%" for tier, share in served.found.items()) or "none"
-        times = f"{served.p50_s * 1e3:.0f} ms p50, {served.p99_s * 1e3:.0f} ms p99"
-        computed = f"{100 * served.computed:.1f}% computed; found by {found}"
-        rows.append((f"served, {name}: first token", times, computed))
     return [dict(zip(("what", "figure", "beside"), row, strict=False)) for row in rows]
 
 
@@ -450,15 +360,12 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--served", type=int, default=0, help="so many of them by a real engine, too")
     parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
     options = parser.parse_args()
     model = prepare_model(options.model, lambda what, share: None).path
     figures = measure(model)
     if options.trace:
         figures.found = replay(read_trace(options.trace, options.requests))
-        if options.served:
-            figures.served = serve_trace(model, read_trace(options.trace, options.served))
     if options.vllm:
         figures.managers = beside_vllm(options.vllm)
     columns = {"": "{what}", " ": "{figure}", "beside": "{beside}"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -68,17 +69,20 @@ class EngineBench:
 
     def decode(self, prompts: list[list[int]], steps: int, loras: Sequence[str] = ()) -> float:
         """Returns the seconds of a step in which each of these requests gets a token. `loras` gives each an adapter."""
-        names = {
-            self._add(prompt, steps + len(prompts) + 2, lora) for prompt, lora in zip_longest(prompts, loras)
-        }
+        with self.decoding(prompts, steps + len(prompts) + 2, loras):
+            self._engine.step()
+            return statistics.median(self._timed(self._engine.step) for _ in range(steps))
+
+    @contextmanager
+    def decoding(self, prompts: list[list[int]], tokens: int, loras: Sequence[str] = ()) -> Iterator[None]:
+        """While it is entered these requests decode; afterwards they are aborted."""
+        names = {self._add(prompt, tokens, lora) for prompt, lora in zip_longest(prompts, loras)}
         begun: set[str] = set()
         while begun != names:
             begun.update(update.request_id for update in self._engine.step().updates)
-        self._engine.step()
-        median = statistics.median(self._timed(self._engine.step) for _ in range(steps))
+        yield
         self._engine.abort_requests(names)
         self._finish()
-        return median
 
     def _add(self, prompt: list[int], tokens: int, lora: str | None = None) -> str:
         self._count += 1
