@@ -116,7 +116,7 @@ def test_a_server_is_prompt_if_its_first_token_is(first_answers: tuple[float, ..
     found = outcome()
     found.starts = [Start(TANDEM_PD, run, 1.0, at, 0.0) for run, at in enumerate(first_answers)]
     (promptness,) = [floor for floor in judge(found) if floor.measured is not None]
-    assert (promptness.unit, promptness.met) == (" s", met)
+    assert (promptness.unit, promptness.met) == ("s", met)
 
 
 def test_without_its_peer_a_floor_is_neither_met_nor_missed() -> None:

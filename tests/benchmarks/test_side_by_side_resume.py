@@ -89,7 +89,7 @@ class World:
         monkeypatch.setattr(module, "running", self.running)
         monkeypatch.setattr(module, "Examiner", self.examiner)
         monkeypatch.setattr(module, "check_alive", self.check_alive)
-        monkeypatch.setattr(module, "busy_cores", lambda: 0.0)
+        monkeypatch.setattr(module, "warn_of_bystanders", lambda console, title: 0.0)
 
     @contextmanager
     def running(self, system: System, folder: Path) -> Iterator[Any]:
