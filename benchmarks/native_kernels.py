@@ -134,13 +134,13 @@ def row_of(step: KernelStep, a: Architecture, element_bytes: int) -> dict[str, s
         flops = 4 * pairs * a.heads * a.head_dim * a.layers
         of_products = 2 * step.requests * step.queries * weights
         return row | {
-            "products": f"{of_products / products / 1e9:.0f} GFLOP/s",
-            "attention": f"{flops / attention / 1e9:.0f} GFLOP/s",
+            "products at": f"{of_products / products / 1e9:.0f} GFLOP/s",
+            "attention at": f"{flops / attention / 1e9:.0f} GFLOP/s",
         }
     kv = 2 * step.requests * step.context * a.kv_heads * a.head_dim * a.layers * element_bytes
     return row | {
-        "products": f"{weights * element_bytes / products / 1e9:.1f} GB/s",
-        "attention": f"{kv / attention / 1e9:.1f} GB/s",
+        "products at": f"{weights * element_bytes / products / 1e9:.1f} GB/s",
+        "attention at": f"{kv / attention / 1e9:.1f} GB/s",
     }
 
 
