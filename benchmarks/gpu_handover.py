@@ -18,11 +18,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.gpu_report import Dtype, Report
-from benchmarks.lib.engines import greedy, random_prompts
+from benchmarks.lib.engines import greedy, random_prompts, request_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
@@ -76,7 +75,7 @@ def drive(
             ask = waiting.pop(0)
             told[ask.name] = Told(now)
             transfer = transfers.get(ask.name)
-            engine.add_request(Request(ask.name, ask.prompt, greedy(ask.tokens), transfer=transfer))
+            engine.add_request(request_of(ask.name, ask.prompt, greedy(ask.tokens), transfer=transfer))
         wake.clear()
         result = engine.step()
         now = time.monotonic()

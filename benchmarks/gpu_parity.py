@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_report import Dtype
-from benchmarks.lib.engines import load_engine
+from benchmarks.lib.engines import load_engine, request_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.request import Request
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import SamplingParams
 
@@ -47,7 +46,7 @@ class ParitySide:
         for prompt in prompts:
             self._count += 1
             found[f"r{self._count}"] = []
-            self._engine.add_request(Request(f"r{self._count}", prompt, sampling))
+            self._engine.add_request(request_of(f"r{self._count}", prompt, sampling))
         while self._engine.scheduler.has_unfinished_requests():
             for update in self._engine.step().updates:
                 found[update.request_id].append(update)

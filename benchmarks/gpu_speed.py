@@ -15,7 +15,7 @@ from benchmarks.gpu_alone import Products, attention_seconds
 from benchmarks.gpu_profile import decode_parts
 from benchmarks.gpu_report import Dtype, Report, note
 from benchmarks.lib.costs import Costs, read_costs
-from benchmarks.lib.engines import EngineBench, Say, engine_of, greedy, random_prompts
+from benchmarks.lib.engines import EngineBench, Say, engine_of, greedy, random_prompts, request_of
 from benchmarks.lib.machine import MachineLimits, measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -23,7 +23,6 @@ from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.request import Request
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -177,7 +176,7 @@ def limit_of(limits: MachineLimits, costs: Costs, counts: list[int], contexts: l
 def answer(engine: Engine, name: str, prompt: list[int], tokens: int) -> float:
     """Returns the seconds from a request to its last token, beside whatever else runs."""
     began = time.perf_counter()
-    engine.add_request(Request(name, prompt, greedy(tokens)))
+    engine.add_request(request_of(name, prompt, greedy(tokens)))
     while True:
         for update in engine.step().updates:
             if update.request_id == name and update.error is not None:

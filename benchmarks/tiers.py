@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import tier_parity
 from benchmarks.lib.command import parser_of, show, write_figures
-from benchmarks.lib.engines import greedy
+from benchmarks.lib.engines import greedy, request_of
 from benchmarks.lib.tables import Floor, at_least, at_most, floors_table, table_of
 from benchmarks.scheduler import (
     BLOCK_SIZE,
@@ -49,7 +49,6 @@ from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, WorkerConnector
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
@@ -177,7 +176,7 @@ class OneModel:
         """Returns the seconds to the first token. Afterwards no block is held and the device's cache is empty."""
         self._count += 1
         started = time.perf_counter()
-        self.engine.add_request(Request(f"r{self._count}", prompt, greedy(1)))
+        self.engine.add_request(request_of(f"r{self._count}", prompt, greedy(1)))
         while not self._step():
             pass
         seconds = time.perf_counter() - started
@@ -251,7 +250,7 @@ def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, Evi
     while waiting or scheduler.has_unfinished_requests():
         while waiting and len(scheduler.requests) < 2:
             number, prompt = waiting.pop()
-            scheduler.add_request(Request(str(number), prompt, greedy(1)))
+            scheduler.add_request(request_of(str(number), prompt, greedy(1)))
         _step(scheduler, worker)
     return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
 

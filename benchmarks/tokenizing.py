@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.tables import table_of
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.tokenizer import Tokenizer
 
 CHARACTERS = (10_000, 220_000, 300_000)  # the last is about 60,000 tokens
 MESSAGES = 20

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.lib.engines import request_of
 from benchmarks.lib.link import enter
 from benchmarks.lib.processes import Remote
 from tandem.engine.request import Request
@@ -135,7 +136,7 @@ class TransferNode:
         requests = []
         for name, blocks in zip(names, _blocks_for(len(names), tokens), strict=True):
             transfer = KVTransferParams(f"t-{name}", role, peer)
-            request = Request(name, list(range(tokens)), SamplingParams(), transfer=transfer)
+            request = request_of(name, list(range(tokens)), SamplingParams(), transfer=transfer)
             self.scheduler_half.on_new_request(request)
             external, _ = self.scheduler_half.get_num_new_matched_tokens(request, 0)
             self.scheduler_half.update_state_after_alloc(request, [blocks], external or 0)

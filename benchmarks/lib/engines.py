@@ -17,6 +17,7 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import KVTransferParams, RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 Say = Callable[[str], None]
@@ -24,6 +25,18 @@ Say = Callable[[str], None]
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def request_of(
+    name: str,
+    prompt: list[int],
+    sampling: SamplingParams,
+    *,
+    lora: str | None = None,
+    transfer: KVTransferParams | None = None,
+) -> Request:
+    facts = RequestFacts(prompt_token_ids=prompt, sampling=sampling, lora=lora)
+    return Request(name, facts, transfer=transfer)
 
 
 def random_prompts(count: int, length: int, vocab: int, seed: int = 0) -> list[list[int]]:
@@ -87,7 +100,7 @@ class EngineBench:
     def _add(self, prompt: list[int], tokens: int, lora: str | None = None) -> str:
         self._count += 1
         name = f"r{self._count}"
-        self._engine.add_request(Request(name, prompt, greedy(tokens), lora=lora))
+        self._engine.add_request(request_of(name, prompt, greedy(tokens), lora=lora))
         return name
 
     def _finish(self) -> None:

@@ -18,13 +18,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.node.loop import ResetCache
-from tandem.router.dispatch import SequenceSpec
 from tandem.simulator.clock import VirtualLoop
 from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
@@ -224,11 +225,13 @@ class Schedule:
         num_tokens = rng.choice([1, 2, 5, 20, 45])
         spec = SequenceSpec(
             label=label,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+            facts=RequestFacts(
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+                priority=rng.choice([0, 0, 0, 1]),
+                cache_salt=rng.choice([None, "a", "b"]),
+            ),
             deadline=clock() + within_s,
-            priority=rng.choice([0, 0, 0, 1]),
-            cache_salt=rng.choice([None, "a", "b"]),
         )
         return spec, answer_to(prompt, num_tokens)
 
@@ -239,7 +242,7 @@ class Schedule:
         label = f"r{self.outcome.requests}"
         spec, right = self._spec(label, within_s, router.process.clock)
         self.note(
-            f"{label} at {router.process.name}: {len(spec.prompt_token_ids)} tokens, {len(right)} wanted"
+            f"{label} at {router.process.name}: {len(spec.facts.prompt_token_ids)} tokens, {len(right)} wanted"
         )
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
         self._clients[task] = router
