@@ -94,6 +94,10 @@ class WorldModel:
             content="world",
         )
 
+    @property
+    def block_bytes(self) -> int:
+        return self.kv_cache[0].nbytes
+
     def forget_requests(self) -> None:
         self._rows.clear()
 

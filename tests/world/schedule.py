@@ -32,6 +32,7 @@ from tests.world.network import Network, Weather
 from tests.world.node import WorldNode
 from tests.world.process import Process
 from tests.world.router import WorldRouter
+from tests.world.storage import Storage
 
 FAULTS_S = 20.0
 AWAY_S = 45.0
@@ -53,6 +54,7 @@ class Outcome:
     frames: int = 0
     steps: int = 0
     preemptions: int = 0
+    tier_loads: int = 0  # tokens
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
@@ -123,6 +125,7 @@ class Schedule:
         families = rng.randint(1, 4)
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
+        self.storage = Storage(self)
 
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
@@ -160,6 +163,8 @@ class Schedule:
             self.ended,
             num_blocks=self._num_blocks,
             ahead=self._ahead,
+            tiers=self.storage.tiers,
+            disk=self.storage.disk_of(name),
             on_broken=self._on_broken,
         )
         self.nodes[name] = node
@@ -188,7 +193,7 @@ class Schedule:
                     self.rng.uniform(0.0, 0.3), lambda router=router: router.set_members(self._infos())
                 )
 
-    def _kill_node(self, node: WorldNode) -> None:
+    def kill_node(self, node: WorldNode) -> None:
         name, role = node.process.name, node.role
         self.note(f"{name} is killed")
         node.process.end()
@@ -222,13 +227,14 @@ class Schedule:
         family = rng.choice(self._families)
         prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40))]
         num_tokens = rng.choice([1, 2, 5, 20, 45])
+        prompt, cache_salt = self.storage.asked(prompt, rng.choice([None, "a", "b"]))
         spec = SequenceSpec(
             label=label,
             prompt_token_ids=prompt,
             sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
             deadline=clock() + within_s,
             priority=rng.choice([0, 0, 0, 1]),
-            cache_salt=rng.choice([None, "a", "b"]),
+            cache_salt=cache_salt,
         )
         return spec, answer_to(prompt, num_tokens)
 
@@ -342,7 +348,7 @@ class Schedule:
             node.process.stop()
             self.loop.call_later(lasts, self._go_on, node.process)
         elif kind == "kill" and alive:
-            self._kill_node(rng.choice(alive))
+            self.kill_node(rng.choice(alive))
         elif kind == "router":
             living = [router for router in self.routers if router.process.is_alive]
             if living:
@@ -378,6 +384,7 @@ class Schedule:
         self._fair_weather()
         self._fair_moves()
         self.network.cut.clear()
+        self.storage.heal()
         for node in self.nodes.values():
             self._go_on(node.process)
 
@@ -398,6 +405,8 @@ class Schedule:
     async def run(self) -> None:
         rng = self.rng
         self._num_blocks = rng.choice([36, 38, 44, 80])
+        if self.storage.has_tiers:
+            self._num_blocks = 44  # so that the tiers have what the device has not
         self._ahead = rng.random() < 0.5
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
@@ -416,6 +425,7 @@ class Schedule:
         if self.with_faults:
             for _ in range(rng.randint(1, 8)):
                 self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
+            self.storage.begin(FAULTS_S)
         while self.loop.time() < end:
             await asyncio.sleep(0.5)
             self._look()
@@ -432,6 +442,8 @@ class Schedule:
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
         for node in self.nodes.values():
             if node.worker is not None:
+                for tier in node.tiers.tiers:
+                    self.outcome.tier_loads += tier.loaded_tokens
                 for name, number in node.worker.stats().outcomes.items():
                     self.outcome.transfers[name] = self.outcome.transfers.get(name, 0) + number
 
