@@ -110,7 +110,7 @@ class WorldDisk:
 
     def write(self, content: _Content, data: bytes, start: int) -> int:
         self.call()
-        if self.rng.random() < self.weather.full:
+        if not self.is_calm and self.rng.random() < self.weather.full:
             if self.rng.random() < 0.5:
                 raise OSError(errno.ENOSPC, "No space left on device")
             data = data[: self.rng.randrange(len(data))]

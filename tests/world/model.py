@@ -35,7 +35,12 @@ def _root() -> int:
 
 
 def next_cell(before: int, token: int) -> int:
-    return mixed(before + (token + 1) * _SALT)
+    return as_floats(mixed(before + (token + 1) * _SALT))
+
+
+def as_floats(value: int) -> int:
+    """A number whose halves are floats between 1 and 2, or -2 and -1, so that who compares KV sees by how much it differs."""
+    return value & 0x807FFFFF807FFFFF | 0x3F8000003F800000
 
 
 def token_of(last: int, folded: int) -> int:
@@ -97,6 +102,10 @@ class WorldModel:
     @property
     def block_bytes(self) -> int:
         return self.kv_cache[0].nbytes
+
+    def corrupt(self, block: int, offset: int, value: int) -> None:
+        """Writes another token's KV there, whole and well-formed."""
+        self._write(block, offset, as_floats(value))
 
     def forget_requests(self) -> None:
         self._rows.clear()

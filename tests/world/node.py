@@ -324,6 +324,11 @@ class WorldNode:
     # ── how it stands ──
 
     @property
+    def generation(self) -> int:
+        """Of its cache."""
+        return self.scheduler._state.totals.cache_generation
+
+    @property
     def is_quiet(self) -> bool:
         stats = self.scheduler.stats()
         return (

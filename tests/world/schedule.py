@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import random
 import threading
@@ -33,6 +34,7 @@ from tests.world.node import WorldNode
 from tests.world.process import Process
 from tests.world.router import WorldRouter
 from tests.world.storage import Storage
+from tests.world.wrong_kv import WrongKV
 
 FAULTS_S = 20.0
 AWAY_S = 45.0
@@ -55,6 +57,8 @@ class Outcome:
     steps: int = 0
     preemptions: int = 0
     tier_loads: int = 0  # tokens
+    corrupted: int = 0  # blocks
+    wrong_answers: int = 0  # that were asked before their cause was found
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
@@ -107,7 +111,7 @@ class Schedule:
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
         self.fabric.is_cut = self.network.is_cut
-        self.fabric.on_broken = self._broken
+        self.fabric.on_broken = self.broken
         self.ended: set[ProcessIdentity] = set()
         self.nodes: dict[str, WorldNode] = {}
         self.routers: list[WorldRouter] = []
@@ -126,11 +130,14 @@ class Schedule:
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
         self.storage = Storage(self)
+        self.wrong_kv = WrongKV(self)
+        self.transfer = self.wrong_kv.with_canary(self.transfer)
+        self.healthy_since = 0.0
 
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
 
-    def _broken(self, text: str) -> None:
+    def broken(self, text: str) -> None:
         self.note(f"BROKEN: {text}")
         if not self.outcome.violations:
             self.outcome.violations.append(text)
@@ -173,7 +180,7 @@ class Schedule:
 
     def _on_broken(self, name: str, error: BaseException) -> None:
         self.outcome.history.append("".join(traceback.format_exception(error)))
-        self._broken(f"{name}: its step failed: {type(error).__name__}: {error}")
+        self.broken(f"{name}: its step failed: {type(error).__name__}: {error}")
 
     def _start_router(self) -> WorldRouter:
         process = Process(self.loop, f"router-{len(self.routers)}", self.rng.choice(self.machines))
@@ -256,6 +263,26 @@ class Schedule:
             )
         return task
 
+    def ask_prompt(self, router: WorldRouter, prompt: list[int], salt: str | None) -> asyncio.Task[None]:
+        """Asks this prompt, which must be answered."""
+        self.outcome.requests += 1
+        spec = SequenceSpec(
+            label=f"r{self.outcome.requests}",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=5, seed=1),
+            deadline=router.process.clock() + PROBE_S,
+            cache_salt=salt,
+        )
+        self.note(f"{spec.label} at {router.process.name}: {len(prompt)} tokens again, 5 wanted")
+        task = self.loop.create_task(self._client(router, spec, answer_to(prompt, 5), True))
+        self._clients[task] = router
+        task.add_done_callback(lambda task: self._clients.pop(task, None))
+        return task
+
+    @property
+    def living_routers(self) -> list[WorldRouter]:
+        return [router for router in self.routers if router.process.is_alive]
+
     def _give_up(self, task: asyncio.Task[None], label: str) -> None:
         if not task.done():
             self.note(f"{label}: its client goes away")
@@ -264,7 +291,7 @@ class Schedule:
     async def _client(
         self, router: WorldRouter, spec: SequenceSpec, right: list[int], must_succeed: bool
     ) -> None:
-        label, error = spec.label, None
+        label, error, asked_at = spec.label, None, self.loop.time()
         tenant = self.rng.choice(["x", "y"])
         try:
             generation = await router.dispatcher.generate([spec], tenant, eager=True)
@@ -276,17 +303,17 @@ class Schedule:
             while not life.ended:
                 await generation.news()
                 tokens = list(life.ledger.tokens)
-                if tokens != right[: len(tokens)]:
+                if tokens != right[: len(tokens)] and not self.wrong_kv.explains(label, asked_at):
                     wrong = next(i for i, token in enumerate(tokens) if i >= len(right) or token != right[i])
-                    self._broken(
+                    self.broken(
                         f"{label}: token {wrong} is wrong (nodes {life.request_ids}, {life.failovers} failovers)"
                     )
                     return
             error = life.error
             if error is not None:
                 self._on_error(router, spec, error, must_succeed)
-            elif list(life.ledger.tokens) != right:
-                self._broken(
+            elif list(life.ledger.tokens) != right and not self.wrong_kv.explains(label, asked_at):
+                self.broken(
                     f"{label}: ended as {life.finish} after {len(life.ledger.tokens)} of {len(right)} tokens"
                 )
             else:
@@ -304,9 +331,9 @@ class Schedule:
         self.outcome.errors[name] = self.outcome.errors.get(name, 0) + 1
         self.note(f"{spec.label}: {name}: {error}")
         if must_succeed or not self.with_faults:
-            self._broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
+            self.broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
         elif isinstance(error, InternalError):
-            self._broken(f"{spec.label}: {name}: {error}")
+            self.broken(f"{spec.label}: {name}: {error}")
 
     # ── faults ──
 
@@ -366,6 +393,7 @@ class Schedule:
 
     def _go_on(self, process: Process) -> None:
         if process.is_alive and process.is_stopped:
+            self.healthy_since = max(self.healthy_since, self.loop.time())
             self.note(f"{process.name} goes on")
             process.go_on()
 
@@ -381,6 +409,7 @@ class Schedule:
 
     def _heal(self) -> None:
         self.note("everything heals")
+        self.healthy_since = self.loop.time()
         self._fair_weather()
         self._fair_moves()
         self.network.cut.clear()
@@ -393,7 +422,7 @@ class Schedule:
         if away.process.is_alive:
             await self._probe(AT_ONCE_S)
         await asyncio.sleep(AWAY_S / 2)
-        self._look()
+        self.look()
         if self._clients and not away.process.is_alive:
             return  # it was killed meanwhile, and comes back
         if self._clients:
@@ -423,20 +452,28 @@ class Schedule:
             at = rng.choice(bursts) + 0.3 * rng.random() if rng.random() < 0.6 else rng.uniform(0.0, FAULTS_S)
             self.loop.call_later(at, self._arrival)
         if self.with_faults:
-            for _ in range(rng.randint(1, 8)):
-                self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
+            faults = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 8))]
+            for at in () if self.wrong_kv.is_calm else faults:
+                self.healthy_since = math.inf
+                self.loop.call_later(at, self._fault)
             self.storage.begin(FAULTS_S)
+            self.wrong_kv.begin(FAULTS_S)
         while self.loop.time() < end:
             await asyncio.sleep(0.5)
-            self._look()
+            self.look()
         self._heal()
         if self.with_faults and (away := self._stay_away()) is not None:
             await self._others_do_its_work(away)
         await self._until_quiet()
         await asyncio.sleep(max(0.0, end + STARTED_S - self.loop.time()))
-        self._look()
+        self.look()
         await self._probe()
         await self._until_quiet()
+        await self.wrong_kv.finish()
+        await self._until_quiet()
+        for node in self.nodes.values():
+            node.tiers.check_idle()
+        self.look()
         self.outcome.frames = self.network.frames
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
@@ -454,7 +491,7 @@ class Schedule:
                 self.rng.choice(living), within_s=300.0, must_succeed=False, gives_up=self.rng.random() < 0.25
             )
 
-    def _look(self) -> None:
+    def look(self) -> None:
         if self.outcome.violations:
             raise _Broken(self.outcome.violations.pop())
 
@@ -462,7 +499,7 @@ class Schedule:
         until = self.loop.time() + QUIET_S
         while True:
             await asyncio.sleep(0.5)
-            self._look()
+            self.look()
             busy = [node for node in self.nodes.values() if not node.is_quiet]
             held = [router for router in self.routers if router.process.is_alive and router.dispatcher.held]
             if not busy and not held and not self._clients:
@@ -485,4 +522,4 @@ class Schedule:
         ]
         if tasks:
             await asyncio.wait(tasks)
-        self._look()
+        self.look()

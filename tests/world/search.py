@@ -88,7 +88,17 @@ class Sums:
     def add(self, outcome: Outcome) -> None:
         self.schedules += 1
         self.simulated_s += outcome.seconds
-        for name in ("requests", "answered", "faults", "frames", "steps", "preemptions", "tier_loads"):
+        for name in (
+            "requests",
+            "answered",
+            "faults",
+            "frames",
+            "steps",
+            "preemptions",
+            "tier_loads",
+            "corrupted",
+            "wrong_answers",
+        ):
             self.counts[name] += getattr(outcome, name)
         self.errors.update(outcome.errors)
         self.transfers.update(outcome.transfers)

@@ -25,15 +25,16 @@ class Storage:
         self._is_shared = rng.random() < 0.3  # all nodes have their files in one folder
         self._disks: dict[str, WorldDisk] = {}
         self._asked: list[tuple[list[int], str | None]] = []
+        self.asks_again = self.has_tiers
 
     @property
     def has_tiers(self) -> bool:
-        return bool(self.tiers.cpu_slots or self.tiers.disk_slots)
+        return self.tiers.exist
 
     def asked(self, prompt: list[int], salt: str | None) -> tuple[list[int], str | None]:
         """Perhaps another prompt in place of this one: an earlier one again, or its next turn."""
         rng = self.rng
-        if not self.has_tiers or not self._asked or rng.random() < 0.25:
+        if not self.asks_again or not self._asked or rng.random() < 0.25:
             self._asked.append((prompt, salt))
             return prompt, salt
         before, salt = rng.choice(self._asked[-20:])
@@ -43,6 +44,9 @@ class Storage:
         if rng.random() < 0.5:
             self._asked.append((turn, salt))
         return turn, salt
+
+    def earlier(self, count: int) -> list[tuple[list[int], str | None]]:
+        return self.rng.sample(self._asked, min(count, len(self._asked)))
 
     def disk_of(self, node: str) -> WorldDisk:
         name = "" if self._is_shared else node

@@ -32,6 +32,10 @@ class TierSetting:
     block_factor: int = 1
     store_threshold: int = 0
 
+    @property
+    def exist(self) -> bool:
+        return bool(self.cpu_slots or self.disk_slots)
+
     def configs(self, block_bytes: int) -> list[TierConfig]:
         size = block_bytes * self.block_factor
         common: dict[str, Any] = {
@@ -212,6 +216,7 @@ class NodeTiers:
         on_broken: Callable[[str], None],
     ) -> None:
         self.tiers: list[Tier] = []
+        self._process, self._on_broken = process, on_broken
 
         def copying(of: WorldDisk | None) -> Callable[..., CopyThread]:
             def make(copier: Copier, wake: Callable[[], None], name: str) -> CopyThread:
@@ -245,6 +250,16 @@ class NodeTiers:
             slots = getattr(manager, "_manager", manager)  # beneath a filter
             if isinstance(slots, SlotManager):
                 slots.check_integrity()
+
+    def check_idle(self) -> None:
+        """Nothing is under way, so every slot has been let go."""
+        for tier in self.tiers:
+            manager: Any = tier.manager
+            slots = getattr(manager, "_manager", manager)
+            if any(slots._busy):
+                self._on_broken(
+                    f"slots of the {tier.spec.name} tier of {self._process.name} are never let go"
+                )
 
     @property
     def movers(self) -> list[Mover]:

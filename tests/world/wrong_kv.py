@@ -1,0 +1,219 @@
+"""KV that becomes wrong and that no checksum shows: in a producer before it is sent, in a tier, or in a copy.
+
+Until somebody has found it, answers may be wrong. It is found when the node where it happened begins a new generation of its cache: by
+an operator's reset, by its own canary, by a peer's word. Whoever has copies hears of it within PULL_S while the network is well. Every
+request that is asked later is answered rightly: asked again, after a restart, and at the nodes that copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.offload.cpu import CpuTier
+from tandem.kvtransfer.sources import ASK_S
+from tandem.node.loop import ResetCache
+from tests.world.model import LAYERS, as_floats
+
+if TYPE_CHECKING:
+    from tests.world.node import WorldNode
+    from tests.world.schedule import Schedule
+
+PULL_S = ASK_S + 1.0  # a question, and the time of its way
+RESET_S = 30.0  # a reset has reached the disk, which answers, within this
+POLL_S = 0.1
+ASKED_AGAIN = 6
+SHARE = 0.3  # of the schedules
+
+
+@dataclasses.dataclass
+class _Corruption:
+    node: WorldNode
+    generation: int  # of the node's cache when it happened
+    what: str
+    found_at: float | None = None  # when the node's cache began a new generation
+    told_at: float | None = None  # when a peer found it
+
+
+class WrongKV:
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.rng = rng = random.Random(f"wrong KV {schedule.outcome.seed}")
+        self.happens = rng.random() < SHARE
+        # Without other faults each answer is judged from PULL_S after the finding on, also in the course.
+        self.is_calm = self.happens and rng.random() < 0.6
+        self._canary_share = rng.choice([0.0, 0.3, 1.0])
+        self._corruptions: list[_Corruption] = []
+        self._wrong: set[str] = set()
+        self._findings: dict[tuple[str, int, str], int] = {}
+        self._all_reset_at: float | None = None
+        if self.happens:
+            schedule.storage.asks_again = True
+
+    def with_canary(self, transfer: TransferConfig) -> TransferConfig:
+        if not self.happens:
+            return transfer
+        return msgspec.structs.replace(transfer, canary_share=self._canary_share)
+
+    def begin(self, faults_s: float) -> None:
+        if not self.happens:
+            return
+        call_later, rng = self._schedule.loop.call_later, self.rng
+        for _ in range(rng.randint(1, 4)):
+            call_later(rng.uniform(1.0, faults_s), self._corrupt)
+        for _ in range(rng.randint(0, 2)):
+            call_later(rng.uniform(2.0, faults_s), self._reset_one)
+        if self.is_calm:
+            for _ in range(rng.randint(0, 2)):
+                call_later(rng.uniform(2.0, faults_s), self._kill_one)
+        call_later(POLL_S, self._poll)
+
+    # ── what happens ──
+
+    def _corrupt(self) -> None:
+        rng, schedule = self.rng, self._schedule
+        living = [node for node in schedule.nodes.values() if node.process.is_alive]
+        if not living:
+            return
+        node = rng.choice(living)
+        places = [tier.spec.places() for tier in node.tiers.tiers if isinstance(tier.spec, CpuTier)]
+        cached = sorted(node.scheduler._state.cache.pool.hashes)
+        value = rng.getrandbits(64)
+        if places and rng.random() < 0.4:
+            cells = places[0].numpy().view(np.uint64).reshape(len(places[0]), LAYERS, 2, -1)
+            place, offset = rng.randrange(len(cells)), rng.randrange(cells.shape[-1])
+            for layer in range(LAYERS):
+                for part in (0, 1):
+                    cells[place, layer, part, offset] = as_floats(value) + 2 * layer + part
+            what = f"place {place} of its tier in memory"
+        elif cached:
+            block = rng.choice(cached)
+            node.model.corrupt(block, rng.randrange(node.info.block_size), value)
+            what = f"block {block}"
+        else:
+            return
+        schedule.outcome.corrupted += 1
+        schedule.note(f"{node.process.name}: {what} becomes wrong")
+        self._corruptions.append(_Corruption(node, node.generation, what))
+
+    def _reset_one(self) -> None:
+        living = [node for node in self._schedule.nodes.values() if node.process.is_alive]
+        guilty = [each.node for each in self._open if each.node.process.is_alive]
+        if guilty or living:
+            self._reset(self.rng.choice(guilty or living))
+
+    def _kill_one(self) -> None:
+        living = [node for node in self._schedule.nodes.values() if node.process.is_alive]
+        if living:
+            self._schedule.kill_node(self.rng.choice(living))
+
+    def _reset(self, node: WorldNode) -> threading.Event:
+        self._schedule.note(f"{node.process.name}: an operator resets its cache")
+        reset = ResetCache(threading.Event())
+        node.process.do(lambda: node.mailbox.put(reset))
+        return reset.done
+
+    # ── what is known ──
+
+    @property
+    def _open(self) -> list[_Corruption]:
+        return [each for each in self._corruptions if each.found_at is None]
+
+    def _poll(self) -> float:
+        self._look()
+        self._schedule.loop.call_later(POLL_S, self._poll)
+        return POLL_S
+
+    def _look(self) -> None:
+        now = self._schedule.loop.time()
+        for each in self._open:
+            if each.node.process.is_alive and each.node.generation > each.generation:
+                each.found_at = now
+                self._schedule.note(f"{each.node.process.name}: it is found that {each.what} was wrong")
+        for node in self._schedule.nodes.values():
+            self._look_at_findings(node, now)
+
+    def _look_at_findings(self, node: WorldNode, now: float) -> None:
+        """A node that has computed a peer's KV again tells the peer that it was wrong, which tells everybody."""
+        for peer, count in node.engine.canary_findings.wrong.items():
+            key = (node.process.name, node.epoch, peer)
+            if self._findings.get(key) == count:
+                continue
+            self._findings[key] = count
+            self._schedule.note(f"{node.process.name}: its canary finds KV of {peer} wrong")
+            for each in self._open:
+                if each.node.process.name == peer and each.told_at is None:
+                    each.told_at = now + PULL_S
+
+    def explains(self, label: str, asked_at: float) -> bool:
+        """Whether an answer to what was asked then may be wrong."""
+        if not self._corruptions:
+            return False
+        self._look()
+        may_be = any(self._known_at(each) >= asked_at for each in self._corruptions)
+        if may_be and label not in self._wrong:
+            self._wrong.add(label)
+            self._schedule.outcome.wrong_answers += 1
+            self._schedule.note(f"{label} is answered wrongly")
+        return may_be
+
+    def _known_at(self, corruption: _Corruption) -> float:
+        """When everybody who may have a copy knows."""
+        never = float("inf")
+        found_at = never if corruption.found_at is None else corruption.found_at
+        if corruption.told_at is not None and corruption.node.process.is_alive:
+            found_at = min(found_at, max(corruption.told_at, self._schedule.healthy_since + PULL_S))
+        healthy = max(found_at, self._schedule.healthy_since) + PULL_S
+        return min(healthy, never if self._all_reset_at is None else self._all_reset_at)
+
+    # ── the end ──
+
+    async def finish(self) -> None:
+        """What is still wrong is found; then everything that was asked is asked again."""
+        if not self._corruptions:
+            return
+        schedule = self._schedule
+        self._look()
+        if any(not each.node.process.is_alive for each in self._open):
+            # Nobody knows any more what it was that the node had: the operator resets all.
+            resets = [self._reset(node) for node in schedule.nodes.values()]
+        else:
+            guilty = {each.node.process.name: each.node for each in self._open}
+            resets = [self._reset(node) for node in guilty.values()]
+        everybody = len(resets) == len(schedule.nodes)
+        await self._done(resets)
+        if everybody:
+            self._all_reset_at = schedule.loop.time()
+        await asyncio.sleep(PULL_S)
+        await self._ask_again()
+        for node in list(schedule.nodes.values()):
+            if node.process.is_alive and self.rng.random() < 0.4:
+                schedule.kill_node(node)
+        await asyncio.sleep(10.0)
+        await self._ask_again()
+
+    async def _done(self, resets: list[threading.Event]) -> None:
+        until = self._schedule.loop.time() + RESET_S
+        while not all(reset.is_set() for reset in resets):
+            if self._schedule.loop.time() > until:
+                self._schedule.broken(f"a reset was not done within {RESET_S:.0f} s although all is well")
+                return
+            await asyncio.sleep(0.1)
+
+    async def _ask_again(self) -> None:
+        schedule = self._schedule
+        self._look()
+        tasks = [
+            schedule.ask_prompt(self.rng.choice(schedule.living_routers), prompt, salt)
+            for prompt, salt in schedule.storage.earlier(ASKED_AGAIN)
+        ]
+        if tasks:
+            await asyncio.wait(tasks)
+        schedule.look()
