@@ -319,7 +319,7 @@ def hunt(name: str, most: int) -> tuple[int, str] | None:
     """After how many schedules the mutant was found, and what was broken; None: not within `most`."""
     with mutant(name):
         for seed in range(most):
-            if name in TIER_MUTANTS and not can_differ(seed):
+            if name in TIER_MUTANTS and not can_differ(name, seed):
                 continue
             outcome = run(seed)
             if outcome.violations:

@@ -36,6 +36,7 @@ from tests.world.disk import WorldDisk
 from tests.world.model import WorldModel
 from tests.world.moves import Fabric, WorldTransport
 from tests.world.network import Network
+from tests.world.news import WorldNews
 from tests.world.process import Process, Timer
 from tests.world.tiers import NodeTiers, TierSetting
 
@@ -181,6 +182,8 @@ class WorldNode:
         num_blocks: int = 64,
         ahead: bool = False,
         tiers: TierSetting,
+        scheduler: dict[str, Any],
+        has_news: bool,
         disk: WorldDisk,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
@@ -199,6 +202,7 @@ class WorldNode:
                     max_num_batched_tokens=rng.choice([16, 32, 64]),
                     max_num_seqs=8,
                     reserve=rng.choice(list(Reserve)),
+                    **scheduler,
                 ),
             ),
             transfer=transfer if role is not Role.AGGREGATED else None,
@@ -274,7 +278,20 @@ class WorldNode:
         )
         self.line = WorldLine(network, process, epoch, lambda: self.step_s)
         rules = PrefillRules() if role is Role.PREFILL else DecodeRules(role)
-        self.service = NodeService(config, epoch, rules, self.engine, mailbox, self.line, process.clock)
+        if has_news:
+            self.scheduler.tell_cache_events()
+        self.service = NodeService(
+            config,
+            epoch,
+            rules,
+            self.engine,
+            mailbox,
+            self.line,
+            process.clock,
+            news=(lambda tell: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
+            if has_news
+            else None,
+        )
         self.line.deliver = self.service.receive
         self.line.begun = self.service.line_begun
         self.line.replaced = self.service.router_replaced
@@ -294,6 +311,7 @@ class WorldNode:
             max_model_len=MAX_LEN,
             block_size=BLOCK_SIZE,
             content="world",
+            pin_seconds=config.engine.scheduler.pins_for_s,
         )
 
     def _took(self, seconds: float) -> None:

@@ -27,13 +27,14 @@ from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.sampling import SamplingParams
+from tests.world.features import Features
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
 from tests.world.network import Network, Weather
 from tests.world.node import WorldNode
 from tests.world.process import Process
 from tests.world.router import WorldRouter
-from tests.world.storage import Storage
+from tests.world.storage import Asked, Storage
 from tests.world.wrong_kv import WrongKV
 
 FAULTS_S = 20.0
@@ -129,6 +130,7 @@ class Schedule:
         families = rng.randint(1, 4)
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
+        self.features = Features(outcome.seed)
         self.storage = Storage(self)
         self.wrong_kv = WrongKV(self)
         self.transfer = self.wrong_kv.with_canary(self.transfer)
@@ -171,6 +173,8 @@ class Schedule:
             num_blocks=self._num_blocks,
             ahead=self._ahead,
             tiers=self.storage.tiers,
+            scheduler=self.features.scheduler,
+            has_news=self.features.has_news,
             disk=self.storage.disk_of(name),
             on_broken=self._on_broken,
         )
@@ -186,6 +190,7 @@ class Schedule:
         process = Process(self.loop, f"router-{len(self.routers)}", self.rng.choice(self.machines))
         router = WorldRouter(process, self.network, **self._router_settings)
         self.routers.append(router)
+        self.features.join(router)
         self.note(f"{process.name} starts")
         return router
 
@@ -234,14 +239,18 @@ class Schedule:
         family = rng.choice(self._families)
         prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40))]
         num_tokens = rng.choice([1, 2, 5, 20, 45])
-        prompt, cache_salt = self.storage.asked(prompt, rng.choice([None, "a", "b"]))
+        asked = self.storage.asked(prompt, rng.choice([None, "a", "b"]))
+        prompt = asked.prompt
+        self.wrong_kv.asked(label, asked)
         spec = SequenceSpec(
             label=label,
             prompt_token_ids=prompt,
             sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
             deadline=clock() + within_s,
             priority=rng.choice([0, 0, 0, 1]),
-            cache_salt=cache_salt,
+            cache_salt=asked.salt,
+            job_id=asked.job,
+            is_last_step=self.features.is_last_step(),
         )
         return spec, answer_to(prompt, num_tokens)
 
@@ -263,18 +272,25 @@ class Schedule:
             )
         return task
 
-    def ask_prompt(self, router: WorldRouter, prompt: list[int], salt: str | None) -> asyncio.Task[None]:
+    @property
+    def is_busy(self) -> bool:
+        """New requests come."""
+        return self.loop.time() < 1.0 + FAULTS_S
+
+    def ask_again(self, router: WorldRouter, asked: Asked, *, must_succeed: bool) -> asyncio.Task[None]:
         """Asks this prompt, which must be answered."""
         self.outcome.requests += 1
         spec = SequenceSpec(
             label=f"r{self.outcome.requests}",
-            prompt_token_ids=prompt,
+            prompt_token_ids=asked.prompt,
             sampling=SamplingParams(temperature=0.0, max_tokens=5, seed=1),
             deadline=router.process.clock() + PROBE_S,
-            cache_salt=salt,
+            cache_salt=asked.salt,
+            job_id=asked.job,
         )
-        self.note(f"{spec.label} at {router.process.name}: {len(prompt)} tokens again, 5 wanted")
-        task = self.loop.create_task(self._client(router, spec, answer_to(prompt, 5), True))
+        self.wrong_kv.asked(spec.label, asked)
+        self.note(f"{spec.label} at {router.process.name}: {len(asked.prompt)} tokens again, 5 wanted")
+        task = self.loop.create_task(self._client(router, spec, answer_to(asked.prompt, 5), must_succeed))
         self._clients[task] = router
         task.add_done_callback(lambda task: self._clients.pop(task, None))
         return task
@@ -317,6 +333,7 @@ class Schedule:
                     f"{label}: ended as {life.finish} after {len(life.ledger.tokens)} of {len(right)} tokens"
                 )
             else:
+                generation.turn_ended(self.features.called())
                 self.outcome.answered += 1
                 self.note(
                     f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else "")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import TYPE_CHECKING
 
 from tests.world.disk import DiskWeather, WorldDisk
 from tests.world.model import answer_to
-from tests.world.tiers import drawn_tiers
+from tests.world.tiers import TierSetting, drawn_tiers
 
 if TYPE_CHECKING:
     from tests.world.node import WorldNode
@@ -17,35 +18,55 @@ if TYPE_CHECKING:
 LONGEST_TURN = 90  # an answer of 45 tokens still fits
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    salt: str | None
+    job: str | None = None
+
+
+def _drawing(seed: int) -> random.Random:
+    return random.Random(f"storage {seed}")
+
+
+def tiers_of(seed: int) -> TierSetting:
+    return drawn_tiers(_drawing(seed))
+
+
 class Storage:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self.rng = rng = random.Random(f"storage {schedule.outcome.seed}")
+        self.rng = rng = _drawing(schedule.outcome.seed)
         self.tiers = drawn_tiers(rng)
         self._is_shared = rng.random() < 0.3  # all nodes have their files in one folder
         self._disks: dict[str, WorldDisk] = {}
-        self._asked: list[tuple[list[int], str | None]] = []
-        self.asks_again = self.has_tiers
+        self._asked: list[Asked] = []
+        self.asks_again = self.has_tiers or schedule.features.has_jobs
 
     @property
     def has_tiers(self) -> bool:
         return self.tiers.exist
 
-    def asked(self, prompt: list[int], salt: str | None) -> tuple[list[int], str | None]:
-        """Perhaps another prompt in place of this one: an earlier one again, or its next turn."""
+    def asked(self, prompt: list[int], salt: str | None) -> Asked:
+        """What is asked: this prompt, or perhaps an earlier one again, or its next turn."""
         rng = self.rng
         if not self.asks_again or not self._asked or rng.random() < 0.25:
-            self._asked.append((prompt, salt))
-            return prompt, salt
-        before, salt = rng.choice(self._asked[-20:])
+            self._asked.append(Asked(prompt, salt, self._schedule.features.new_job()))
+            return self._asked[-1]
+        before = rng.choice(self._asked[-20:])
         if rng.random() < 0.5:
-            return before, salt
-        turn = [*before, *answer_to(before, rng.randint(1, 20))][:LONGEST_TURN]
+            return before
+        turn = [*before.prompt, *answer_to(before.prompt, rng.randint(1, 20))][:LONGEST_TURN]
+        after = dataclasses.replace(before, prompt=turn)
         if rng.random() < 0.5:
-            self._asked.append((turn, salt))
-        return turn, salt
+            self._asked.append(after)
+        return after
 
-    def earlier(self, count: int) -> list[tuple[list[int], str | None]]:
+    @property
+    def asked_lately(self) -> list[Asked]:
+        return self._asked[-20:]
+
+    def earlier(self, count: int) -> list[Asked]:
         return self.rng.sample(self._asked, min(count, len(self._asked)))
 
     def disk_of(self, node: str) -> WorldDisk:

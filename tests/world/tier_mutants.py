@@ -3,7 +3,6 @@ wrong: in the others nothing differs."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +18,19 @@ from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
 from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.sources import TierSources
-from tests.world.tiers import drawn_tiers
-from tests.world.wrong_kv import SHARE
+from tests.world.storage import tiers_of
+from tests.world.wrong_kv import happens_in
 
 Patch = tuple[type, str, Callable[[Any], Any]]
 
 
-def can_differ(seed: int) -> bool:
-    """Whether a schedule has tiers, or wrong KV."""
+def can_differ(name: str, seed: int) -> bool:
+    """Whether the schedule has what the mutant needs: tiers, a disk, KV that becomes wrong."""
+    needs, tiers = NEEDS.get(name, "tiers"), tiers_of(seed)
     return (
-        drawn_tiers(random.Random(f"storage {seed}")).exist
-        or random.Random(f"wrong KV {seed}").random() < SHARE
+        (tiers.exist or "tiers" not in needs)
+        and (tiers.disk_slots > 0 or "disk" not in needs)
+        and (happens_in(seed) or "wrong" not in needs)
     )
 
 
@@ -245,3 +246,21 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
 }
 """The name, where it was seen, what is patched."""
+
+NEEDS = {
+    "tier-keeps-what-is-distrusted": "tiers, wrong",
+    "disk-keeps-what-is-distrusted": "disk, wrong",
+    "generation-not-told": "wrong",
+    "generation-not-heard": "wrong",
+    "accusation-not-sent": "wrong",
+    "in-flight-not-void": "wrong",
+    "distrusted-is-cached": "wrong",
+    "torn-chunk-read": "disk",
+    "old-key-read": "disk",
+    "sources-not-kept": "disk, wrong",
+    "sources-not-awaited": "disk, wrong",
+    "given-up-load-goes-on": "disk",
+    "failed-store-not-booked": "disk",
+    "load-not-void-after-reset": "tiers, wrong",
+    "header-of-a-later-generation": "disk, wrong",
+}

@@ -52,7 +52,7 @@ class TierSetting:
 
 
 def drawn_tiers(rng: random.Random) -> TierSetting:
-    kind = rng.choice(["none", "none", "cpu", "disk", "disk", "both"])
+    kind = rng.choice(["none", "none", "cpu", "disk", "disk", "both", "both"])
     setting = TierSetting(
         policy=rng.choice(list(EvictionPolicy)),
         block_factor=rng.choice([1, 1, 2]),

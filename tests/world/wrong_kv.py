@@ -16,20 +16,23 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from tandem.engine.request import Request
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.offload.cpu import CpuTier
 from tandem.kvtransfer.sources import ASK_S
 from tandem.node.loop import ResetCache
+from tandem.wire.sampling import SamplingParams
 from tests.world.model import LAYERS, as_floats
 
 if TYPE_CHECKING:
     from tests.world.node import WorldNode
     from tests.world.schedule import Schedule
+    from tests.world.storage import Asked
 
 PULL_S = ASK_S + 1.0  # a question, and the time of its way
 RESET_S = 30.0  # a reset has reached the disk, which answers, within this
 POLL_S = 0.1
-ASKED_AGAIN = 6
+ASKED_AGAIN = 4
 SHARE = 0.3  # of the schedules
 
 
@@ -42,20 +45,34 @@ class _Corruption:
     told_at: float | None = None  # when a peer found it
 
 
+def _drawing(seed: int) -> random.Random:
+    return random.Random(f"wrong KV {seed}")
+
+
+def happens_in(seed: int) -> bool:
+    return _drawing(seed).random() < SHARE
+
+
 class WrongKV:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self.rng = rng = random.Random(f"wrong KV {schedule.outcome.seed}")
+        self.rng = rng = _drawing(schedule.outcome.seed)
         self.happens = rng.random() < SHARE
         # Without other faults each answer is judged from PULL_S after the finding on, also in the course.
         self.is_calm = self.happens and rng.random() < 0.6
         self._canary_share = rng.choice([0.0, 0.3, 1.0])
         self._corruptions: list[_Corruption] = []
-        self._wrong: set[str] = set()
+        self._asked: dict[str, Asked] = {}
+        self._wrong: dict[str, Asked] = {}
+        self._to_judge: list[_Corruption] = []  # asked again once everybody knows
         self._findings: dict[tuple[str, int, str], int] = {}
+        self._victim: Asked | None = None  # who reads what became wrong last
         self._all_reset_at: float | None = None
         if self.happens:
             schedule.storage.asks_again = True
+
+    def asked(self, label: str, asked: Asked) -> None:
+        self._asked[label] = asked
 
     def with_canary(self, transfer: TransferConfig) -> TransferConfig:
         if not self.happens:
@@ -83,6 +100,7 @@ class WrongKV:
         if not living:
             return
         node = rng.choice(living)
+        of_prompt = self._cached_of_a_prompt(node)
         places = [tier.spec.places() for tier in node.tiers.tiers if isinstance(tier.spec, CpuTier)]
         cached = sorted(node.scheduler._state.cache.pool.hashes)
         value = rng.getrandbits(64)
@@ -94,7 +112,7 @@ class WrongKV:
                     cells[place, layer, part, offset] = as_floats(value) + 2 * layer + part
             what = f"place {place} of its tier in memory"
         elif cached:
-            block = rng.choice(cached)
+            block = rng.choice(of_prompt or cached)
             node.model.corrupt(block, rng.randrange(node.info.block_size), value)
             what = f"block {block}"
         else:
@@ -102,6 +120,31 @@ class WrongKV:
         schedule.outcome.corrupted += 1
         schedule.note(f"{node.process.name}: {what} becomes wrong")
         self._corruptions.append(_Corruption(node, node.generation, what))
+        self._to_judge.append(self._corruptions[-1])
+        for _ in range(3):
+            schedule.loop.call_later(rng.uniform(0.0, 3.0), self._ask, self._victim)
+
+    def _cached_of_a_prompt(self, node: WorldNode) -> list[int]:
+        """The blocks in which the node has the beginning of something that was asked lately."""
+        lately = self._schedule.storage.asked_lately
+        for asked in self.rng.sample(lately, len(lately)):
+            request = Request(
+                "looked-up",
+                asked.prompt,
+                SamplingParams(max_tokens=1),
+                cache_salt=asked.salt,
+                block_hasher=node.scheduler.block_hasher,
+            )
+            (blocks,), _ = node.scheduler.find_prefix(request)
+            if blocks:
+                self._victim = asked
+                return list(blocks)
+        return []
+
+    def _ask(self, asked: Asked | None) -> None:
+        routers = self._schedule.living_routers
+        if asked is not None and routers and self._schedule.is_busy:
+            self._schedule.ask_again(self.rng.choice(routers), asked, must_succeed=False)
 
     def _reset_one(self) -> None:
         living = [node for node in self._schedule.nodes.values() if node.process.is_alive]
@@ -139,6 +182,11 @@ class WrongKV:
                 self._schedule.note(f"{each.node.process.name}: it is found that {each.what} was wrong")
         for node in self._schedule.nodes.values():
             self._look_at_findings(node, now)
+        for each in [each for each in self._to_judge if self._known_at(each) < now]:
+            self._to_judge.remove(each)
+            for asked in list(self._wrong.values())[-2:]:
+                self._ask(asked)
+                self._schedule.loop.call_later(0.5, self._ask, asked)
 
     def _look_at_findings(self, node: WorldNode, now: float) -> None:
         """A node that has computed a peer's KV again tells the peer that it was wrong, which tells everybody."""
@@ -159,7 +207,10 @@ class WrongKV:
         self._look()
         may_be = any(self._known_at(each) >= asked_at for each in self._corruptions)
         if may_be and label not in self._wrong:
-            self._wrong.add(label)
+            self._wrong[label] = self._asked[label]
+            if self.rng.random() < 0.4:
+                # Somebody sees it at once
+                self._schedule.loop.call_later(self.rng.uniform(0.0, 0.3), self._reset_one)
             self._schedule.outcome.wrong_answers += 1
             self._schedule.note(f"{label} is answered wrongly")
         return may_be
@@ -210,10 +261,7 @@ class WrongKV:
     async def _ask_again(self) -> None:
         schedule = self._schedule
         self._look()
-        tasks = [
-            schedule.ask_prompt(self.rng.choice(schedule.living_routers), prompt, salt)
-            for prompt, salt in schedule.storage.earlier(ASKED_AGAIN)
-        ]
-        if tasks:
-            await asyncio.wait(tasks)
+        wrong = list(self._wrong.values())[-ASKED_AGAIN:]
+        for asked in [*wrong, *wrong, *schedule.storage.earlier(ASKED_AGAIN)]:
+            await schedule.ask_again(self.rng.choice(schedule.living_routers), asked, must_succeed=True)
         schedule.look()
