@@ -10,7 +10,7 @@ import xxhash
 
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.kvtransfer.offload.cpu import CopyThread
-from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskManager, SlotFile
+from tandem.kvtransfer.offload.disk import HEADER_BYTES, SlotFile
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler, _Load, _Store
 from tandem.kvtransfer.protocol import commands
@@ -39,7 +39,11 @@ def _tier_keeps_what_is_distrusted(right: Any) -> Any:
 
 
 def _disk_keeps_what_is_distrusted(right: Any) -> Any:
-    return SlotManager.reset
+    def forget(self: SlotFile) -> None:
+        self._resets += 1
+        self._named = [None] * self._num_slots
+
+    return forget
 
 
 def _generation_not_told(right: Any) -> Any:
@@ -174,7 +178,7 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "disk-keeps-what-is-distrusted": (
         "what was forgotten is found again after a restart",
-        ((DiskManager, "reset", _disk_keeps_what_is_distrusted),),
+        ((SlotFile, "forget_all", _disk_keeps_what_is_distrusted),),
     ),
     "generation-not-told": (
         "readers go on with a prefix that its owner distrusts",
