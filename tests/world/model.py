@@ -81,6 +81,8 @@ class WorldModel:
         self._block_size = block_size
         self._took = took
         self._rows: dict[str, _Row] = {}
+        # Called before the next prompt is computed; one of its tokens then comes out as this number
+        self.goes_wrong: Callable[[list[int]], int] | None = None
         self.grammars = None
         self.adapters = None
         self.states_wait = False
@@ -146,8 +148,13 @@ class WorldModel:
             # Every part of a token has its own number; the key of layer 0 goes on
             cell = int(there[-1, 0, 0]) if first else _root()
             folded = self._folded(there)
+            wrong_at = -1
+            if self.goes_wrong is not None and count >= self._block_size:
+                wrong_at, goes_wrong, self.goes_wrong = first + count // 3, self.goes_wrong, None
             for position in range(first, end):
                 cell = next_cell(cell, row.tokens[position])
+                if position == wrong_at:
+                    cell = as_floats(goes_wrong(row.tokens))
                 self._write(int(blocks[position]), int(offsets[position]), cell)
                 folded = (folded + cell) & _MASK
             if end == len(row.tokens):

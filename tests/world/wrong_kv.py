@@ -21,6 +21,7 @@ from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.offload.cpu import CpuTier
 from tandem.kvtransfer.sources import ASK_S
 from tandem.node.loop import ResetCache
+from tandem.wire.nodes import Role
 from tandem.wire.sampling import SamplingParams
 from tests.world.model import LAYERS, as_floats
 
@@ -100,6 +101,11 @@ class WrongKV:
         if not living:
             return
         node = rng.choice(living)
+        computes = [node for node in living if node.role is not Role.DECODE]
+        if computes and rng.random() < 0.6:
+            node = rng.choice(computes)
+            node.model.goes_wrong = lambda prompt: self._miscomputed(node, prompt)
+            return
         of_prompt = self._cached_of_a_prompt(node)
         places = [tier.spec.places() for tier in node.tiers.tiers if isinstance(tier.spec, CpuTier)]
         cached = sorted(node.scheduler._state.cache.pool.hashes)
@@ -117,12 +123,24 @@ class WrongKV:
             what = f"block {block}"
         else:
             return
-        schedule.outcome.corrupted += 1
-        schedule.note(f"{node.process.name}: {what} becomes wrong")
+        self._happened(node, what, self._victim)
+
+    def _miscomputed(self, node: WorldNode, prompt: list[int]) -> int:
+        """The device computes one token of a prompt wrongly, before anything is stored or sent."""
+        lately = self._schedule.storage.asked_lately
+        victim = next((asked for asked in lately if asked.prompt == prompt), None)
+        self._happened(node, "a token that it computes", victim)
+        return self.rng.getrandbits(64)
+
+    def _happened(self, node: WorldNode, what: str, victim: Asked | None) -> None:
+        self._schedule.outcome.corrupted += 1
+        self._schedule.note(f"{node.process.name}: {what} becomes wrong")
         self._corruptions.append(_Corruption(node, node.generation, what))
         self._to_judge.append(self._corruptions[-1])
+        if victim is not None:
+            self._wrong["the victim"] = victim
         for _ in range(3):
-            schedule.loop.call_later(rng.uniform(0.0, 3.0), self._ask, self._victim)
+            self._schedule.loop.call_later(self.rng.uniform(0.1, 3.0), self._ask, victim)
 
     def _cached_of_a_prompt(self, node: WorldNode) -> list[int]:
         """The blocks in which the node has the beginning of something that was asked lately."""
@@ -149,8 +167,19 @@ class WrongKV:
     def _reset_one(self) -> None:
         living = [node for node in self._schedule.nodes.values() if node.process.is_alive]
         guilty = [each.node for each in self._open if each.node.process.is_alive]
-        if guilty or living:
-            self._reset(self.rng.choice(guilty or living))
+        if not guilty and not living:
+            return
+        node = self.rng.choice(guilty or living)
+        done = self._reset(node)
+        if self.rng.random() < 0.5:
+            self._restart_when(done, node)
+
+    def _restart_when(self, done: threading.Event, node: WorldNode) -> None:
+        """The operator trusts the process no more, either."""
+        if not done.is_set():
+            node.process.later(0.05, lambda: self._restart_when(done, node))
+        elif node.process.is_alive:
+            self._schedule.kill_node(node)
 
     def _kill_one(self) -> None:
         living = [node for node in self._schedule.nodes.values() if node.process.is_alive]
@@ -234,27 +263,31 @@ class WrongKV:
         self._look()
         if any(not each.node.process.is_alive for each in self._open):
             # Nobody knows any more what it was that the node had: the operator resets all.
-            resets = [self._reset(node) for node in schedule.nodes.values()]
+            names = list(schedule.nodes)
         else:
-            guilty = {each.node.process.name: each.node for each in self._open}
-            resets = [self._reset(node) for node in guilty.values()]
-        everybody = len(resets) == len(schedule.nodes)
-        await self._done(resets)
-        if everybody:
+            names = list(dict.fromkeys(each.node.process.name for each in self._open))
+        await asyncio.gather(*map(self._reset_until_done, names))
+        if len(names) == len(schedule.nodes):
             self._all_reset_at = schedule.loop.time()
         await asyncio.sleep(PULL_S)
-        await self._ask_again()
+        if self.rng.random() < 0.5:  # else nothing is written over what the disks have
+            await self._ask_again()
         for node in list(schedule.nodes.values()):
-            if node.process.is_alive and self.rng.random() < 0.4:
+            was_wrong = any(each.node is node for each in self._corruptions)
+            if node.process.is_alive and self.rng.random() < (0.8 if was_wrong else 0.3):
                 schedule.kill_node(node)
         await asyncio.sleep(10.0)
         await self._ask_again()
 
-    async def _done(self, resets: list[threading.Event]) -> None:
-        until = self._schedule.loop.time() + RESET_S
-        while not all(reset.is_set() for reset in resets):
-            if self._schedule.loop.time() > until:
-                self._schedule.broken(f"a reset was not done within {RESET_S:.0f} s although all is well")
+    async def _reset_until_done(self, name: str) -> None:
+        schedule, reset, node = self._schedule, None, None
+        until = schedule.loop.time() + RESET_S
+        while reset is None or not reset.is_set():
+            if schedule.nodes[name] is not node:  # it was started again meanwhile
+                node = schedule.nodes[name]
+                reset = self._reset(node)
+            if schedule.loop.time() > until:
+                schedule.broken(f"a reset was not done within {RESET_S:.0f} s although all is well")
                 return
             await asyncio.sleep(0.1)
 
