@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 MOST_FILES = 256
 

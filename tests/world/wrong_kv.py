@@ -1,7 +1,7 @@
 """KV that becomes wrong and that no checksum shows: in a producer before it is sent, in a tier, or in a copy.
 
-Until somebody has found it, answers may be wrong. It is found when the node where it happened begins a new generation of its cache: by
-an operator's reset, by its own canary, by a peer's word. Whoever has copies hears of it within PULL_S while the network is well. Every
+Until it is found, answers may be wrong. It is found when the node where it happened begins a new generation of its cache: by
+an operator's reset, by its own canary, by a peer's word. The nodes that have copies hear of it within PULL_S while the network is well. Every
 request that is asked later is answered rightly: asked again, after a restart, and at the nodes that copied.
 """
 
@@ -65,7 +65,7 @@ class WrongKV:
         self._corruptions: list[_Corruption] = []
         self._asked: dict[str, Asked] = {}
         self._wrong: dict[str, Asked] = {}
-        self._to_judge: list[_Corruption] = []  # asked again once everybody knows
+        self._to_judge: list[_Corruption] = []  # asked again once all nodes know
         self._findings: dict[tuple[str, int, str], int] = {}
         self._victim: Asked | None = None  # who reads what became wrong last
         self._all_reset_at: float | None = None
@@ -206,7 +206,7 @@ class WrongKV:
     def _look(self) -> None:
         now = self._schedule.loop.time()
         for each in self._open:
-            if each.node.process.is_alive and each.node.generation > each.generation:
+            if each.node.generation > each.generation:
                 each.found_at = now
                 self._schedule.note(f"{each.node.process.name}: it is found that {each.what} was wrong")
         for node in self._schedule.nodes.values():
@@ -218,7 +218,7 @@ class WrongKV:
                 self._schedule.loop.call_later(0.5, self._ask, asked)
 
     def _look_at_findings(self, node: WorldNode, now: float) -> None:
-        """A node that has computed a peer's KV again tells the peer that it was wrong, which tells everybody."""
+        """A node that has computed a peer's KV again tells the peer that it was wrong, which tells its readers."""
         for peer, count in node.engine.canary_findings.wrong.items():
             key = (node.process.name, node.epoch, peer)
             if self._findings.get(key) == count:
@@ -238,14 +238,14 @@ class WrongKV:
         if may_be and label not in self._wrong:
             self._wrong[label] = self._asked[label]
             if self.rng.random() < 0.4:
-                # Somebody sees it at once
+                # A user sees it at once
                 self._schedule.loop.call_later(self.rng.uniform(0.0, 0.3), self._reset_one)
             self._schedule.outcome.wrong_answers += 1
             self._schedule.note(f"{label} is answered wrongly")
         return may_be
 
     def _known_at(self, corruption: _Corruption) -> float:
-        """When everybody who may have a copy knows."""
+        """When every node that may have a copy knows."""
         never = float("inf")
         found_at = never if corruption.found_at is None else corruption.found_at
         if corruption.told_at is not None and corruption.node.process.is_alive:
@@ -262,7 +262,7 @@ class WrongKV:
         schedule = self._schedule
         self._look()
         if any(not each.node.process.is_alive for each in self._open):
-            # Nobody knows any more what it was that the node had: the operator resets all.
+            # The process that could tell its readers is gone: the operator resets all.
             names = list(schedule.nodes)
         else:
             names = list(dict.fromkeys(each.node.process.name for each in self._open))
