@@ -42,7 +42,7 @@ class MakeMover(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class TierSurroundings:
     """What a tier needs of its process. A simulation brings its own."""
 
     copying: MakeMover = dataclasses.field(default_factory=lambda: CopyThread)
@@ -56,9 +56,9 @@ def create(config: TierConfig) -> CpuTier:
 class CpuTier:
     name = "cpu"
 
-    def __init__(self, config: TierConfig, around: Surroundings | None = None) -> None:
+    def __init__(self, config: TierConfig, around: TierSurroundings | None = None) -> None:
         self._config = config
-        self._around = around or Surroundings()
+        self._around = around or TierSurroundings()
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         config = self._config

@@ -35,7 +35,7 @@ import xxhash
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, Surroundings
+from tandem.kvtransfer.offload.cpu import Copier, TierSurroundings
 from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManager, filtered
 from tandem.kvtransfer.offload.patience import OPEN_S, Hold
@@ -70,9 +70,9 @@ def create(config: TierConfig) -> DiskTier:
 class DiskTier:
     name = "disk"
 
-    def __init__(self, config: TierConfig, around: Surroundings | None = None) -> None:
+    def __init__(self, config: TierConfig, around: TierSurroundings | None = None) -> None:
         self._config = config
-        self._around = around or Surroundings()
+        self._around = around or TierSurroundings()
         self._followed: int | None = None
         self.recall = TierSources()
 

@@ -14,7 +14,7 @@ import torch
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload import disk
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread, Surroundings
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread, TierSurroundings
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier, SlotFile
 from tandem.kvtransfer.offload.patience import (
     FIRST_OUT_S,
@@ -77,7 +77,7 @@ def open_tier(folder: Path, cache: KVCacheMemory, clock: Clock) -> Tier:
         return CopyThread(copier, wake, name, clock)
 
     config = TierConfig(disk=str(folder), size=8 * (HEADER_BYTES + cache.block_bytes))
-    tier = Tier(DiskTier(config, Surroundings(with_clock)), config.block_factor)
+    tier = Tier(DiskTier(config, TierSurroundings(with_clock)), config.block_factor)
     tier.open(cache, lambda: None)
     return tier
 

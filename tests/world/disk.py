@@ -14,7 +14,7 @@ from tests.world.process import Process
 
 @dataclasses.dataclass
 class DiskWeather:
-    takes_s: tuple[float, float] = (0.0005, 0.01)  # one copy, or another piece of work
+    takes_s: tuple[float, float] = (0.0005, 0.01)  # what the disk adds to each copy, and other work
     full: float = 0.0  # how likely a write finds the disk full, or writes only a part
     broken: float = 0.0  # how likely a call fails
     flips: float = 0.0  # how likely a read gives back another byte

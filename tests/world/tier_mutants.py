@@ -9,8 +9,9 @@ from typing import Any
 import xxhash
 
 from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.pins import Pins
 from tandem.kvtransfer.offload.cpu import CopyThread
-from tandem.kvtransfer.offload.disk import HEADER_BYTES, SlotFile
+from tandem.kvtransfer.offload.disk import _CHECKSUM_BYTES, _HEADER, HEADER_BYTES, SlotFile, _checked
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler, _Load, _Store
 from tandem.kvtransfer.protocol import commands
@@ -18,6 +19,7 @@ from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
 from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.sources import TierSources
+from tests.world.features import Features
 from tests.world.storage import tiers_of
 from tests.world.wrong_kv import happens_in
 
@@ -29,6 +31,7 @@ def can_differ(name: str, seed: int) -> bool:
     needs, tiers = NEEDS.get(name, "tiers"), tiers_of(seed)
     return (
         (tiers.exist or "tiers" not in needs)
+        and (Features(seed).has_jobs or "jobs" not in needs)
         and (tiers.disk_slots > 0 or "disk" not in needs)
         and (happens_in(seed) or "wrong" not in needs)
     )
@@ -39,11 +42,14 @@ def _tier_keeps_what_is_distrusted(right: Any) -> Any:
 
 
 def _disk_keeps_what_is_distrusted(right: Any) -> Any:
-    def forget(self: SlotFile) -> None:
-        self._resets += 1
-        self._named = [None] * self._num_slots
+    def header(self: SlotFile, slot: int) -> Any:
+        raw = self._file.read(_HEADER.size + _CHECKSUM_BYTES, self._start(slot))
+        if (content := _checked(raw, _HEADER, slot + 1)) is None:
+            return None
+        _, _, when, length, key, checksum = content
+        return when, key[:length], checksum
 
-    return forget
+    return header
 
 
 def _generation_not_told(right: Any) -> Any:
@@ -171,6 +177,10 @@ def _header_of_a_later_generation(right: Any) -> Any:
     return write
 
 
+def _pin_never_ends(right: Any) -> Any:
+    return lambda self: []
+
+
 TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     "tier-keeps-what-is-distrusted": (
         "a reset empties the device's cache, and not the tiers",
@@ -178,7 +188,7 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "disk-keeps-what-is-distrusted": (
         "what was forgotten is found again after a restart",
-        ((SlotFile, "forget_all", _disk_keeps_what_is_distrusted),),
+        ((SlotFile, "_header", _disk_keeps_what_is_distrusted),),
     ),
     "generation-not-told": (
         "readers go on with a prefix that its owner distrusts",
@@ -240,6 +250,10 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         "SGLang #18701: what was not stored keeps its place for ever",
         ((SlotManager, "complete_store", _ended_store_not_booked),),
     ),
+    "pin-never-ends": (
+        "SGLang PR #28608: a pinned prefix is never given back",
+        ((Pins, "overdue", _pin_never_ends),),
+    ),
     "load-not-void-after-reset": (
         "a load that was under way at the reset is used",
         ((TierScheduler, "reset_cache", _load_not_void_after_reset),),
@@ -259,6 +273,7 @@ NEEDS = {
     "accusation-not-sent": "wrong",
     "in-flight-not-void": "wrong",
     "distrusted-is-cached": "wrong",
+    "pin-never-ends": "jobs",
     "torn-chunk-read": "disk",
     "old-key-read": "disk",
     "sources-not-kept": "disk, wrong",

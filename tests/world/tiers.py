@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, QueuedCopy, Surroundings, Work
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, QueuedCopy, TierSurroundings, Work
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
@@ -31,6 +31,7 @@ class TierSetting:
     policy: EvictionPolicy = EvictionPolicy.LRU
     block_factor: int = 1
     store_threshold: int = 0
+    takes_s: tuple[float, float] = (0.0, 0.005)  # a copy, while its disk is well
 
     @property
     def exist(self) -> bool:
@@ -58,6 +59,7 @@ def drawn_tiers(rng: random.Random) -> TierSetting:
         block_factor=rng.choice([1, 1, 2]),
         store_threshold=rng.choice([0, 0, 0, 2]),
     )
+    setting.takes_s = rng.choice([(0.0, 0.005), (0.02, 0.2)])
     if kind in ("cpu", "both"):
         setting.cpu_slots = rng.choice([6, 40, 100])
     if kind in ("disk", "both"):
@@ -76,12 +78,13 @@ class WorldCopies(CopyThread):
         *,
         process: Process,
         disk: WorldDisk | None,
+        takes_s: tuple[float, float],
         rng: random.Random,
         are_free: Callable[[Sequence[int]], int],
         on_broken: Callable[[str], None],
     ) -> None:
         self._process, self._disk, self._rng = process, disk, rng
-        self._are_free, self._on_broken = are_free, on_broken
+        self._are_free, self._on_broken, self._takes_s = are_free, on_broken, takes_s
         self._busy = False
         self._under_way: Callable[[], None] | None = None  # its calls to the disk
         self._late: list[Callable[[], None]] = []
@@ -139,8 +142,9 @@ class WorldCopies(CopyThread):
         work, wait_s = self.take()
         if work is None:
             return wait_s
-        takes = self._disk.weather.takes_s if self._disk is not None else (0.0, 0.005)
-        seconds = self._rng.uniform(*takes)
+        seconds = self._rng.uniform(*self._takes_s)
+        if self._disk is not None:
+            seconds += self._rng.uniform(*self._disk.weather.takes_s)
         if isinstance(work, QueuedCopy) and not work.is_load and self._rng.random() < 0.7:
             # Its bytes are read now, and reach the disk when the time is over
             right = self._store(work)
@@ -226,6 +230,7 @@ class NodeTiers:
                     name,
                     process=process,
                     disk=of,
+                    takes_s=setting.takes_s,
                     rng=rng,
                     are_free=are_free,
                     on_broken=on_broken,
@@ -235,9 +240,9 @@ class NodeTiers:
 
         for config in setting.configs(block_bytes):
             spec = (
-                CpuTier(config, Surroundings(copying(None)))
+                CpuTier(config, TierSurroundings(copying(None)))
                 if config.cpu
-                else DiskTier(config, Surroundings(copying(disk), disk.files_of(process)))
+                else DiskTier(config, TierSurroundings(copying(disk), disk.files_of(process)))
             )
             self.tiers.append(Tier(spec, config.block_factor))
         self.halves: list[tuple[SchedulerConnector, WorkerConnector]] = halves_of(
