@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,10 +34,11 @@ def test_a_seed_gives_the_same_history() -> None:
     assert first == second
 
 
-def test_a_bug_is_found() -> None:
-    """Blocks that are given back before the consumer has read them."""
+@pytest.mark.parametrize("bug", ["freed-before-it-is-read", "freed-under-a-store", "freed-under-a-load"])
+def test_a_bug_is_found(bug: str) -> None:
+    """Blocks that are given back before the consumer, or a copy to or from a tier, is done with them."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.world.mutants", "freed-before-it-is-read", "--most", "40"],
+        [sys.executable, "-m", "tests.world.mutants", bug, "--most", "40"],
         cwd=ROOT,
         capture_output=True,
         text=True,

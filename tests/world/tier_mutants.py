@@ -3,6 +3,7 @@ wrong: in the others nothing differs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,19 +82,26 @@ def _distrusted_is_cached(right: Any) -> Any:
     return begin
 
 
-def _load_not_held(right: Any) -> Any:
+def _found_while_written(right: Any) -> Any:
+    return lambda self, keys: sum(
+        1 for _ in itertools.takewhile(lambda key: self._policy.get(key) is not None, keys)
+    )
+
+
+def _loaded_while_written(right: Any) -> Any:
+    """What goes with `_found_while_written`."""
+
     def prepare(self: SlotManager, keys: Any) -> list[int]:
-        slots: list[int] = right(self, keys)
+        slots: list[int] = [self._policy.get(key) for key in keys]
         for slot in slots:
-            self._busy[slot] -= 1
+            self._busy[slot] += self._busy[slot] >= 0
         return slots
 
     return prepare
 
 
-def _load_not_let_go(right: Any) -> Any:
-    """What goes with `_load_not_held`."""
-    return lambda self, slots: None
+def _let_go_while_written(right: Any) -> Any:
+    return lambda self, slots: right(self, [slot for slot in slots if self._busy[slot] > 0])
 
 
 def _torn_chunk_read(right: Any) -> Any:
@@ -199,7 +207,7 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         ((Consumer, "hear_generation", _generation_not_heard),),
     ),
     "accusation-not-sent": (
-        "SGLang #23020: who finds wrong KV keeps it for itself",
+        "a node that finds wrong KV does not tell the one that sent it",
         ((Consumer, "found_wrong", _accusation_not_sent),),
     ),
     "in-flight-not-void": (
@@ -210,11 +218,12 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         "lmdeploy #4917: a running request's old KV is cached again",
         ((Lifecycle, "begin_generation", _distrusted_is_cached),),
     ),
-    "load-after-eviction": (
-        "vLLM PR #47021: a slot is written again while a load reads it",
+    "loaded-before-it-was-stored": (
+        "vLLM PR #47021, in a tier: a slot is read that still has what was there before",
         (
-            (SlotManager, "prepare_load", _load_not_held),
-            (SlotManager, "complete_load", _load_not_let_go),
+            (SlotManager, "lookup", _found_while_written),
+            (SlotManager, "prepare_load", _loaded_while_written),
+            (SlotManager, "complete_load", _let_go_while_written),
         ),
     ),
     "torn-chunk-read": ("half of a write is read as a whole", ((SlotFile, "read", _torn_chunk_read),)),
@@ -251,7 +260,7 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         ((SlotManager, "complete_store", _ended_store_not_booked),),
     ),
     "pin-never-ends": (
-        "SGLang PR #28608: a pinned prefix is never given back",
+        "an agent's blocks are never given back",
         ((Pins, "overdue", _pin_never_ends),),
     ),
     "load-not-void-after-reset": (
