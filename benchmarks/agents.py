@@ -188,11 +188,7 @@ class Play:
             is_last = index == len(turns) - 1
             request_id = f"{number}-{index}"
             self._names += 1
-            submit = Submit(
-                request_id, "", history,
-                SamplingParams(temperature=0.0, max_tokens=turn.answer_tokens, ignore_eos=True, seed=self._names),
-                timeout_s=1e6, job_id=f"job {number}", is_last_step=is_last,
-            )  # fmt: skip
+            submit = Submit(request_id, "", prompt_token_ids=history, sampling=SamplingParams(temperature=0.0, max_tokens=turn.answer_tokens, ignore_eos=True, seed=self._names), timeout_s=1e6, job_id=f"job {number}", is_last_step=is_last)  # fmt: skip
             ended = self._waiting[request_id] = self._loop.create_future()
             self._answers[request_id] = []
             self._log.live[request_id] = AnswerTimes(self._loop.time(), len(history))

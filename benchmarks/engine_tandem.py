@@ -10,6 +10,7 @@ from itertools import zip_longest
 from benchmarks.engine_costs import Times, Work
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 Say = Callable[[str], None]
@@ -56,7 +57,9 @@ class EngineBench:
         self._count += 1
         name = f"r{self._count}"
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        self._engine.add_request(Request(name, prompt, sampling, lora=lora))
+        self._engine.add_request(
+            Request(name, RequestFacts(prompt_token_ids=prompt, sampling=sampling, lora=lora))
+        )
         return name
 
     def _finish(self) -> None:

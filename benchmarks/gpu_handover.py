@@ -26,7 +26,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.requests import KVTransferParams, RequestFacts, TransferRole
 from tandem.wire.sampling import SamplingParams
 
 _PATIENCE_S = 60.0  # for answers
@@ -82,7 +82,11 @@ def drive(
             told[ask.name] = Told(now)
             sampling = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True)
             transfer = transfers.get(ask.name)
-            engine.add_request(Request(ask.name, ask.prompt, sampling, transfer=transfer))
+            engine.add_request(
+                Request(
+                    ask.name, RequestFacts(prompt_token_ids=ask.prompt, sampling=sampling), transfer=transfer
+                )
+            )
         wake.clear()
         result = engine.step()
         now = time.monotonic()

@@ -16,6 +16,7 @@ from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 _LENGTHS = (1, 7, 33, 64, 150, 301)
@@ -85,7 +86,7 @@ class ParitySide:
     def _add(self, prompt: list[int], sampling: SamplingParams) -> str:
         self._count += 1
         name = f"r{self._count}"
-        self._engine.add_request(Request(name, prompt, sampling))
+        self._engine.add_request(Request(name, RequestFacts(prompt_token_ids=prompt, sampling=sampling)))
         return name
 
 

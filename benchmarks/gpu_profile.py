@@ -13,6 +13,7 @@ from tandem.engine.core import Engine
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.request import Request
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 MODES = {
@@ -67,7 +68,7 @@ def decode_parts(
         sampling = SamplingParams(temperature=0.0, max_tokens=4 * steps + batch + 8, ignore_eos=True)
         for index, name in enumerate(names):
             prompt = [(7 * index + 3 * place) % (vocab - 3) + 3 for place in range(64)]
-            engine.add_request(Request(name, prompt, sampling))
+            engine.add_request(Request(name, RequestFacts(prompt_token_ids=prompt, sampling=sampling)))
         begun: set[str] = set()
         while len(begun) < batch:
             begun.update(update.request_id for update in engine.step().updates)

@@ -25,6 +25,7 @@ from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 
@@ -137,7 +138,7 @@ class SpeedBench:
         for index, name in enumerate(names):
             prompt = [3 + (5 * place + index) % (vocab - 3) for place in range(context)]
             sampling = SamplingParams(temperature=0.0, max_tokens=512, ignore_eos=True)
-            engine.add_request(Request(name, prompt, sampling))
+            engine.add_request(Request(name, RequestFacts(prompt_token_ids=prompt, sampling=sampling)))
         while len(begun) < decodes:
             begun.update(update.request_id for update in engine.step().updates)
         prompt = [3 + 11 * place % (vocab - 3) for place in range(chunk)]
@@ -196,7 +197,13 @@ def answer(engine: Engine, name: str, prompt: list[int], tokens: int) -> float:
     """Returns the seconds from a request to its last token, beside whatever else runs."""
     began = time.perf_counter()
     engine.add_request(
-        Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+        Request(
+            name,
+            RequestFacts(
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
+            ),
+        )
     )
     while True:
         for update in engine.step().updates:

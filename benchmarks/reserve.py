@@ -24,6 +24,7 @@ from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -96,7 +97,9 @@ def _run(
             at, name, prompt, answer = waiting.pop()
             came[name] = at
             sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
-            scheduler.add_request(Request(name, prompt, sampling, arrival_time=at))
+            scheduler.add_request(
+                Request(name, RequestFacts(prompt_token_ids=prompt, sampling=sampling), arrival_time=at)
+            )
         step = scheduler.schedule()
         computed += step.total_num_scheduled_tokens
         now += STEP_S + step.total_num_scheduled_tokens / TOKENS_PER_S

@@ -223,7 +223,10 @@ def bare_first_token_s(node: NodeInfo) -> float:
             arrived.clear()
             began = time.perf_counter()
             sampling = SamplingParams(max_tokens=1)
-            lines.send(node.request_endpoint, Submit("bare", inbox.endpoint, [1] * 128, sampling, 5.0))
+            lines.send(
+                node.request_endpoint,
+                Submit("bare", inbox.endpoint, 5.0, prompt_token_ids=[1] * 128, sampling=sampling),
+            )
             if not arrived.wait(5):
                 raise RuntimeError("the engine did not answer")
             if not warm:

@@ -41,7 +41,10 @@ class Relay:
         request_id = f"relay-{id(transport)}"
         self._clients[request_id] = transport
         sampling = SamplingParams(max_tokens=self._tokens)
-        self._links.submit(self._decode, Submit(request_id, self._links.endpoint, [1] * 128, sampling, 60.0))
+        self._links.submit(
+            self._decode,
+            Submit(request_id, self._links.endpoint, 60.0, prompt_token_ids=[1] * 128, sampling=sampling),
+        )
 
     def _on_tokens(self, message: TokenBatch) -> None:
         for chunk in message.chunks:

@@ -41,7 +41,7 @@ from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, NodeBits, Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus
+from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 APPLICATIONS = 50  # prompts with which many requests begin
@@ -220,7 +220,13 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
         cache.pool.events = CacheEvents(1) if tells else None
         rng = random.Random(1)
         asked = [
-            Request(f"r{i}", list(words(rng, tokens)), SamplingParams(max_tokens=9), block_hasher=hasher)
+            Request(
+                f"r{i}",
+                RequestFacts(
+                    prompt_token_ids=list(words(rng, tokens)), sampling=SamplingParams(max_tokens=9)
+                ),
+                block_hasher=hasher,
+            )
             for i in range(requests)
         ]
         began = time.thread_time()

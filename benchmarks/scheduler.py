@@ -35,6 +35,7 @@ from tandem.engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -106,7 +107,13 @@ def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> floa
     started = time.perf_counter()
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
-        scheduler.add_request(Request(str(i), prompt, sampling, block_hasher=scheduler.block_hasher))
+        scheduler.add_request(
+            Request(
+                str(i),
+                RequestFacts(prompt_token_ids=prompt, sampling=sampling),
+                block_hasher=scheduler.block_hasher,
+            )
+        )
     return time.perf_counter() - started
 
 
@@ -166,7 +173,12 @@ def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> S
     while scheduler.stats().waiting_tokens:
         next(steps(scheduler))
     for i in range(waiting):
-        scheduler.add_request(Request(f"waits {i}", [i % VOCABULARY] * 8, SamplingParams(max_tokens=1)))
+        scheduler.add_request(
+            Request(
+                f"waits {i}",
+                RequestFacts(prompt_token_ids=[i % VOCABULARY] * 8, sampling=SamplingParams(max_tokens=1)),
+            )
+        )
     return scheduler
 
 
@@ -197,7 +209,10 @@ def measure_hashing(repeats: int) -> dict[str, float]:
     found = {}
     for algorithm in HashAlgorithm:
         hasher = make_block_hasher(algorithm, BLOCK_SIZE, "seed")
-        requests = [Request("a", prompt, SamplingParams()) for prompt in prompts]
+        requests = [
+            Request("a", RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams()))
+            for prompt in prompts
+        ]
         timed = []
         for request in requests:
             started = time.perf_counter()

@@ -44,6 +44,7 @@ from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig, Scheduli
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 CONTEXT = 512
@@ -133,9 +134,11 @@ class Pair:
         self.ours.add_request(
             Request(
                 name,
-                prompt,
-                SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-                priority=priority,
+                RequestFacts(
+                    prompt_token_ids=prompt,
+                    sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                    priority=priority,
+                ),
                 arrival_time=arrival,
             )
         )

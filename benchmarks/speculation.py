@@ -30,6 +30,7 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 CEILING = 1.03  # times the time without guesses, where no guess is right
@@ -155,7 +156,12 @@ def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams, at_o
     for first in range(0, len(prompts), at_once):
         said = {f"r{first + index}": list[int]() for index in range(at_once)}
         for index, name in enumerate(said):
-            engine.add_request(Request(name, prompts[(first + index) % len(prompts)], sampling))
+            engine.add_request(
+                Request(
+                    name,
+                    RequestFacts(prompt_token_ids=prompts[(first + index) % len(prompts)], sampling=sampling),
+                )
+            )
         seconds.append(0.0)
         while engine.scheduler.has_unfinished_requests():
             decodes = all(said.values())

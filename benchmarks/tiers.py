@@ -59,7 +59,7 @@ from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.wire.nodes import PeerAddress, new_epoch
-from tandem.wire.requests import CachePeers
+from tandem.wire.requests import CachePeers, RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
@@ -174,7 +174,13 @@ class OneModel:
         cache_peers = CachePeers(source=peer.tier) if peer is not None else None
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         started = time.perf_counter()
-        self.engine.add_request(Request(f"r{self._count}", prompt, sampling, cache_peers=cache_peers))
+        self.engine.add_request(
+            Request(
+                f"r{self._count}",
+                RequestFacts(prompt_token_ids=prompt, sampling=sampling),
+                cache_peers=cache_peers,
+            )
+        )
         while not self.step(0.001 if peer is not None else PATIENCE_S):
             if peer is not None:
                 peer.step(0.0)
@@ -258,7 +264,9 @@ def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, Evi
         while waiting and len(scheduler.requests) < 2:
             number, prompt = waiting.pop()
             sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
-            scheduler.add_request(Request(str(number), prompt, sampling))
+            scheduler.add_request(
+                Request(str(number), RequestFacts(prompt_token_ids=prompt, sampling=sampling))
+            )
         _step(scheduler, worker)
     return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
 

@@ -427,7 +427,7 @@ class NodeService:
         request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
         if keeps_here(submit):
             self._kept.begin(submit)
-        if (grammar := request.sampling.grammar) is not None:
+        if (grammar := request.facts.sampling.grammar) is not None:
             self._add_with_grammar(request, grammar, now)
         else:
             self._engine.add_request(request)

@@ -12,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from tandem.base.errors import InternalError, RequestError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
@@ -332,14 +334,10 @@ class SimulatedNode:
     def _add(self, submit: Submit) -> None:
         request = Request(
             submit.request_id,
-            submit.prompt_token_ids,
-            self._rules.sampling_for(submit),
+            msgspec.structs.replace(submit, sampling=self._rules.sampling_for(submit)),
             output_token_ids=submit.output_token_ids,
-            priority=submit.priority,
             arrival_time=self._arrival_time(),
             transfer=submit.transfer,
-            job_id=submit.job_id,
-            is_last_step=submit.is_last_step,
             block_hasher=self._hasher,
         )
         try:

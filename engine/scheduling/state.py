@@ -304,7 +304,7 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
         request = state.requests[request_id]
         if request.needs_its_last_token:
             return False
-        if request.num_computed_tokens == request.num_tokens and request.pooling is None:
+        if request.num_computed_tokens == request.num_tokens and request.facts.pooling is None:
             sampled.append(request)
     for request in sampled:
         request.num_output_placeholders = 1

@@ -8,11 +8,12 @@ import logging
 import time
 from collections.abc import Callable
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission, Slots
 from tandem.router.dispatch.life import RequestLife
-from tandem.router.dispatch.placement import Placement, SequenceSpec
+from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics
@@ -205,7 +206,7 @@ _Prompt = tuple[int, str | None, str | None]
 
 def _prompt_of(spec: SequenceSpec) -> _Prompt:
     """Identifies a prompt. The choices of one request share one token list, so its id is enough."""
-    return id(spec.prompt_token_ids), spec.cache_salt, spec.lora
+    return id(spec.facts.prompt_token_ids), spec.facts.cache_salt, spec.facts.lora
 
 
 class Dispatcher:
@@ -303,7 +304,7 @@ class Dispatcher:
                 attempt.prefill.node_id,
                 attempt.decode.node_id,
                 now - attempt.submitted_at,
-                len(life.spec.prompt_token_ids),
+                len(life.spec.facts.prompt_token_ids),
             )
             for life in self._placement.lives()
             if (attempt := life.attempt) is not None
@@ -319,7 +320,7 @@ class Dispatcher:
 
         `eager`: the reader wants tokens as they come, not only the end.
         """
-        makes_vectors = specs[0].pooling is not None
+        makes_vectors = specs[0].facts.pooling is not None
         if makes_vectors and not self._pool.snapshot().prompt_readers:
             raise Unavailable(self.why_unavailable("prefill or aggregated"))
         if not makes_vectors and not self._pool.decode_count:
@@ -332,7 +333,7 @@ class Dispatcher:
             len(specs),
             specs[0].deadline,
             max(map(self._placement.expected_tokens, specs)),
-            specs[0].priority,
+            specs[0].facts.priority,
             background=specs[0].keep is not None,
         )
         if trace is not None:
@@ -356,7 +357,7 @@ class Dispatcher:
         if lives[0].spec.reads_ahead:
             return
         self.metrics.request_choices.observe(len(lives))
-        if lives[0].spec.pooling is not None:
+        if lives[0].spec.facts.pooling is not None:
             return
         self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
 
@@ -367,9 +368,11 @@ class Dispatcher:
         for spec in specs:
             prompt = _prompt_of(spec)
             if prompt not in hashes:
-                made = PromptHashes(spec.prompt_token_ids, spec.cache_salt, spec.lora, spec.media)
+                made = PromptHashes(
+                    spec.facts.prompt_token_ids, spec.facts.cache_salt, spec.facts.lora, spec.facts.media
+                )
                 hashes[prompt] = made
-                if len(spec.prompt_token_ids) > HASHED_INLINE_TOKENS:
+                if len(spec.facts.prompt_token_ids) > HASHED_INLINE_TOKENS:
                     for size in self._pool.block_sizes:
                         await asyncio.to_thread(made.of, size)
         return hashes

@@ -16,8 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
@@ -27,12 +26,8 @@ from tandem.router.policy.views import AnswerLengthMeter, RoutingDecision, Routi
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports
-from tandem.router.tracing.traces import RequestTrace
-from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.images import MediaFeature
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
-from tandem.wire.pooling import Pooling
 from tandem.wire.requests import (
     CacheNews,
     CachePeers,
@@ -42,36 +37,7 @@ from tandem.wire.requests import (
     TransferRole,
     new_id,
 )
-from tandem.wire.sampling import SamplingParams
 from tandem.wire.versions import WIRE_VERSION, needed_version
-
-
-class KeptAnswer(msgspec.Struct, frozen=True):
-    """The decode node keeps the answer, for any router that asks for it by this id."""
-
-    answer_id: str
-    note: bytes  # what such a router needs to turn the tokens into the answer
-
-
-class SequenceSpec(msgspec.Struct, frozen=True):
-    label: str  # the HTTP request's id, for logs
-    prompt_token_ids: list[int]
-    sampling: SamplingParams  # with a drawn seed: any node continues exactly where another stopped
-    deadline: float  # by the dispatcher's clock
-    priority: int = 0
-    cache_salt: str | None = None
-    lora: str | None = None  # the adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images, or the rows of `embeds`, stand in the prompt
-    images: list[bytes] = []  # the images' files
-    embeds: PromptEmbeds | None = None  # replaces all of the prompt's tokens
-    session: str | None = None
-    job_id: str | None = None  # the agent's job that this is a turn of, made distinct by tenant
-    is_last_step: bool = False  # this is the job's last turn
-    trace: RequestTrace | None = None
-    arrived: float | None = None  # when the HTTP request arrived; None means now
-    keep: KeptAnswer | None = None
-    reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
-    pooling: Pooling | None = None  # the result is a vector of the prompt instead of tokens
 
 
 class TokenSource(enum.Enum):
@@ -183,24 +149,14 @@ def submit_of(
     return Submit(
         request_id=request_id,
         reply_to=reply_to,
-        prompt_token_ids=spec.prompt_token_ids,
-        sampling=spec.sampling,
         timeout_s=timeout_s,
         output_token_ids=list(tokens),
         transfer=transfer,
-        priority=spec.priority,
-        cache_salt=spec.cache_salt,
-        lora=spec.lora,
-        media=spec.media,
-        images=spec.images,
-        embeds=spec.embeds,
         trace=spec.trace is not None,
         keep=keep,
         cache_peers=cache_peers,
-        pooling=spec.pooling,
-        job_id=spec.job_id,
-        is_last_step=spec.is_last_step,
         encoders=list(encoders),
+        **spec.facts.as_fields(),
     )
 
 
@@ -335,11 +291,11 @@ class Placement(Generic[L]):
         if spec.trace is not None:
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
-        prompt_tokens = len(spec.prompt_token_ids) + attempt.base
+        prompt_tokens = len(spec.facts.prompt_token_ids) + attempt.base
         encoders: list[NodeInfo] = []
-        if spec.images:
-            digests = [""] * len(spec.images)
-            for part in spec.media:
+        if spec.facts.images:
+            digests = [""] * len(spec.facts.images)
+            for part in spec.facts.media:
                 digests[part.image] = part.identifier.rpartition("/")[0]
             encoders = self._pool.encoders_for(attempt.nodes[0].content, digests)
         for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining, encoders):
@@ -392,9 +348,9 @@ class Placement(Generic[L]):
 
     def expected_tokens(self, spec: SequenceSpec) -> int:
         """How many tokens a sequence is expected to have on its decode node, or where its vector is made."""
-        if spec.pooling is not None:
-            return len(spec.prompt_token_ids)
-        return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
+        if spec.facts.pooling is not None:
+            return len(spec.facts.prompt_token_ids)
+        return len(spec.facts.prompt_token_ids) + self._answers.expected(spec.facts.sampling.max_tokens)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
@@ -454,8 +410,8 @@ class Placement(Generic[L]):
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             self._chooser.answered(attempt.decode, hashes, output)
-            if spec.job_id is not None:
-                self._remember_home(spec.job_id, attempt, is_last_step=spec.is_last_step)
+            if spec.facts.job_id is not None:
+                self._remember_home(spec.facts.job_id, attempt, is_last_step=spec.facts.is_last_step)
 
     def _remember_home(self, job_id: str, attempt: Attempt, *, is_last_step: bool) -> None:
         self._homes.pop(job_id, None)

@@ -21,22 +21,12 @@ from urllib.parse import parse_qs, quote
 
 import msgspec
 
-from tandem.base.errors import InvalidRequest, TandemError
-from tandem.router.dispatch import Generation, SequenceSpec
-from tandem.router.formats.pieces import Text
-from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
-from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
-from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
-from tandem.router.http.json_body import parse_object
-from tandem.router.http.services import Services
-from tandem.router.http.websocket import GOING_AWAY, WebSocket
-from tandem.router.keys import Reservation
-from tandem.router.openai.answer import json_pieces
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.plan import plan_chat
-from tandem.router.openai.prompts import ModelElsewhere
-from tandem.router.realtime.events import (
+from tandem.api.formats.pieces import Text
+from tandem.api.openai.answer import json_pieces
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.plan import plan_chat
+from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.realtime.events import (
     Conversation,
     ItemCreate,
     ResponseCancel,
@@ -49,6 +39,17 @@ from tandem.router.realtime.events import (
     read_event,
     settled_tokens,
 )
+from tandem.api.sequence import SequenceSpec
+from tandem.base.errors import InvalidRequest, TandemError
+from tandem.router.dispatch import Generation
+from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
+from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
+from tandem.router.http.json_body import parse_object
+from tandem.router.http.services import Services
+from tandem.router.http.websocket import GOING_AWAY, WebSocket
+from tandem.router.keys import Reservation
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
 
@@ -271,9 +272,10 @@ class _Session:
                 reservation.take_tokens(len(token_ids) - self._known, [])
             ahead = SamplingParams(max_tokens=1, temperature=0.0)
             whole = plan.specs[0]
-            spec: SequenceSpec = msgspec.structs.replace(
-                whole, prompt_token_ids=token_ids, sampling=ahead, reads_ahead=True, job_id=None
+            facts = msgspec.structs.replace(
+                whole.facts, prompt_token_ids=token_ids, sampling=ahead, job_id=None
             )
+            spec: SequenceSpec = msgspec.structs.replace(whole, facts=facts, reads_ahead=True)
             generation = await services.dispatcher.generate([spec], self._exchange.owner, eager=False)
             try:
                 spent = len(token_ids) - self._known
@@ -401,7 +403,7 @@ class _Session:
                 trace.answer_id, trace.prompt_tokens = self._answer_id, plan.prompt_tokens
                 trace.span(TracePhase.TOKENIZE, arrived, time.monotonic(), plan.prompt_tokens)
             if reservation is not None:
-                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].sampling.max_tokens])
+                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].facts.sampling.max_tokens])
             inputs = inputs_size(plan)
             with services.kept.share(inputs + answer_size(plan, streams=True), exchange.owner) as kept:
                 generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=True)

@@ -98,8 +98,8 @@ class Served:
             Submit(
                 request_id,
                 ROUTER,
-                tokens,
-                SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
+                prompt_token_ids=tokens,
+                sampling=SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
                 timeout_s=PATIENCE_S,
                 transfer=transfer,
                 cache_salt=salt,
@@ -356,7 +356,16 @@ def test_a_file_that_is_no_image_is_the_clients_mistake_and_no_others(house: Hou
     ]
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     reader.channel.receive(
-        Submit("b", ROUTER, tokens, sampling, PATIENCE_S, media=named, images=[broken], encoders=[where])
+        Submit(
+            "b",
+            ROUTER,
+            PATIENCE_S,
+            prompt_token_ids=tokens,
+            sampling=sampling,
+            media=named,
+            images=[broken],
+            encoders=[where],
+        )
     )
     chunk = reader.channel.chunks.get(timeout=PATIENCE_S)
     assert chunk.finish is FinishReason.ERROR

@@ -69,7 +69,16 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
         peer = PeerAddress("p", 1, "tcp://p")
         transfer = KVTransferParams("t", TransferRole.CONSUME, peer)
         sampling = SamplingParams(max_tokens=1, temperature=0)
-        channels[0].receive(Submit("c", ROUTER, [5, 6], sampling, timeout_s=PATIENCE_S, transfer=transfer))
+        channels[0].receive(
+            Submit(
+                "c",
+                ROUTER,
+                prompt_token_ids=[5, 6],
+                sampling=sampling,
+                timeout_s=PATIENCE_S,
+                transfer=transfer,
+            )
+        )
         refused = channels[0].chunks.get(timeout=PATIENCE_S)
         assert refused.error is not None
         assert "has no peers" in refused.error.message

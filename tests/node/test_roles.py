@@ -67,7 +67,9 @@ class FakeChannel:
     def answer_to(self, request_id: str, prompt: int) -> list[int]:
         sampling = SamplingParams(max_tokens=3, temperature=0)
         tokens = list(range(10, 10 + prompt))
-        self.receive(Submit(request_id, ROUTER, tokens, sampling, timeout_s=PATIENCE_S))
+        self.receive(
+            Submit(request_id, ROUTER, prompt_token_ids=tokens, sampling=sampling, timeout_s=PATIENCE_S)
+        )
         answer: list[int] = []
         while True:
             chunk = self.chunks.get(timeout=PATIENCE_S)
@@ -125,7 +127,11 @@ def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
     node, channels = make_node(DecodeRules(Role.DECODE))
     node.start(runner=runner)
     runner.error = RuntimeError("boom")
-    channels[0].receive(Submit("a", ROUTER, [1, 2], SamplingParams(max_tokens=1), timeout_s=PATIENCE_S))
+    channels[0].receive(
+        Submit(
+            "a", ROUTER, prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1), timeout_s=PATIENCE_S
+        )
+    )
     assert channels[0].chunks.get(timeout=PATIENCE_S).finish is FinishReason.ERROR
     assert not node.drain(PATIENCE_S), "a node that failed comes to no rest, and says so at once"
     with pytest.raises(InternalError, match="boom"):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import KVLoadFailed, WireError
 from tandem.router.config import Heartbeat, LocalPrefill, Timeouts
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tandem.wire.requests import TransferRole
 from tandem.wire.sampling import FinishReason
@@ -450,7 +450,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
             raise ValueError("a bug")
 
         monkeypatch.setattr(
-            next(life.ledger for life in lives if life.spec.sampling.seed == 1), "accept", broken
+            next(life.ledger for life in lives if life.spec.facts.sampling.seed == 1), "accept", broken
         )
         router.nodes["d0"].resume()
         assert doomed.rest()[-1]["error"]["code"] == "internal_error"

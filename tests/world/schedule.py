@@ -19,13 +19,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.node.loop import ResetCache
-from tandem.router.dispatch import SequenceSpec
 from tandem.simulator.clock import VirtualLoop
 from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.world.features import Features
 from tests.world.model import VOCABULARY, answer_to
@@ -244,13 +245,15 @@ class Schedule:
         self.wrong_kv.asked(label, asked)
         spec = SequenceSpec(
             label=label,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+            facts=RequestFacts(
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+                priority=rng.choice([0, 0, 0, 1]),
+                cache_salt=asked.salt,
+                job_id=asked.job,
+                is_last_step=self.features.is_last_step(),
+            ),
             deadline=clock() + within_s,
-            priority=rng.choice([0, 0, 0, 1]),
-            cache_salt=asked.salt,
-            job_id=asked.job,
-            is_last_step=self.features.is_last_step(),
         )
         return spec, answer_to(prompt, num_tokens)
 
@@ -261,7 +264,7 @@ class Schedule:
         label = f"r{self.outcome.requests}"
         spec, right = self._spec(label, within_s, router.process.clock)
         self.note(
-            f"{label} at {router.process.name}: {len(spec.prompt_token_ids)} tokens, {len(right)} wanted"
+            f"{label} at {router.process.name}: {len(spec.facts.prompt_token_ids)} tokens, {len(right)} wanted"
         )
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
         self._clients[task] = router
@@ -282,11 +285,13 @@ class Schedule:
         self.outcome.requests += 1
         spec = SequenceSpec(
             label=f"r{self.outcome.requests}",
-            prompt_token_ids=asked.prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=5, seed=1),
+            facts=RequestFacts(
+                prompt_token_ids=asked.prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=5, seed=1),
+                cache_salt=asked.salt,
+                job_id=asked.job,
+            ),
             deadline=router.process.clock() + PROBE_S,
-            cache_salt=asked.salt,
-            job_id=asked.job,
         )
         self.wrong_kv.asked(spec.label, asked)
         self.note(f"{spec.label} at {router.process.name}: {len(asked.prompt)} tokens again, 5 wanted")

@@ -22,6 +22,7 @@ from tandem.kvtransfer.offload.cpu import CpuTier
 from tandem.kvtransfer.sources import ASK_S
 from tandem.node.loop import ResetCache
 from tandem.wire.nodes import Role
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.world.model import LAYERS, as_floats
 
@@ -148,9 +149,11 @@ class WrongKV:
         for asked in self.rng.sample(lately, len(lately)):
             request = Request(
                 "looked-up",
-                asked.prompt,
-                SamplingParams(max_tokens=1),
-                cache_salt=asked.salt,
+                RequestFacts(
+                    prompt_token_ids=asked.prompt,
+                    sampling=SamplingParams(max_tokens=1),
+                    cache_salt=asked.salt,
+                ),
                 block_hasher=node.scheduler.block_hasher,
             )
             (blocks,), _ = node.scheduler.find_prefix(request)
