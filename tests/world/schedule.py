@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import random
 import threading
@@ -27,12 +28,15 @@ from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import RequestFacts, forget_drawn_ids
 from tandem.wire.sampling import SamplingParams
+from tests.world.features import Features
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
 from tests.world.network import Network, OnFrame, Weather
 from tests.world.node import WorldNode
 from tests.world.process import Process, begin_pids
 from tests.world.router import WorldRouter
+from tests.world.storage import Asked, Storage
+from tests.world.wrong_kv import WrongKV
 
 FAULTS_S = 20.0
 AWAY = "away"  # one node stays away after the faults
@@ -55,6 +59,9 @@ class Outcome:
     frames: int = 0
     steps: int = 0
     preemptions: int = 0
+    tier_loads: int = 0  # tokens
+    corrupted: int = 0  # blocks
+    wrong_answers: int = 0  # that were asked before their cause was found
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     digest: str = ""  # of every frame, with its time
@@ -132,7 +139,7 @@ class Schedule:
         self.with_faults, self.without = with_faults, without
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
-        self.fabric.on_broken = self._broken
+        self.fabric.on_broken = self.broken
         self.ended: set[ProcessIdentity] = set()
         self.nodes: dict[str, WorldNode] = {}
         self.routers: list[WorldRouter] = []
@@ -150,6 +157,11 @@ class Schedule:
         families = rng.randint(1, 4)
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
+        self.features = Features(outcome.seed)
+        self.storage = Storage(self)
+        self.wrong_kv = WrongKV(self)
+        self.transfer = self.wrong_kv.with_canary(self.transfer)
+        self.healthy_since = 0.0
 
     def _drawn_for(self, name: str) -> random.Random:
         """Each request and fault is drawn by itself, so that it stays the same when another one is left out."""
@@ -158,7 +170,7 @@ class Schedule:
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
 
-    def _broken(self, text: str) -> None:
+    def broken(self, text: str) -> None:
         self.note(f"BROKEN: {text}")
         if not self.outcome.violations:
             self.outcome.violations.append(text)
@@ -191,6 +203,10 @@ class Schedule:
             self.ended,
             num_blocks=self._prefill_blocks if role is Role.PREFILL else self._num_blocks,
             ahead=self._ahead,
+            tiers=self.storage.tiers,
+            scheduler=self.features.scheduler,
+            has_news=self.features.has_news,
+            disk=self.storage.disk_of(name),
             on_broken=self._on_broken,
         )
         self.nodes[name] = node
@@ -199,12 +215,13 @@ class Schedule:
 
     def _on_broken(self, name: str, error: BaseException) -> None:
         self.outcome.history.append("".join(traceback.format_exception(error)))
-        self._broken(f"{name}: its step failed: {type(error).__name__}: {error}")
+        self.broken(f"{name}: its step failed: {type(error).__name__}: {error}")
 
     def _start_router(self) -> WorldRouter:
         process = Process(self.loop, f"router-{len(self.routers)}", self.rng.choice(self.machines))
         router = WorldRouter(process, self.network, **self._router_settings)
         self.routers.append(router)
+        self.features.join(router)
         self.note(f"{process.name} starts")
         return router
 
@@ -219,7 +236,7 @@ class Schedule:
                     self.rng.uniform(0.0, 0.3), lambda router=router: router.set_members(self._infos())
                 )
 
-    def _kill_node(self, node: WorldNode) -> None:
+    def kill_node(self, node: WorldNode) -> None:
         name, role = node.process.name, node.role
         self.note(f"{name} is killed")
         node.process.end()
@@ -253,13 +270,18 @@ class Schedule:
         family = rng.choice(self._families)
         prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40), rng)]
         num_tokens = rng.choice([1, 2, 5, 20, 45])
+        asked = self.storage.asked(prompt, rng.choice([None, "a", "b"]))
+        prompt = asked.prompt
+        self.wrong_kv.asked(label, asked)
         spec = SequenceSpec(
             label=label,
             facts=RequestFacts(
                 prompt_token_ids=prompt,
                 sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
                 priority=rng.choice([0, 0, 0, 1]),
-                cache_salt=rng.choice([None, "a", "b"]),
+                cache_salt=asked.salt,
+                job_id=asked.job,
+                is_last_step=self.features.is_last_step(),
             ),
             deadline=clock() + within_s,
         )
@@ -283,6 +305,35 @@ class Schedule:
             )
         return task
 
+    @property
+    def is_busy(self) -> bool:
+        """New requests come."""
+        return self.loop.time() < 1.0 + FAULTS_S
+
+    def ask_again(self, router: WorldRouter, asked: Asked, *, must_succeed: bool) -> asyncio.Task[None]:
+        """Asks this prompt, which must be answered."""
+        self.outcome.requests += 1
+        spec = SequenceSpec(
+            label=f"r{self.outcome.requests}",
+            facts=RequestFacts(
+                prompt_token_ids=asked.prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=5, seed=1),
+                cache_salt=asked.salt,
+                job_id=asked.job,
+            ),
+            deadline=router.process.clock() + PROBE_S,
+        )
+        self.wrong_kv.asked(spec.label, asked)
+        self.note(f"{spec.label} at {router.process.name}: {len(asked.prompt)} tokens again, 5 wanted")
+        task = self.loop.create_task(self._client(router, spec, answer_to(asked.prompt, 5), must_succeed))
+        self._clients[task] = router
+        task.add_done_callback(lambda task: self._clients.pop(task, None))
+        return task
+
+    @property
+    def living_routers(self) -> list[WorldRouter]:
+        return [router for router in self.routers if router.process.is_alive]
+
     def _give_up(self, task: asyncio.Task[None], label: str) -> None:
         if not task.done():
             self.note(f"{label}: its client goes away")
@@ -291,7 +342,7 @@ class Schedule:
     async def _client(
         self, router: WorldRouter, spec: SequenceSpec, right: list[int], must_succeed: bool
     ) -> None:
-        label, error = spec.label, None
+        label, error, asked_at = spec.label, None, self.loop.time()
         tenant = self.rng.choice(["x", "y"])
         try:
             generation = await router.dispatcher.generate([spec], tenant, eager=True)
@@ -303,20 +354,21 @@ class Schedule:
             while not life.ended:
                 await generation.news()
                 tokens = list(life.ledger.tokens)
-                if tokens != right[: len(tokens)]:
+                if tokens != right[: len(tokens)] and not self.wrong_kv.explains(label, asked_at):
                     wrong = next(i for i, token in enumerate(tokens) if i >= len(right) or token != right[i])
-                    self._broken(
+                    self.broken(
                         f"{label}: token {wrong} is wrong (nodes {life.request_ids}, {life.failovers} failovers)"
                     )
                     return
             error = life.error
             if error is not None:
                 self._on_error(router, spec, error, must_succeed)
-            elif list(life.ledger.tokens) != right:
-                self._broken(
+            elif list(life.ledger.tokens) != right and not self.wrong_kv.explains(label, asked_at):
+                self.broken(
                     f"{label}: ended as {life.finish} after {len(life.ledger.tokens)} of {len(right)} tokens"
                 )
             else:
+                generation.turn_ended(self.features.called())
                 self.outcome.answered += 1
                 self.note(
                     f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else "")
@@ -332,9 +384,9 @@ class Schedule:
         self.outcome.errors[name] = self.outcome.errors.get(name, 0) + 1
         self.note(f"{spec.label}: {name}: {error}")
         if must_succeed or not self.with_faults:
-            self._broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
+            self.broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
         elif isinstance(error, InternalError):
-            self._broken(f"{spec.label}: {name}: {error}")
+            self.broken(f"{spec.label}: {name}: {error}")
 
     # ── faults ──
 
@@ -389,7 +441,7 @@ class Schedule:
             node.process.stop()
             self.loop.call_later(lasts, self._go_on, node.process)
         elif kind == "kill" and alive:
-            self._kill_node(rng.choice(alive))
+            self.kill_node(rng.choice(alive))
         elif kind == "router":
             living = [router for router in self.routers if router.process.is_alive]
             if living:
@@ -407,6 +459,7 @@ class Schedule:
 
     def _go_on(self, process: Process) -> None:
         if process.is_alive and process.is_stopped:
+            self.healthy_since = max(self.healthy_since, self.loop.time())
             self.note(f"{process.name} goes on")
             process.go_on()
 
@@ -424,10 +477,12 @@ class Schedule:
 
     def _heal(self) -> None:
         self.note("everything heals")
+        self.healthy_since = self.loop.time()
         self._fair_weather()
         self._fair_moves()
         self.network.cut.clear()
         self.fabric.cut.clear()
+        self.storage.heal()
         for node in self.nodes.values():
             self._go_on(node.process)
 
@@ -436,7 +491,7 @@ class Schedule:
         if away.process.is_alive:
             await self._probe(AT_ONCE_S, promised=self._can_do_its_work(away))
         await asyncio.sleep(AWAY_S / 2)
-        self._look()
+        self.look()
         if self._clients and not away.process.is_alive:
             return  # it was killed meanwhile, and comes back
         if self._clients and self._can_do_its_work(away):
@@ -461,6 +516,8 @@ class Schedule:
     async def run(self) -> None:
         rng = self.rng
         self._num_blocks = rng.choice([36, 38, 44, 80])
+        if self.storage.has_tiers:
+            self._num_blocks = 44  # so that the tiers have what the device has not
         self._prefill_blocks = rng.choice(
             [26, self._num_blocks]
         )  # prompts preempt each other when they are few
@@ -482,19 +539,28 @@ class Schedule:
             at = rng.choice(bursts) + 0.3 * rng.random() if rng.random() < 0.6 else rng.uniform(0.0, FAULTS_S)
             self.loop.call_later(at, self._arrival)
         if self.with_faults:
-            for _ in range(rng.randint(1, 8)):
-                self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
+            faults = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 8))]
+            for at in () if self.wrong_kv.is_calm else faults:
+                self.healthy_since = math.inf
+                self.loop.call_later(at, self._fault)
+            self.storage.begin(FAULTS_S)
+            self.wrong_kv.begin(FAULTS_S)
         while self.loop.time() < end:
             await asyncio.sleep(0.5)
-            self._look()
+            self.look()
         self._heal()
         if self.with_faults and (away := self._stay_away()) is not None:
             await self._others_do_its_work(away)
         await self._until_quiet()
         await asyncio.sleep(max(0.0, end + STARTED_S - self.loop.time()))
-        self._look()
+        self.look()
         await self._probe()
         await self._until_quiet()
+        await self.wrong_kv.finish()
+        await self._until_quiet()
+        for node in self.nodes.values():
+            node.tiers.check_idle()
+        self.look()
 
     def count(self) -> None:
         self.outcome.digest = self.network.digest.hexdigest()
@@ -503,6 +569,8 @@ class Schedule:
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
         for node in self.nodes.values():
             if node.worker is not None:
+                for tier in node.tiers.tiers:
+                    self.outcome.tier_loads += tier.loaded_tokens
                 for name, number in node.worker.stats().outcomes.items():
                     self.outcome.transfers[name] = self.outcome.transfers.get(name, 0) + number
 
@@ -515,7 +583,7 @@ class Schedule:
         elif living:
             self._ask(rng.choice(living), within_s=300.0, must_succeed=False, gives_up=rng.random() < 0.25)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         if self.outcome.violations:
             raise _Broken(self.outcome.violations.pop())
 
@@ -523,7 +591,7 @@ class Schedule:
         until = self.loop.time() + QUIET_S
         while True:
             await asyncio.sleep(0.5)
-            self._look()
+            self.look()
             busy = [node for node in self.nodes.values() if not node.is_quiet]
             held = [router for router in self.routers if router.process.is_alive and router.dispatcher.held]
             if not busy and not held and not self._clients:
@@ -546,4 +614,4 @@ class Schedule:
         ]
         if tasks:
             await asyncio.wait(tasks)
-        self._look()
+        self.look()

@@ -125,7 +125,17 @@ class Sums:
             self.next += 1
         self.schedules += 1
         self.simulated_s += outcome.seconds
-        for name in ("requests", "answered", "faults", "frames", "steps", "preemptions"):
+        for name in (
+            "requests",
+            "answered",
+            "faults",
+            "frames",
+            "steps",
+            "preemptions",
+            "tier_loads",
+            "corrupted",
+            "wrong_answers",
+        ):
             self.counts[name] += getattr(outcome, name)
         self.errors.update(outcome.errors)
         self.transfers.update(outcome.transfers)

@@ -43,9 +43,10 @@ def test_a_seed_gives_the_same_history() -> None:
     assert digest == f"{first.frames} frames, all together {first.digest}"
 
 
-def test_a_bug_is_found() -> None:
-    """Blocks that are given back before the consumer has read them."""
-    assert hunt("freed-before-it-is-read", 40) is not None
+@pytest.mark.parametrize("bug", ["freed-before-it-is-read", "freed-under-a-store", "freed-under-a-load"])
+def test_a_bug_is_found(bug: str) -> None:
+    """Blocks that are given back before the consumer, or a copy to or from a tier, is done with them."""
+    assert hunt(bug, 40) is not None
 
 
 def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
