@@ -8,5 +8,6 @@ moves     moves of blocks between nodes' memory, which stall, fail half-way, or 
 node      the product's node around that model: service, loop, scheduler, cache, connector
 router    the product's dispatcher, pool and links
 schedule  what happens in a schedule: requests, faults, healing; and what must hold
+control   schedules of the control plane: operators' orders, kills of the controller, rollouts; control_ray: Ray as it uses it
 search    runs schedules by their seeds, and prints those that break a promise
 """

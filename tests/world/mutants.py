@@ -28,6 +28,8 @@ from tandem.router.dispatch.life import RequestLife
 from tandem.router.pool import NodePool
 from tandem.wire.lines import Lines
 from tandem.wire.requests import TransferRole
+from tests.world import control
+from tests.world.control_mutants import CONTROL_MUTANTS
 from tests.world.schedule import run
 from tests.world.search import fix_hashes
 
@@ -300,9 +302,12 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
 }
 
 
+ALL: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = {**MUTANTS, **CONTROL_MUTANTS}
+
+
 @contextlib.contextmanager
 def mutant(name: str) -> Iterator[None]:
-    _, (owner, method, make) = MUTANTS[name]
+    _, (owner, method, make) = ALL[name]
     right = getattr(owner, method)
     setattr(owner, method, make(right))
     try:
@@ -315,7 +320,7 @@ def hunt(name: str, most: int) -> tuple[int, str] | None:
     """After how many schedules the mutant was found, and what was broken; None: not within `most`."""
     with mutant(name):
         for seed in range(most):
-            outcome = run(seed)
+            outcome = control.run(seed) if name in CONTROL_MUTANTS else run(seed)
             if outcome.violations:
                 return seed + 1, outcome.violations[0]
     return None
@@ -328,7 +333,7 @@ def main() -> int:
     asked = parser.parse_args()
     fix_hashes("tests.world.mutants")
     alive = 0
-    for name in asked.names or MUTANTS:
+    for name in asked.names or ALL:
         began = time.monotonic()
         found = hunt(name, asked.most)
         alive += found is None
