@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields
 from tandem.kvtransfer.config import TierConfig
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields
 
 
 class SchedulingPolicy(enum.StrEnum):
