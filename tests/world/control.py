@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.config import (
     AutoscalingConfig,
     ClusterTimeouts,
@@ -41,7 +42,6 @@ from tandem.cluster.pools.state import ClusterState
 from tandem.node.config import NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.simulator.clock import VirtualLoop
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.world.control_ray import (
     Actor,

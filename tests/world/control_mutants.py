@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import TandemError
 from tandem.cluster.pools import plan, rollout, rollout_watch, state
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.departures import Departures
@@ -16,7 +17,6 @@ from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, Membership
-from tandem.wire.errors import TandemError
 
 
 def _recorded_after_the_act(right: Any) -> Any:

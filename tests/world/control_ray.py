@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, NodeLost, TandemError, Unavailable
+from tandem.base.logs import LogPage, LogPosition, RecentLines
+from tandem.base.progress import Report
 from tandem.cluster.launcher import Host, Needs, TakenPlace
 from tandem.cluster.pools.room import needed_by
 from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.simulator.clock import VirtualLoop
-from tandem.wire.errors import ConfigurationError, NodeLost, TandemError, Unavailable
-from tandem.wire.logs import LogPage, LogPosition, RecentLines
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
-from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import endpoint_of, node_info
 
