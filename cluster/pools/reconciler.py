@@ -347,16 +347,16 @@ class Reconciler:
             self._tasks.spawn(self._record(), "record")
 
     async def _record(self) -> None:
-        while self._records:
-            async with self.writing:
-                self._records = False
-                try:
+        while self._is_unsure or list(self.decisions) != self.state.decisions:
+            try:
+                async with self.writing:
                     await self.keep(self.state)
-                except TandemError as error:
-                    logger.warning("the state could not be recorded: %s", error)
-                    self._records = self._is_unsure
-            if self._records:
+            except TandemError as error:
+                logger.warning("the state could not be recorded: %s", error)
+                if not self._is_unsure:
+                    break
                 await self._clock.sleep(self.config.timeouts.heartbeat_s)
+        self._records = False
 
     # --- changing the pools
 

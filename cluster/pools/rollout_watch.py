@@ -63,19 +63,19 @@ class RolloutWatch:
         outdated = {record.name for record in state.staying_routers if self._fleet.is_outdated(record)}
         places = self._new_places(state, machines)
         settled = set()
-        for record in state.staying_routers:
-            router = self._fleet.routers.get(record.name)
-            if router is None or record.name in outdated or not (state.rollout and state.rollout.routers):
+        for new in state.staying_routers:
+            router = self._fleet.routers.get(new.name)
+            if router is None or new.name in outdated or not (state.rollout and state.rollout.routers):
                 continue
-            places.add(record.place)
+            places.add(new.place)
             if router.phase is not ProcessPhase.READY or not router.load.accepts:
                 self._ready_since.pop(router.name, None)
             elif now - self._ready_since.setdefault(router.name, now) >= config.rollout.settle_s:
                 ready.add(router.name)
-                settled.add(record.place)
+                settled.add(new.place)
             if why := _why_failed_router(router):
                 failed[router.name] = why
-                settled.add(record.place)
+                settled.add(new.place)
         return RolloutFacts(
             ready,
             idle - ready,

@@ -201,7 +201,6 @@ class Schedule:
         self.said: list[str] = []
         self.is_healed = False
         self.machines_made = 0
-        self.last_change = 0.0
         self.hub_is_away = False
         self.config = self._first_config()
 
@@ -358,8 +357,9 @@ class Schedule:
         for record in old.nodes:
             now = new.find(record.node_id)
             if now is None and not record.leaving and record.info is not None:
-                placement = record.placement
-                if placement is not None and machines.issuperset(placement.hosts):
+                placement, runs = record.placement, self.ray.actors.get(record.node_id)
+                serves = runs is not None and runs.is_alive and runs.silent_s == 0
+                if serves and placement is not None and machines.issuperset(placement.hosts):
                     self.broken(f"{record.node_id} served, did not leave, and is forgotten")
             if now is not None and record.leaving and not now.leaving:
                 self.broken(f"{record.node_id} was leaving, and is to stay again")
@@ -393,6 +393,8 @@ class Schedule:
     def _on_act(self, process: ControllerProcess, what: str, actor: Actor) -> None:
         if process.number < self.newest:
             self.broken(f"{process} acts ({what} {actor}) although controller {self.newest} has begun")
+        if what == "create" and isinstance(actor, NodeActor):
+            self._check_room(actor)
         kept = self.kept
         if kept is None or self.ray.endings.value is not None:
             return
@@ -411,6 +413,20 @@ class Schedule:
                 self.broken(f"{process} kills {actor}, which serves")
         if isinstance(actor, RouterActor) and what == "set members":
             self.loop.call_soon(self._check_members, actor)
+
+    def _check_room(self, new: NodeActor) -> None:
+        here = [
+            actor
+            for actor in self.ray.living()
+            if isinstance(actor, NodeActor) and (actor.machine, actor.slot) == (new.machine, new.slot)
+        ]
+        for host in self.ray.machines:
+            if (
+                host.name == new.machine
+                and host.slots is not None
+                and len(here) > host.slots.get(new.slot, 0)
+            ):
+                self.broken(f"{host.name} has no room for {', '.join(map(str, here))}")
 
     def _check_members(self, router: RouterActor) -> None:
         kept = self.kept
@@ -614,7 +630,7 @@ class Schedule:
         elif kind == "die" and living:
             actor = rng.choice(living)
             self._blame(actor, "dies")
-            actor.end("killed by somebody")
+            actor.end("killed")
         elif kind == "hang" and living:
             actor = rng.choice(living)
             self._blame(actor, f"hangs for {lasts:.1f} s")
@@ -831,7 +847,16 @@ class Schedule:
             )
             if len(staying) != wanted:
                 return f"{role.value} has {len(staying)} nodes, and should have {wanted}"
+        if waiting := [record.node_id for record in kept.nodes if record.placement is None]:
+            return f"{', '.join(waiting)}: waits for a machine, and there is room"
+        if +Counter(self.ray.wanted) != +Counter(plan.needed_slots(kept, config.pools)):
+            return f"machines are asked for {self.ray.wanted}"
         nodes = [actor for actor in self.ray.living() if isinstance(actor, NodeActor)]
+        for host in self.ray.machines:
+            here = [actor for actor in nodes if actor.machine == host.name]
+            cores = [core for actor in here for core in actor.config.cores]
+            if len(cores) != len(set(cores)) and len(cores) <= len(host.cores):
+                return f"nodes on {host.name} share cores although there are enough: {cores}"
         placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
         counts = Counter(actor.name for actor in nodes)
         if counts != Counter(list(placed)):
@@ -844,7 +869,8 @@ class Schedule:
                 actor.config.role,
                 actor.machine,
                 actor.config.engine.scheduler.max_num_seqs,
-                record.info and replace(record.info, start_s=0.0),
+                # A node whose record could not be written serves all the same.
+                replace(record.info, start_s=0.0) if record.info is not None else actor.info,
             )
             if right != there or actor.state.value != "ready":
                 return f"{actor} is {there}, {actor.state.value}, and should be {right}"
@@ -861,11 +887,11 @@ class Schedule:
             return f"routers {[str(router) for router in routers]}, and recorded are {[r.name for r in kept.routers]}"
         if len(routers) != config.router.processes:
             return f"{len(routers)} routers, and {config.router.processes} are wanted"
-        infos = {record.info for record in kept.nodes if record.info is not None}
+        infos = {actor.info for actor in self.ray.living() if isinstance(actor, NodeActor)}
         for router in routers:
             if router.config.max_failovers != config.router.max_failovers:
                 return f"{router} has another configuration"
-            if set(router.members) != infos:
+            if {replace(info, start_s=0.0) for info in router.members} != infos:
                 return f"{router} knows {sorted(i.node_id for i in router.members)}, and there are {sorted(i.node_id for i in infos)}"
             if sorted(router.paused) != sorted(kept.paused):
                 return f"{router} knows the pauses {router.paused}, and there are {kept.paused}"

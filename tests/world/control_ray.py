@@ -46,7 +46,7 @@ def new_task(loop: asyncio.AbstractEventLoop, work: Any, **given: Any) -> asynci
 
 
 def outside(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Runs work that belongs to no controller, whoever asked for it."""
+    """Runs work that belongs to no controller, even if one asked for it."""
     context = contextvars.copy_context()
     context.run(_OWNER.set, None)
     return loop.create_task(work, context=context)
@@ -142,6 +142,7 @@ class SimulatedRay:
         self.head_is_there.set()
         self.machines_changed = asyncio.Event()
         self.numbers = itertools.count(1)
+        self.wanted: dict[Role, int] = {}  # the places that an autoscaler of machines is asked for
         self.store = KeptState(self)
         self.endings = KeptState(self)
         self.on_controller_end: Callable[[ControllerProcess], None] = lambda process: None
@@ -251,6 +252,7 @@ class SimulatedHosts:
 
     async def want(self, slots: dict[Role, int]) -> None:
         await self._process.step()
+        self._ray.wanted = slots
 
 
 class SimulatedLauncher:
