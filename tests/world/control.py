@@ -855,7 +855,7 @@ class Schedule:
         for host in self.ray.machines:
             here = [actor for actor in nodes if actor.machine == host.name]
             cores = [core for actor in here for core in actor.config.cores]
-            if len(cores) != len(set(cores)) and len(cores) <= len(host.cores):
+            if host.slots is not None and len(cores) != len(set(cores)):
                 return f"nodes on {host.name} share cores although there are enough: {cores}"
         placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
         counts = Counter(actor.name for actor in nodes)
