@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
 from tandem.router.pool import NodePool
 from tandem.wire.requests import TransferRole
+from tests.world import control
+from tests.world.control_mutants import CONTROL_MUTANTS
 from tests.world.schedule import run
 from tests.world.search import fix_hashes
 from tests.world.tier_mutants import TIER_MUTANTS, can_differ
@@ -342,7 +345,7 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
 }
 
 
-ALL = {name: (seen, (patch,)) for name, (seen, patch) in MUTANTS.items()} | TIER_MUTANTS
+ALL = {name: (seen, (patch,)) for name, (seen, patch) in (MUTANTS | CONTROL_MUTANTS).items()} | TIER_MUTANTS
 
 
 @contextlib.contextmanager
@@ -350,7 +353,7 @@ def mutant(name: str) -> Iterator[None]:
     _, patches = ALL[name]
     with contextlib.ExitStack() as undone:
         for owner, method, make in patches:
-            right = owner.__dict__[method]
+            right = inspect.getattr_static(owner, method)
             setattr(owner, method, make(right))
             undone.callback(setattr, owner, method, right)
         yield
@@ -362,7 +365,7 @@ def hunt(name: str, most: int) -> tuple[int, str] | None:
         for seed in range(most):
             if name in TIER_MUTANTS and not can_differ(name, seed):
                 continue
-            outcome = run(seed)
+            outcome = control.run(seed) if name in CONTROL_MUTANTS else run(seed)
             if outcome.violations:
                 return seed + 1, outcome.violations[0]
     return None
