@@ -139,6 +139,7 @@ class Schedule:
         self.with_faults, self.without = with_faults, without
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
+        self.fabric.is_cut = self.network.is_cut
         self.fabric.on_broken = self.broken
         self.ended: set[ProcessIdentity] = set()
         self.nodes: dict[str, WorldNode] = {}
@@ -201,7 +202,7 @@ class Schedule:
             self.transfer,
             rng,
             self.ended,
-            num_blocks=self._prefill_blocks if role is Role.PREFILL else self._num_blocks,
+            num_blocks=self._num_blocks,
             ahead=self._ahead,
             tiers=self.storage.tiers,
             scheduler=self.features.scheduler,
@@ -414,17 +415,7 @@ class Schedule:
             pair = tuple(rng.sample(self.machines, 2))
             ways = {pair, pair[::-1]} if rng.random() < 0.5 else {pair}
             self.network.cut |= ways
-            moves_pass = rng.random() < 0.3
-            if moves_pass:
-                # They have a network of their own, which is slow now
-                self.fabric.weather = MoveWeather(stalls=0.7)
-                self.loop.call_later(lasts, self._fair_moves)
-            else:
-                self.fabric.cut |= ways
-                self.loop.call_later(lasts, self.fabric.cut.difference_update, ways)
-            self.note(
-                f"cut: {sorted(ways)} for {lasts:.1f} s" + (", but not for moves" if moves_pass else "")
-            )
+            self.note(f"cut: {sorted(ways)} for {lasts:.1f} s")
             self.loop.call_later(lasts, self.network.cut.difference_update, ways)
         elif kind == "moves":
             self.fabric.weather = MoveWeather(
@@ -481,7 +472,6 @@ class Schedule:
         self._fair_weather()
         self._fair_moves()
         self.network.cut.clear()
-        self.fabric.cut.clear()
         self.storage.heal()
         for node in self.nodes.values():
             self._go_on(node.process)
@@ -518,9 +508,6 @@ class Schedule:
         self._num_blocks = rng.choice([36, 38, 44, 80])
         if self.storage.has_tiers:
             self._num_blocks = 44  # so that the tiers have what the device has not
-        self._prefill_blocks = rng.choice(
-            [26, self._num_blocks]
-        )  # prompts preempt each other when they are few
         self._ahead = rng.random() < 0.5
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
