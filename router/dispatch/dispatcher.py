@@ -16,10 +16,11 @@ from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
-from tandem.router.metrics import RecentRequests, RouterMetrics
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
+from tandem.router.recent import RecentRequests
 from tandem.router.siblings import SentReports
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
@@ -47,8 +48,10 @@ class Generation:
         on_all_ended: Callable[[list[RequestLife]], None] = lambda lives: None,
         *,
         eager: bool,
+        clock: Callable[[], float],
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._slots = slots
         self._eager = eager
         self._wake: asyncio.Future[None] | None = None
@@ -110,9 +113,9 @@ class Generation:
 
     def _start_some(self) -> None:
         self._starting = None
-        until = time.monotonic() + START_TURN_S
+        until = self._clock() + START_TURN_S
         while self._places > 0 and self._unplaced:
-            if time.monotonic() > until:
+            if self._clock() > until:
                 self._starting = self._loop.call_soon(self._start_some)
                 return
             life = self._next()
@@ -232,29 +235,21 @@ class Dispatcher:
         self.recalls = Recalls(config, links, pool)
         # Set when the last request has ended. None until `wait_idle` is called.
         self._idle: asyncio.Event | None = None
-        self.admission = Admission(
-            self._capacity,
-            config.limits.queued,
-            config.timeouts.queue,
-            self._clock,
-            metrics,
-            self._tell_if_idle,
-            pool.has_room,
-            lambda: pool.is_paused,
-            by_priority=config.by_priority,
-            admit_within_s=config.admit_within,
-            wait_at_nodes=pool.line_wait_s,
-        )
+        self.admission = self._admission(lambda: pool.decode_count, pool.has_room)
         # Vectors wait for other nodes than answers do, so they have a line of their own, and neither line
         # delays the other.
-        self.vectors = Admission(
-            self._vector_capacity,
+        self.vectors = self._admission(lambda: len(pool.snapshot().prompt_readers), pool.has_room_for_vector)
+
+    def _admission(self, nodes: Callable[[], int], has_room: Callable[[int, int], bool]) -> Admission:
+        config, pool = self.config, self._pool
+        return Admission(
+            lambda: 0 if pool.is_paused else nodes() * config.limits.inflight_per_node,
             config.limits.queued,
             config.timeouts.queue,
             self._clock,
-            metrics,
+            self.metrics,
             self._tell_if_idle,
-            pool.has_room_for_vector,
+            has_room,
             lambda: pool.is_paused,
             by_priority=config.by_priority,
             admit_within_s=config.admit_within,
@@ -265,16 +260,6 @@ class Dispatcher:
         """Reports every Submit and its answer to the sibling processes. None when no other process shares the
         port."""
         self._placement.sent_reports = reports
-
-    def _capacity(self) -> int:
-        return 0 if self._pool.is_paused else self._pool.decode_count * self.config.limits.inflight_per_node
-
-    def _vector_capacity(self) -> int:
-        return (
-            0
-            if self._pool.is_paused
-            else len(self._pool.snapshot().prompt_readers) * self.config.limits.inflight_per_node
-        )
 
     @property
     def queued(self) -> int:
@@ -347,6 +332,7 @@ class Dispatcher:
             slots,
             self._note_generation,
             eager=eager,
+            clock=self._clock,
         )
         generation.start()
         if trace is not None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from tandem.api.logprob_store import LogprobStore
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError
-from tandem.router.metrics import RequestAccount, RouterMetrics
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import RoutingDecision
+from tandem.router.recent import RequestAccount
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 

@@ -21,7 +21,7 @@ from tandem.kvtransfer.base import (
 )
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.node.service import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.lines import Position
@@ -80,7 +80,7 @@ class FakeChannel:
                 return answer
 
 
-def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
+def make_node(rules: RoleRules) -> tuple[EngineNode, list[FakeChannel]]:
     channels: list[FakeChannel] = []
 
     def open_channel(host: str, epoch: int, *, name: str) -> FakeChannel:
@@ -88,7 +88,7 @@ def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
         return channels[-1]
 
     config = NodeConfig("n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)))
-    return Node(
+    return EngineNode(
         config, rules, open_channel, lambda context: pytest.fail("no connector was asked for")
     ), channels
 
@@ -142,11 +142,11 @@ def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
 def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     def cores_of_node() -> list[int]:
         config = NodeConfig("n", Role.DECODE, cores=[0, 1])
-        return Node(config, None, None, None).config.cores  # type: ignore[arg-type]
+        return EngineNode(config, PrefillRules(), None, None).config.cores  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tandem.node.node.core_quota", lambda: None)
+    monkeypatch.setattr("tandem.node.engine_node.core_quota", lambda: None)
     assert cores_of_node() == [0, 1]
-    monkeypatch.setattr("tandem.node.node.core_quota", lambda: 2)
+    monkeypatch.setattr("tandem.node.engine_node.core_quota", lambda: 2)
     assert cores_of_node() == []
 
 
@@ -181,7 +181,7 @@ def test_states_that_a_connector_does_not_hand_over_keep_a_node_from_its_role(ru
         engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)),
         transfer=TransferConfig(),
     )
-    node = Node(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
+    node = EngineNode(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="recurrent states, which it does not hand over"):
         node.start(runner=runner)
     assert worker_half.closed
