@@ -180,7 +180,7 @@ def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> No
 
 def test_a_message_does_not_put_off_the_question_to_peers_whose_kv_is_here() -> None:
     now = 100.0
-    loop = ProtocolLoop("quiet", ProtocolSettings(), lambda: now, on_failure=lambda: None)
+    loop = ProtocolLoop("quiet", SETTINGS, lambda: now, on_failure=lambda: None)
     endpoint: Any = FakeEndpoint()
     assert loop.turn(endpoint, 0.0) == pytest.approx(5.0)
     now += 4.9
