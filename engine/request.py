@@ -26,9 +26,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = 6
     FINISHED_LENGTH_CAPPED = 7
     FINISHED_ABORTED = 8
-    FINISHED_IGNORED = 9  # too long to ever run
-    FINISHED_ERROR = 10
-    FINISHED_REPETITION = 11
+    FINISHED_ERROR = 9
+    FINISHED_REPETITION = 10
 
     @property
     def is_finished(self) -> bool:
@@ -44,7 +43,6 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
     RequestStatus.FINISHED_REPETITION: FinishReason.STOP,
 }

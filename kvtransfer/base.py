@@ -233,6 +233,8 @@ class ConnectorOutput(msgspec.Struct):
     finished_sending: set[str] = msgspec.field(default_factory=set)
     finished_recving: dict[str, Handoff] = msgspec.field(default_factory=dict)
     failed_recving: dict[str, LoadFailure] = msgspec.field(default_factory=dict)
+    # Blocks whose KV turned out wrong after requests had begun to use it. The connectors here check KV before they report it;
+    # this is for one that loads block by block while its request runs.
     invalid_block_ids: set[int] = msgspec.field(default_factory=set)
     released_blocks: set[int] = msgspec.field(default_factory=set)  # blocks that leave quarantine
     ended_reads: list[int] = msgspec.field(default_factory=list)  # *Reads* in the module's docstring
@@ -440,7 +442,8 @@ class WorkerConnector(abc.ABC):
         """The step begins: begin the loads."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """The forward pass is about to read layer `layer`. Only synchronous loads wait here."""
+        """The forward pass is about to read layer `layer`. Only synchronous loads wait here. The connectors here load before their
+        request is scheduled; every forward pass calls this for those that load a layer while the one before computes."""
 
     def save_kv_layer(self, layer: int) -> None:
         """The forward pass has written layer `layer` of the step's tokens."""

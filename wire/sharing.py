@@ -33,6 +33,7 @@ import msgspec
 
 from tandem.wire.handoff import CacheMemory, Envelope
 
+# How long the owner keeps chunks for a reader. The reader does not hear of the owner's settings, so this is none of them.
 LEASE_S = 10.0
 # The reader does not use this share of a lease, because clocks run at slightly different speeds.
 SAFETY = 0.1

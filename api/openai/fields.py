@@ -92,15 +92,13 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None  # usage in every chunk
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions both take. `null` means the default everywhere, as with OpenAI."""
+class CommonFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat, completions and responses all take. `null` means the default everywhere, as with OpenAI."""
 
     model: str | None = None  # the served model or one of its adapters; None: the model
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    n: Choices | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     stop: Stop | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -117,6 +115,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool | None = None
     repetition_detection: RepetitionFields | None = None
     structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    job_id: JobId | None = None
+    is_last_step: bool | None = None  # the job's last turn, whose KV need not be kept
+
+
+class SamplingFields(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions both take beyond that."""
+
+    n: Choices | None = None
+    stream_options: StreamOptions | None = None
     regex: Text | None = None  # SGLang's names of the fields of `structured_outputs`
     json_schema: JsonObject | str | None = None
     ebnf: Text | None = None
@@ -124,19 +136,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     guided_regex: Text | None = None
     guided_choice: TextChoice | None = None
     guided_grammar: Text | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    truncate_prompt_tokens: TruncatePromptTokens | None = None
     prompt_logprobs: PromptLogprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = (
         None  # of log-probabilities: "token_id:5" in place of the token's text
     )
     add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
-    job_id: JobId | None = None
-    is_last_step: bool | None = None  # the job's last turn, whose KV need not be kept
     hidden_states: FileName | None = None
     response_format: ResponseFormat | None = None
     lora_path: str | None = None  # SGLang's way to name the adapter

@@ -23,30 +23,12 @@ from tandem.api.openai.chat_request import (
     ToolCall,
 )
 from tandem.api.openai.fields import (
-    AllowedTokenIds,
-    BadWords,
-    Bias,
-    CacheSalt,
-    JobId,
+    CommonFields,
     JsonSchemaFormat,
     MaxTokens,
-    MinP,
-    MinTokens,
-    Penalty,
-    Priority,
-    RepetitionFields,
-    RepetitionPenalty,
     ResponseFormat,
     SchemaName,
-    Seed,
-    Stop,
-    StopTokenIds,
     StreamOptions,
-    StructuredOutputs,
-    Temperature,
-    TopK,
-    TopP,
-    TruncatePromptTokens,
 )
 from tandem.base.errors import InvalidRequest
 
@@ -106,49 +88,18 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
     summary: str | None = None
 
 
-class ChatExtensions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a chat that OpenAI's responses do not have, under their names there: they reach the chat as they are."""
+class ResponsesRequest(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's fields, and those of a chat that OpenAI's responses do not have, under their names there."""
 
-    stop: Stop | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
-    seed: Seed | None = None
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    min_tokens: MinTokens | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    bad_words: BadWords | None = None
-    ignore_eos: bool | None = None
-    repetition_detection: RepetitionFields | None = None
-    structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: AllowedTokenIds | None = None
-    truncate_prompt_tokens: TruncatePromptTokens | None = None
-    skip_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
-    job_id: JobId | None = None
-    is_last_step: bool | None = None
-    enable_thinking: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
-
-
-class ResponsesRequest(ChatExtensions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     max_output_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     tools: Annotated[list[ItemTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
@@ -158,6 +109,8 @@ class ResponsesRequest(ChatExtensions, frozen=True, kw_only=True, forbid_unknown
     include: list[str] | None = None
     conversation: JsonObject | str | None = None
     prompt: JsonObject | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 def check(request: ResponsesRequest) -> None:
@@ -185,13 +138,10 @@ def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatReque
         messages.insert(0, ChatMessage("system", request.instructions))
     form = request.text.format if request.text is not None else None
     choice = request.tool_choice
-    extensions: dict[str, Any] = {name: getattr(request, name) for name in ChatExtensions.__struct_fields__}
+    common: dict[str, Any] = {name: getattr(request, name) for name in CommonFields.__struct_fields__}
     return ChatRequest(
-        model=request.model,
         messages=messages,
         max_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
         tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())] or None,
         tool_choice=NamedToolChoice("function", NamedFunction(choice.name))
         if isinstance(choice, NamedChoice)
@@ -202,8 +152,9 @@ def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatReque
         response_format=_format(form) if form is not None else None,
         reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
         prompt_cache_key=request.prompt_cache_key,
-        stream=request.stream,
-        **extensions,
+        enable_thinking=request.enable_thinking,
+        chat_template_kwargs=request.chat_template_kwargs,
+        **common,
     )
 
 

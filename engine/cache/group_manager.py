@@ -105,10 +105,6 @@ class GroupManager(abc.ABC):
         missing = -(-num_slots // self.block_size) - len(self.tables[request_id])
         return missing if missing > 0 else 0
 
-    def num_loaded_blocks(self, num_tokens: int) -> int:
-        """How many leading blocks of a table a connector writes to when it loads the first `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
     def first_token_of(self, index: int) -> int:
         """The first token whose KV is lost with block `index` of a table."""
         return index * self.block_size

@@ -206,8 +206,6 @@ class KVCacheManager:
             )
         # Blocks that a connector is copying, once for each copy. They stay in use after their requests have freed them.
         self._reads: list[int] = []
-        # Blocks that were free before this step and that the model writes to, for zeroing.
-        self._fresh: list[int] = []
 
     def _longest_request(self, max_model_len: int) -> int:
         low, high = 0, max_model_len
@@ -254,12 +252,6 @@ class KVCacheManager:
         coordinator.adopt(request_id, hits, computed)
         request.is_distrusted = False
         blocks = coordinator.grow(request_id, num_slots)
-        # Blocks that the connector loads into are not zeroed, not even one that it fills in part: zeroing could overwrite what
-        # it has written.
-        for manager, new in zip(coordinator.managers, blocks, strict=True):
-            table = manager.tables[request_id]
-            external_end = manager.num_loaded_blocks(computed) if num_external_tokens else 0
-            self._fresh += new[max(external_end - (len(table) - len(new)), 0) :]
         if not delay_caching:
             coordinator.cache_full_blocks(request, end)
         request.allocation_horizon = coordinator.horizon(request_id, self._num_lookahead)
@@ -282,8 +274,6 @@ class KVCacheManager:
         blocks = self._no_blocks
         if needed:
             blocks = coordinator.grow(request_id, num_slots)
-            for new in blocks:
-                self._fresh += new
         coordinator.cache_full_blocks(request, end)
         request.allocation_horizon = coordinator.horizon(request_id, self._num_lookahead)
         return blocks
@@ -412,10 +402,6 @@ class KVCacheManager:
         """How many of the request's blocks no other request uses."""
         ref_counts = self.pool.ref_counts
         return sum(ref_counts[block] == 1 for table in self.coordinator.tables(request_id) for block in table)
-
-    def take_fresh_blocks(self) -> list[int]:
-        fresh, self._fresh = self._fresh, []
-        return fresh
 
     def take_state_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
         """See StateManager.take_copies."""

@@ -104,9 +104,6 @@ class StateManager(GroupManager):
     def num_blocks_missing(self, request_id: str, num_slots: int) -> int:
         return self._count - len(self.tables[request_id])
 
-    def num_loaded_blocks(self, num_tokens: int) -> int:
-        return self._count if num_tokens else 0
-
     def first_token_of(self, index: int) -> int:
         return 0
 

@@ -43,10 +43,6 @@ class PageMaker:
         self._thread.start()
         weakref.finalize(cache, self._end)
 
-    @property
-    def made_bytes(self) -> int:
-        return self._made
-
     def reached(self, block: int) -> bool:
         """This block is in use, so blocks after it may be next. Returns False once the thread is working on the rest of the cache:
         further calls are then unnecessary."""

@@ -149,9 +149,6 @@ class TorchRunner:
             started = StepOnDevice(self._finish, draft_limits=step.draft_limits)
             if not step.num_scheduled_tokens:
                 return started
-            if step.new_block_ids_to_zero:
-                fresh = to_device(np.array(step.new_block_ids_to_zero, np.int64), self._device)
-                self._kv_cache.index_fill_(0, fresh, 0)
             if step.state_copies:
                 # Lists as indices would be copied from ordinary memory, and wait for the device.
                 sources, targets = to_device(np.array(step.state_copies, np.int64).T.copy(), self._device)

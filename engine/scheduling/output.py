@@ -55,8 +55,7 @@ class SchedulerOutput:
     spec_token_ids: dict[str, list[int]]  # drafts to verify, already counted in num_scheduled_tokens
     finished_req_ids: set[str]  # those that ended since the last step: the runner forgets them
     preempted_req_ids: set[str]
-    new_block_ids_to_zero: list[int] = dataclasses.field(default_factory=list)
-    # (from, to) blocks of recurrent states to copy after zeroing and before the forward pass.
+    # (from, to) blocks of recurrent states to copy before the forward pass.
     state_copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     # Checkpoint blocks among `state_copies`. No request may take them before the step is booked.
     checkpoint_blocks: list[int] = dataclasses.field(default_factory=list)

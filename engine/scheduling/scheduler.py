@@ -67,15 +67,13 @@ class Scheduler:
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         clock: Callable[[], float] = time.monotonic,
         *,
-        zero_new_blocks: bool = False,
         trace: StepTrace | None = None,
         reads_images: bool = False,
         reads_hidden: bool = False,
     ) -> None:
-        """`zero_new_blocks` is for attention kernels that read past a request's last token: each step's output then names
-        the new blocks, which the runner fills with zeros. `reads_images` says that the model reads images. `reads_hidden` says
-        that drafts are made from hidden states (EAGLE): a prefix hit then leaves its last block to be computed. Raises a
-        ConfigurationError for a budget that cannot hold an uncut prompt."""
+        """`reads_images` says that the model reads images. `reads_hidden` says that drafts are made from hidden states (EAGLE): a
+        prefix hit then leaves its last block to be computed. Raises a ConfigurationError for a budget that cannot hold an uncut
+        prompt."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
         keeps_states = any(group.kind is AttentionKind.STATE for group in groups)
@@ -110,7 +108,6 @@ class Scheduler:
             # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
             pins.close()
         policy = make_policy(config.policy, pins)
-        self._zero_new_blocks = zero_new_blocks
         self._state = SchedulerState(
             config=config,
             max_model_len=kv_cache.max_request_tokens,
@@ -311,9 +308,6 @@ class Scheduler:
             output.encoder_inputs, output.forgotten_media = state.encoded.take_step()
         # The output keeps these sets.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
-        fresh = state.cache.take_fresh_blocks()
-        if self._zero_new_blocks:
-            output.new_block_ids_to_zero = fresh
         return output
 
     def _describe(self, request: Request) -> NewRequestData:

@@ -146,6 +146,8 @@ class AnswerLengths:
 
 
 class PauseState(enum.IntEnum):
+    """For a program that runs the engine by itself. `tandem pause` acts earlier: routers send nothing new."""
+
     UNPAUSED = 0
     PAUSED_NEW = 1  # running requests go on, no request is admitted
     PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on

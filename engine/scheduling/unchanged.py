@@ -70,7 +70,6 @@ def take_unchanged_steps(state: SchedulerState, steps: int) -> None:
             heapq.heappop(due)
     for request, begun in zip(running, begun_at, strict=True):
         _repeat_token(request, begun + steps - request.num_computed_tokens)
-    state.cache.take_fresh_blocks()
     state.finished_req_ids, state.preempted_req_ids = set(), set()
     state.totals.steps += steps
     state.totals.step_of(len(running), steps)

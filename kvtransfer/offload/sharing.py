@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from tandem.kvtransfer.base import TransferRequest
-from tandem.kvtransfer.config import ChecksumPolicy
+from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.kvtransfer.offload.exchange import (
     NO_FETCH,
     ChecksummedAnswer,
@@ -94,7 +94,8 @@ class TierSharing:
         self._mirror = mirror
         self._checksums = checksums
         self._clock = clock
-        limits = ProtocolSettings()  # a node is left out after as many wrong copies as in transfers
+        # A node is left out after as many wrong copies as in transfers.
+        limits = ProtocolSettings.from_config(TransferConfig())
         self._max_wrong, self._doubt_s = limits.max_wrong, limits.keep_link_s
         self._wrong: BoundedMemory[int] = BoundedMemory(MAX_PEERS, self._doubt_s, clock)
         self.recorder = Recorder(clock)

@@ -13,10 +13,10 @@ from tandem.kvtransfer.config import MAX_LEASE_S, LoadFailurePolicy, TransferCon
 from tandem.kvtransfer.protocol.transport import Direction
 
 
-class ProtocolSettings(msgspec.Struct, frozen=True):
-    lease_s: float = 10.0
-    timeout_s: float = 60.0
-    handshake_timeout_s: float = 5.0
+class ProtocolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    lease_s: float  # this and the next two are the user's: `TransferConfig`
+    timeout_s: float
+    handshake_timeout_s: float
     retry_s: float = 0.25  # a question without an answer is sent again after this long
     renew_s: float = 1.0
     # A peer that owes an answer for this long is probed: does its process run, does its machine answer?

@@ -67,7 +67,6 @@ def test_statuses_stand_in_their_order():
         "FINISHED_STOPPED",
         "FINISHED_LENGTH_CAPPED",
         "FINISHED_ABORTED",
-        "FINISHED_IGNORED",
         "FINISHED_ERROR",
         "FINISHED_REPETITION",
     ]

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.commands import CancelReceive
 from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, ProtocolLoop
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.wire.handoff import CancelTransfer, Envelope
 from tests.waiting import until
+
+SETTINGS = ProtocolSettings.from_config(TransferConfig())
 
 
 class FakeEndpoint:
@@ -63,7 +66,7 @@ class RunningLoop:
     def __init__(self) -> None:
         self.died = threading.Event()
         self.endpoint = FakeEndpoint()
-        self.loop = ProtocolLoop("test", ProtocolSettings(), time.monotonic, self.died.set)
+        self.loop = ProtocolLoop("test", SETTINGS, time.monotonic, self.died.set)
 
     def start(self) -> None:
         endpoint: Any = self.endpoint
@@ -109,7 +112,7 @@ def test_deadlines_are_looked_at_while_there_are_any(running: RunningLoop) -> No
     running.nudge()
     began, ticked = time.monotonic(), running.endpoint.ticked
     until(lambda: running.endpoint.ticked >= ticked + 4)
-    assert time.monotonic() - began >= 3 * ProtocolSettings().tick_s
+    assert time.monotonic() - began >= 3 * SETTINGS.tick_s
 
 
 def test_what_is_in_flight_is_polled_at_intervals(running: RunningLoop) -> None:
@@ -177,7 +180,7 @@ def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> No
 
 def test_a_message_does_not_put_off_the_question_to_peers_whose_kv_is_here() -> None:
     now = 100.0
-    loop = ProtocolLoop("quiet", ProtocolSettings(), lambda: now, on_failure=lambda: None)
+    loop = ProtocolLoop("quiet", SETTINGS, lambda: now, on_failure=lambda: None)
     endpoint: Any = FakeEndpoint()
     assert loop.turn(endpoint, 0.0) == pytest.approx(5.0)
     now += 4.9

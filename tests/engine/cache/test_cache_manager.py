@@ -194,16 +194,6 @@ def test_a_rewind_to_the_beginning_gives_everything_back():
     check(cache)
 
 
-def test_fresh_blocks_are_named_once():
-    cache = manager()
-    a, b = request("a", range(10)), request("b", [*range(9), 5])
-    admit(cache, a)
-    assert cache.take_fresh_blocks() == [1, 2, 3]
-    admit(cache, b)
-    assert cache.take_fresh_blocks() == [4]
-    assert cache.take_fresh_blocks() == []
-
-
 def test_blocks_ahead_of_a_request():
     cache = manager()
     a, b = request("a", range(12)), request("b", range(12))

@@ -34,10 +34,10 @@ def resident(cache: torch.Tensor) -> int:
     return int((entries >> np.uint64(63)).sum()) * page
 
 
-def until(maker: PageMaker, made: int) -> None:
+def until(cache: torch.Tensor, made: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while maker.made_bytes < made:
-        assert time.monotonic() < deadline, f"{maker.made_bytes} bytes made, not {made}"
+    while resident(cache) < made:
+        assert time.monotonic() < deadline, f"{resident(cache)} bytes made, not {made}"
         time.sleep(0.002)
 
 
@@ -51,13 +51,13 @@ def test_a_window_is_made_and_grows_with_what_is_used() -> None:
     cache, _ = cache_of(40)
     assert resident(cache) == 0
     maker = PageMaker(cache)
-    until(maker, 4 * BLOCK)
+    until(cache, 4 * BLOCK)
     assert resident(cache) <= 6 * BLOCK, "no more than a window, and what the kernel rounds to"
     assert maker.reached(9)
-    until(maker, 14 * BLOCK)
+    until(cache, 14 * BLOCK)
     assert maker.reached(3)
     assert not maker.reached(39), "the rest is wanted: nothing more need be said"
-    until(maker, 40 * BLOCK)
+    until(cache, 40 * BLOCK)
     maker._thread.join(PATIENCE_S)
     assert not maker._thread.is_alive()
     assert resident(cache) == 40 * BLOCK
@@ -71,7 +71,7 @@ def test_its_thread_is_as_important_as_others() -> None:
     maker = PageMaker(cache)
     thread, this_one = maker._thread.native_id, threading.get_native_id()
     assert thread is not None
-    until(maker, 4 * BLOCK)
+    until(cache, 4 * BLOCK)
     assert os.getpriority(os.PRIO_PROCESS, thread) == os.getpriority(os.PRIO_PROCESS, this_one)
     maker.stop()
 
@@ -83,8 +83,8 @@ def test_what_is_written_meanwhile_stays() -> None:
     for block in range(16):
         cache[block, ::4096] = block + 1
         maker.reached(block)
-    until(maker, 16 * BLOCK)
-    maker.stop()
+    maker._thread.join(PATIENCE_S)  # it has made them all
+    assert not maker._thread.is_alive()
     assert [int(cache[block, 4096]) for block in range(16)] == list(range(1, 17))
     assert int(cache[2, 1]) == 7
     assert int(cache[3, 1]) == 0
@@ -99,14 +99,14 @@ def test_a_kernel_that_cannot_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) 
     assert not maker._thread.is_alive()
     maker.reached(7)
     maker.stop()
-    assert maker.made_bytes == 0
+    assert resident(cache) == 0
     assert threading.active_count() <= before
 
 
 def test_it_ends_with_its_cache() -> None:
     cache, _ = cache_of(8)
     maker = PageMaker(cache)
-    until(maker, 4 * BLOCK)
+    until(cache, 4 * BLOCK)
     del cache
     maker._thread.join(PATIENCE_S)
     assert not maker._thread.is_alive()

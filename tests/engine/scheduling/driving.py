@@ -116,7 +116,6 @@ class Driver:
         caching: bool = True,
         checkpoint_tokens: int = BLOCK,
         clock: Callable[[], float] = lambda: 0.0,
-        zero_new_blocks: bool = False,
         trace: StepTrace | None = None,
         encoder_tokens: int | None = None,
         **config: object,
@@ -139,7 +138,6 @@ class Driver:
             connector,
             on_failure,
             clock,
-            zero_new_blocks=zero_new_blocks,
             trace=trace,
             reads_images=encoder_tokens is not None,
         )

@@ -159,9 +159,9 @@ def run(
             ]
             if ended and of_jobs.random() < 0.5:
                 turn = of_jobs.choice(ended)
-                assert turn.job_id is not None
+                assert turn.facts.job_id is not None
                 tools = of_jobs.choice([None, [], ["quick"], ["slow", "quick"]])
-                world.scheduler.turn_ended(turn.job_id, turn.request_id, tools)
+                world.scheduler.turn_ended(turn.facts.job_id, turn.request_id, tools)
             seconds += of_jobs.choice([0.0, 0.1, 1.0, 3.0])
     world.settle()
 

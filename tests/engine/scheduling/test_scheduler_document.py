@@ -11,6 +11,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, Handoff, SchedulerConnector
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 NAMES = (
@@ -22,6 +23,7 @@ NAMES = (
     KVCacheGroup,
     ModelOutput,
     Request,
+    RequestFacts,
     SamplingParams,
     Scheduler,
     SchedulerConfig,

@@ -101,18 +101,6 @@ def test_blocks_of_a_new_or_resumed_request_are_not_news_of_a_running_one():
     assert [step.new_block_ids(name) for name in "abc"] == [[[5]], (), ()]
 
 
-def test_new_blocks_are_named_for_zeroing_when_the_kernel_asks_for_it():
-    driver = Driver(zero_new_blocks=True)
-    driver.add("a", prompt=6, max_tokens=9)
-    assert driver.step()[0].new_block_ids_to_zero == [1, 2]
-    assert driver.step()[0].new_block_ids_to_zero == []
-    driver.steps(1)
-    assert driver.step()[0].new_block_ids_to_zero == [3]
-    quiet = Driver()
-    quiet.add("a", prompt=6)
-    assert quiet.step()[0].new_block_ids_to_zero == []
-
-
 def test_a_step_with_nothing_to_do_is_empty():
     driver = Driver()
     step, updates = driver.step()

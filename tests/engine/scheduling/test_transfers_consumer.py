@@ -386,19 +386,6 @@ def test_blocks_that_a_peer_may_write_to_are_never_taken_for_another():
     assert not driver.scheduler.has_work()  # only the transfer's end can change that
 
 
-def test_blocks_for_a_load_are_not_named_for_zeroing():
-    connector = FakeConnector()
-    driver = Driver(connector=connector, zero_new_blocks=True)
-    connector.offers.update(a=(10, True), b=(6, False))
-    driver.add("a", prompt=10)
-    b = driver.add("b", prompt=10)
-    step = driver.schedule()
-    assert connector.blocks == {"a": [[1, 2, 3]], "b": [[4, 5, 6]]}
-    assert step.new_block_ids_to_zero == [6]  # block 5 is half b's load
-    driver.arrive(b, 0, 6)
-    driver.finish(step)
-
-
 def test_the_blocks_it_was_told_of_cover_the_load():
     driver, connector, request = waiting_driver(prompt=17)
     assert len(connector.blocks["a"][0]) == -(-17 // BLOCK)
