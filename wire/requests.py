@@ -38,7 +38,8 @@ from tandem.wire.tracing import ClockReading, NodeTrace
 _DRAWN_BYTES = 4096
 _ID_DIGITS = re.compile(".{32}")
 _drawn: list[str] = []
-os.register_at_fork(after_in_child=_drawn.clear)
+forget_drawn_ids = _drawn.clear
+os.register_at_fork(after_in_child=forget_drawn_ids)
 
 
 def new_id() -> str:

@@ -259,6 +259,8 @@ class Controller:
     async def _scale_by_itself(self, resize: Resize) -> None:
         try:
             async with self._pools.writing:
+                if resize.role not in [pool.role for pool in self._scaled_pools()]:
+                    return  # a rollout or a pause began while this waited for its turn
                 await self._resize({resize.role: resize.size})
         except TandemError as error:
             logger.warning("%s, but: %s", resize.why, error)
@@ -389,7 +391,6 @@ class Controller:
         paused = sorted(names)
         if paused != self._pools.state.paused:
             await self._pools.keep(msgspec.structs.replace(self._pools.state, paused=paused))
-            await self._fleet.membership.pause(paused)
             self._autoscaler.changed()
             self._pools.note(
                 f"paused, as asked: {', '.join(paused)}" if paused else "nothing is paused any more"

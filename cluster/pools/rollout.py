@@ -24,7 +24,7 @@ class RolloutFacts:
     oldest_wait_s: float  # of the requests in routers' lines
     longest_wait_s: float  # the longest wait that is acceptable
     processes: int = 1  # routers in each place
-    # Machines that get their first router in this rollout, which has not served for `rollout.settle_s` yet.
+    # Places whose new routers have not served for `rollout.settle_s` yet; "" is the head
     coming: Set[str] = frozenset()
 
 
@@ -113,7 +113,8 @@ def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | Replace
             return ReplaceRouter(old)
         return AddRouter(old)
     if facts.coming:
-        return Wait(f"the routers of {', '.join(sorted(facts.coming))}: not served for rollout.settle_s yet")
+        where = ", ".join(place or "the head" for place in sorted(facts.coming))
+        return Wait(f"the routers of {where}: not served for rollout.settle_s yet")
     return None
 
 

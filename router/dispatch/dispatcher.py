@@ -48,8 +48,10 @@ class Generation:
         on_all_ended: Callable[[list[RequestLife]], None] = lambda lives: None,
         *,
         eager: bool,
+        clock: Callable[[], float],
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._slots = slots
         self._eager = eager
         self._wake: asyncio.Future[None] | None = None
@@ -111,9 +113,9 @@ class Generation:
 
     def _start_some(self) -> None:
         self._starting = None
-        until = time.monotonic() + START_TURN_S
+        until = self._clock() + START_TURN_S
         while self._places > 0 and self._unplaced:
-            if time.monotonic() > until:
+            if self._clock() > until:
                 self._starting = self._loop.call_soon(self._start_some)
                 return
             life = self._next()
@@ -330,6 +332,7 @@ class Dispatcher:
             slots,
             self._note_generation,
             eager=eager,
+            clock=self._clock,
         )
         generation.start()
         if trace is not None:

@@ -13,6 +13,7 @@ from tandem.base.errors import (
     InternalError,
     KVLoadFailed,
     NodeLost,
+    Overloaded,
     TandemError,
     TransferError,
     Unavailable,
@@ -90,7 +91,7 @@ class RequestLife:
         self._paused = False  # it waits for a place
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
-        self._alarms: set[Ring] = set()  # the alarms of its tick, its own among them
+        self._alarms: dict[Ring, None] = {}  # the alarms of its tick, its own among them
 
     @property
     def cached_tokens(self) -> int | None:
@@ -265,10 +266,22 @@ class RequestLife:
             self._fail_over(NodeLost(f"node {node.node_id} no longer has the request"), ())
         elif not is_prefill and reported > self.ledger.reported:
             self._fail_over(NodeLost(f"tokens from node {node.node_id} are lost"), ())
+        elif not is_prefill and self._placement.waits_for_silent_peers(node) and self._has_another(node):
+            self._fail_over(
+                Overloaded(
+                    f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
+                ),
+                {node.node_id},
+            )
         elif node in attempt.unanswered:
             attempt.unanswered.discard(node)
             if not attempt.unanswered:
                 attempt.alive_at = self._clock()
+
+    def _has_another(self, node: NodeInfo) -> bool:
+        """Whether another node has room for the request now."""
+        routing = self._routing(frozenset({*self._avoid, node.node_id}))
+        return self._placement.has_room(routing, self._hashes)
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """Whether the decode node has all the KV and this router has every token reported so far: the prefill
@@ -443,7 +456,7 @@ class RequestLife:
     def _arm(self) -> None:
         """Sets the one alarm for the earliest deadline. An arriving token does not move the alarm; an alarm
         that rings early is set again."""
-        self._alarms.discard(self._on_alarm)
+        self._alarms.pop(self._on_alarm, None)
         self._alarms = self._placement.alarms.set(self._next_deadline()[0], self._on_alarm)
 
     def _on_alarm(self) -> None:
@@ -509,7 +522,7 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        self._alarms.discard(self._on_alarm)
+        self._alarms.pop(self._on_alarm, None)
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)
