@@ -14,16 +14,16 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from tandem.api.lives import ReadableLives
+from tandem.api.openai.fields import StreamOptions
+from tandem.api.openai.plan import GenerationPlan
 from tandem.base.errors import Cancelled, InvalidRequest, Overloaded, TandemError
+from tandem.base.shares import Shares
 from tandem.router.config import Limits, RouterConfig, Timeouts
-from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object, read_request
 from tandem.router.http.turns import Turns
-from tandem.router.openai.fields import StreamOptions
-from tandem.router.openai.plan import GenerationPlan
-from tandem.router.shares import Shares
 
 # Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
 # numbers, and for all that belongs to one sequence besides its tokens.
@@ -221,14 +221,14 @@ class KeptShare:
 
 def inputs_size(plan: GenerationPlan) -> int:
     """What a request keeps until its end, besides its answer."""
-    sampling = plan.specs[0].sampling
+    sampling = plan.specs[0].facts.sampling
     return (
         TOKEN_BYTES * plan.prompt_tokens
-        + sum(map(len, plan.specs[0].images))
+        + sum(map(len, plan.specs[0].facts.images))
         + sum(
             len(embeds.data)
             for spec in plan.specs[:: plan.choices_per_prompt]
-            if (embeds := spec.embeds) is not None
+            if (embeds := spec.facts.embeds) is not None
         )
         + sum(map(len, plan.prompt_texts))
         + SEQUENCE_BYTES * len(plan.specs)
@@ -243,9 +243,9 @@ def answer_size(plan: GenerationPlan, *, streams: bool) -> int:
     end."""
     size = 0
     for spec in plan.specs:
-        sampling = spec.sampling
+        sampling = spec.facts.sampling
         if sampling.prompt_logprobs is not None:
-            size += len(spec.prompt_token_ids) * (1 + sampling.prompt_logprobs) * ENTRY_BYTES
+            size += len(spec.facts.prompt_token_ids) * (1 + sampling.prompt_logprobs) * ENTRY_BYTES
         if sampling.logprobs is not None and not streams:
             size += sampling.max_tokens * (2 + sampling.logprobs) * LOGPROB_BYTES
     return size

@@ -10,8 +10,8 @@ from contextlib import ExitStack, closing
 import pytest
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.shares import Shares
 from tandem.router.config import ApiKey, Limits, RouterConfig, Timeouts
-from tandem.router.shares import Shares
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 
