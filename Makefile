@@ -14,7 +14,8 @@
 #                    examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on nodes that die
 #                    (about 20 minutes)
 # make search   schedules of the whole cluster, and of its control plane, on one clock, each by a seed, with faults of networks, memory,
-#                    machines and processes: none may break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or MUTANTS=1 to see how soon it finds bugs that are put in
+#                    machines and processes: none may break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or
+#                    MUTANTS=1 to see how soon it finds bugs that are put in
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;

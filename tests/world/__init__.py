@@ -14,10 +14,10 @@ storage   the tiers and disks of a schedule, what happens to them, and prompts t
 wrong_kv  KV that becomes wrong silently, who finds it, and that nothing of it is used from then on
 tiers     the tiers of a node: the product's, with copies on the world's clock
 schedule  what happens in a schedule: requests, faults, healing; and what must hold
-mutants   bugs that are put in, each of which must be found; tier_mutants has those of tiers and of distrust, control_mutants the control plane's
 control   schedules of the control plane: operators' orders, kills of the controller, rollouts; control_ray: Ray as it uses it
 search    runs schedules by their seeds, and prints those that break a promise
 seeds     seeds that broke one
 shrink    makes such a schedule smaller
 diagram   draws what happened in it
+mutants   bugs that are put in, each of which must be found; tier_mutants: of tiers and of distrust; control_mutants: of the control plane
 """

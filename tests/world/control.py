@@ -1,5 +1,5 @@
 """One schedule of the control plane: the product's controller over simulated Ray, with operators' orders and faults by a seed; then
-everything heals. `python -m tests.world.search --control --seeds 7 --history` shows one. What must hold:
+everything heals. `python -m tests.world.search --worlds control --seeds 7 --history` shows one. What must hold:
 
 - what is done was recorded before, what is recorded can be read, and a record never goes back;
 - no controller acts after a later one has begun;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -352,7 +353,7 @@ def mutant(name: str) -> Iterator[None]:
     _, patches = ALL[name]
     with contextlib.ExitStack() as undone:
         for owner, method, make in patches:
-            right = owner.__dict__[method]
+            right = inspect.getattr_static(owner, method)
             setattr(owner, method, make(right))
             undone.callback(setattr, owner, method, right)
         yield

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -18,17 +18,11 @@ from tests.world import control, schedule
 from tests.world.schedule import Outcome
 from tests.world.seeds import FOUND
 
-Run = Callable[..., Outcome]
+WORLDS = {"cluster": schedule.run, "control": control.run}  # a seed is a schedule of each
 
 
-def run(seed: int, *, with_faults: bool) -> Outcome:
-    """A seed is a schedule of the cluster, and one of the control plane."""
-    outcome, of_control = (each.run(seed, with_faults=with_faults) for each in (schedule, control))
-    outcome.violations += of_control.violations
-    outcome.history += of_control.history
-    outcome.faults += of_control.faults
-    outcome.seconds += of_control.seconds
-    return outcome
+def run(seed: int, worlds: Sequence[str], *, with_faults: bool) -> Iterator[Outcome]:
+    return (WORLDS[world](seed, with_faults=with_faults) for world in worlds)
 
 
 def fix_hashes(module: str) -> None:
@@ -54,7 +48,7 @@ def main() -> int:
     )
     parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--no-faults", action="store_true")
-    parser.add_argument("--control", action="store_true", help="the control plane alone")
+    parser.add_argument("--worlds", nargs="*", choices=WORLDS, default=list(WORLDS))
     asked = parser.parse_args()
     fix_hashes("tests.world.search")
     sums = Sums(asked.first) if asked.resume is None else Sums.kept_in(asked.resume, asked.first)
@@ -62,9 +56,7 @@ def main() -> int:
     seeds: Iterable[int] = named or range(sums.next, sums.next + asked.most)
     began = time.monotonic() - sums.seconds
     until = time.monotonic() + 60 * asked.minutes
-    for outcome in _outcomes(
-        control.run if asked.control else run, seeds, asked.processes, with_faults=not asked.no_faults
-    ):
+    for outcome in _outcomes(seeds, asked.processes, asked.worlds, with_faults=not asked.no_faults):
         sums.add(outcome)
         sums.seconds = time.monotonic() - began
         if asked.resume is not None:
@@ -77,17 +69,20 @@ def main() -> int:
     return 1 if sums.broken else 0
 
 
-def _outcomes(run: Run, seeds: Iterable[int], processes: int, *, with_faults: bool) -> Iterator[Outcome]:
+def _outcomes(
+    seeds: Iterable[int], processes: int, worlds: Sequence[str], *, with_faults: bool
+) -> Iterator[Outcome]:
     """The outcomes of the seeds, of several processes in whatever order they come."""
     if processes == 1:
-        yield from (run(seed, with_faults=with_faults) for seed in seeds)
+        for seed in seeds:
+            yield from run(seed, worlds, with_faults=with_faults)
         return
     context = multiprocessing.get_context("fork")
     done: Queue[Outcome | None] = context.Queue(4 * processes)
     workers = [
         context.Process(
             target=_work,
-            args=(run, itertools.islice(seeds, i, None, processes), with_faults, done),
+            args=(itertools.islice(seeds, i, None, processes), worlds, with_faults, done),
             daemon=True,
         )
         for i in range(processes)
@@ -103,9 +98,12 @@ def _outcomes(run: Run, seeds: Iterable[int], processes: int, *, with_faults: bo
             worker.terminate()
 
 
-def _work(run: Run, seeds: Iterable[int], with_faults: bool, done: Queue[Outcome | None]) -> None:
+def _work(
+    seeds: Iterable[int], worlds: Sequence[str], with_faults: bool, done: Queue[Outcome | None]
+) -> None:
     for seed in seeds:
-        done.put(run(seed, with_faults=with_faults))
+        for outcome in run(seed, worlds, with_faults=with_faults):
+            done.put(outcome)
     done.put(None)
 
 
@@ -137,7 +135,8 @@ class Sums:
         file.write_text(json.dumps({name: value for name, value in vars(self).items() if name != "_ran"}))
 
     def add(self, outcome: Outcome) -> None:
-        self._ran.add(outcome.seed)
+        if outcome.seed >= self.next:  # a seed is a schedule of each world
+            self._ran.add(outcome.seed)
         while self.next in self._ran:
             self._ran.remove(self.next)
             self.next += 1
