@@ -23,7 +23,7 @@ class Tasks:
     loop."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
+        self._running: dict[asyncio.Task[Any], None] = {}  # in the order of their begin
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.restarts: dict[str, int] = {}  # of the kept tasks
         self.down: dict[str, str] = {}  # the kept tasks that are not started again, and why they ended
@@ -40,12 +40,12 @@ class Tasks:
     def spawn(self, work: Coroutine[Any, Any, T], name: str, *, asked: bool = False) -> asyncio.Task[T]:
         """Starts `work`. With `asked` the caller awaits the result, so a TandemError is the caller's and no failure."""
         task = asyncio.create_task(work, name=name)
-        self._running.add(task)
+        self._running[task] = None
         task.add_done_callback(lambda ended: self._ended(ended, asked))
         return task
 
     def _ended(self, task: asyncio.Task[Any], asked: bool) -> None:
-        self._running.discard(task)
+        self._running.pop(task, None)
         if task.cancelled() or task.exception() is None or self._failure.done():
             return
         if asked and isinstance(task.exception(), TandemError):
@@ -83,7 +83,7 @@ class Tasks:
 
     async def stop(self) -> None:
         """Idempotent."""
-        running = set(self._running)
+        running = list(self._running)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
