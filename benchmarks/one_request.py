@@ -27,7 +27,7 @@ from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
-from tandem.router.http import serving
+from tandem.http_server import serving
 from tandem.router.server import RouterServer
 from tandem.wire.nodes import Role
 

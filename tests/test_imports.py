@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loadgen": {"base.errors"},
     "kvtransfer": {"base", "wire"},
     "api": {"base", "wire"},
-    "router": {"api", "base", "wire"},
+    "http_server": {"base"},
+    "router": {"api", "base", "http_server", "wire"},
     "engine": {
         "base",
         "kernels",
@@ -74,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "decode_node",
         "encode_node",
         "engine",
+        "http_server.certificate",
         "kernels",
         "kvtransfer",
         "loadgen",
@@ -99,7 +101,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "router", "cluster", "simulator")
+WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "http_server", "router", "cluster", "simulator")
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}

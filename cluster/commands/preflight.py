@@ -26,7 +26,7 @@ from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings import SettingsError
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig
-from tandem.router.http.certificate import check_before_use
+from tandem.http_server.certificate import check_before_use
 
 # NVIDIA's driver, WSL's, and Jetson's
 _CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")

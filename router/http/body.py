@@ -23,7 +23,7 @@ from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object, read_request
-from tandem.router.http.turns import Turns
+from tandem.http_server.turns import Turns
 
 # Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
 # numbers, and for all that belongs to one sequence besides its tokens.

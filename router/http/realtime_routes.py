@@ -48,7 +48,7 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
-from tandem.router.http.websocket import GOING_AWAY, WebSocket
+from tandem.http_server.websocket import GOING_AWAY, WebSocket
 from tandem.router.keys import Reservation
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase

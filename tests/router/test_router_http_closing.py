@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from tandem.router.config import Limits
-from tandem.router.http import protocol
+from tandem.http_server import protocol
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, parse, post, read_to_end
 

@@ -22,7 +22,7 @@ from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings import SettingsError
 from tandem.engine.config import ModelConfig
 from tandem.router.config import RouterConfig, Timeouts
-from tandem.router.http.certificate import Certificate, check_before_use
+from tandem.http_server.certificate import Certificate, check_before_use
 from tests.certificates import Pair, make_pair
 from tests.router.conftest import RunningRouter, StartRouter
 
