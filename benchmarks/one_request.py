@@ -23,11 +23,11 @@ import msgspec
 from tandem.cluster.models.store import prepare_model, tokenizer_folder
 from tandem.decode_node.node import DecodeNode
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig
+from tandem.http_server import serving
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
-from tandem.http_server import serving
 from tandem.router.server import RouterServer
 from tandem.wire.nodes import Role
 

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp
 
 from tandem.base.errors import Overloaded
 from tandem.base.shares import Shares
-from tandem.http_server.settings import ErrorBody, Limits, Timeouts
 from tandem.http_server.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
 from tandem.http_server.chunked import ChunkedBody, FramingError
 from tandem.http_server.idle import IdleConnections
+from tandem.http_server.settings import ErrorBody, Limits, Timeouts
 from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)

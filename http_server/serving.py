@@ -28,10 +28,10 @@ from starlette.types import ASGIApp
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.shares import Shares
-from tandem.http_server.settings import ErrorBody, Limits, Timeouts
 from tandem.http_server.certificate import Certificate
 from tandem.http_server.idle import IdleConnections
 from tandem.http_server.protocol import HttpConnection
+from tandem.http_server.settings import ErrorBody, Limits, Timeouts
 from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)

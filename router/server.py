@@ -20,19 +20,19 @@ from tandem.api.responses.response_store import ResponseStore
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
+from tandem.http_server.certificate import Certificate
+from tandem.http_server.door import Door, Listener, take_listeners
+from tandem.http_server.serving import HttpServer, Tally, is_at, listen_beside
+from tandem.http_server.settings import Limits, Timeouts
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import SharedFigures
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
-from tandem.http_server.certificate import Certificate
-from tandem.http_server.settings import Limits, Timeouts
 from tandem.router.http.errors import error_body
-from tandem.http_server.door import Door, Listener, take_listeners
 from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
-from tandem.http_server.serving import HttpServer, Tally, is_at, listen_beside
 from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks

@@ -53,6 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api",
         "base",
         "cluster.api_client",
+        "cluster.commands.output",
+        "cluster.commands.router_url",
+        "cluster.commands.setting_options",
         "cluster.config",
         "cluster.pools",
         "cluster.replay.reading",
@@ -83,7 +86,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "node",
         "prefill_node",
         "router",
-        "simulator",
         "wire",
     },
 }
@@ -101,7 +103,17 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "http_server", "router", "cluster", "simulator")
+WITHOUT_HEAVY_PARTS = (
+    "base",
+    "wire",
+    "machine",
+    "loadgen",
+    "api",
+    "http_server",
+    "router",
+    "cluster",
+    "simulator",
+)
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
