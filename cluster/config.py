@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from tandem.base.logs import LogsConfig
 from tandem.base.settings import AtLeastOne, Seconds, about
+from tandem.cluster.roles import TRAITS
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import AnswersConfig, NodeTimeouts
@@ -127,10 +128,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    prefill: PoolConfig = PoolConfig(nodes=1)
-    decode: PoolConfig = PoolConfig(nodes=1)
-    aggregated: PoolConfig = PoolConfig()  # instead of prefill and decode nodes: nodes that do both
-    encode: PoolConfig = PoolConfig()  # besides either layout, for a model that reads images
+    prefill: PoolConfig = PoolConfig(nodes=TRAITS[Role.PREFILL].nodes)
+    decode: PoolConfig = PoolConfig(nodes=TRAITS[Role.DECODE].nodes)
+    # Instead of prefill and decode nodes: nodes that do both
+    aggregated: PoolConfig = PoolConfig(nodes=TRAITS[Role.AGGREGATED].nodes)
+    encode: PoolConfig = PoolConfig(
+        nodes=TRAITS[Role.ENCODE].nodes
+    )  # besides either layout, for a model that reads images
     # Nodes that may share one core of a machine that offers no places; more are refused. Four is the smallest layout that can
     # lose a node of each pool, on a single core; further nodes only take time from each other.
     nodes_per_core: Annotated[
@@ -142,12 +146,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 4
 
     def of(self, role: Role) -> PoolConfig:
-        return {
-            Role.PREFILL: self.prefill,
-            Role.DECODE: self.decode,
-            Role.AGGREGATED: self.aggregated,
-            Role.ENCODE: self.encode,
-        }[role]
+        pool: PoolConfig = getattr(self, role.value)
+        return pool
 
     @property
     def total(self) -> int:

@@ -11,6 +11,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
+from tandem.cluster.roles import TRAITS
 from tandem.cluster.setting_names import Path
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
@@ -119,11 +120,10 @@ _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS|(^|_)KEY)$", re.IGNORE
 
 
 def _transfer_options(role: Role, pool: PoolConfig) -> Iterator[Broken]:
-    if role in (Role.AGGREGATED, Role.ENCODE) and pool.transfer_options:
-        which = "that do both" if role is Role.AGGREGATED else "that encode images"
+    if pool.transfer_options and not role.hands_over:
         yield (
             ("pools", role.value, "transfer_options"),
-            f"is set, but nodes {which} transfer nothing: leave it out",
+            f"is set, but nodes that {TRAITS[role].task} transfer nothing: leave it out",
         )
 
 
@@ -153,10 +153,10 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
         return
     name = "tensor_parallel" if pool.pipeline_parallel == 1 else "pipeline_parallel"
     setting, size = ("pools", role.value, name), getattr(pool, name)
-    if role is Role.ENCODE:
+    if why := TRAITS[role].one_rank:
         yield (
             setting,
-            f"is {size}, but a vision tower is not divided among ranks: set it to 1, and pools.encode.nodes to more",
+            f"is {size}, but {why}: set it to 1, and pools.{role.value}.nodes to more",
         )
         return
     serving = [config.pools.of(other) for other in Role if config.pools.of(other).last_size]
@@ -168,15 +168,14 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node would have {pool.ranks} ranks, but at most {MOST_RANKS} are possible",
         )
     on_gpus = config.model.device.startswith("cuda")
-    hands_over = role is not Role.AGGREGATED
-    if hands_over and (on_gpus or pool.machines > 1) and config.transfer.connector != "nixl":
+    if role.hands_over and (on_gpus or pool.machines > 1) and config.transfer.connector != "nixl":
         where = "on a GPU of its own" if on_gpus else "on its own machine"
         yield (
             setting,
             f"is {size}, and each rank keeps its KV {where}, which transfer.connector {config.transfer.connector} does not "
             "transfer: set transfer.connector to nixl",
         )
-    if hands_over and on_gpus and config.transfer.options.get("staging") == "host":
+    if role.hands_over and on_gpus and config.transfer.options.get("staging") == "host":
         yield (
             setting,
             f"is {size}, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, which copies from one "
@@ -218,7 +217,7 @@ def _machines(role: Role, config: TandemConfig) -> Iterator[Broken]:
 
 def _limits(role: Role, pool: PoolConfig) -> Iterator[Broken]:
     section = ("pools", role.value)
-    if role is Role.ENCODE and pool.max is not None:
+    if pool.max is not None and not TRAITS[role].is_scaled:
         yield (*section, "max"), f"is {pool.max}, but this pool is not scaled by its load: leave it out"
         return
     if pool.max is not None and pool.min > pool.max:

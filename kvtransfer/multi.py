@@ -307,14 +307,15 @@ def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, Wor
         parts.append(find_connector(context.config.connector)(context))
     if context.tiers:
         tiers = create_tiers(context)
-        parts.append(tiers[0] if len(tiers) == 1 else _together(tiers, longest=True))
+        parts.append(tiers[0] if len(tiers) == 1 else joined(tiers, longest=True))
     if len(parts) == 1:
         return parts[0]
-    return _together(parts, longest=False)
+    return joined(parts, longest=False)
 
 
-def _together(
+def joined(
     parts: Sequence[tuple[SchedulerConnector, WorkerConnector]], *, longest: bool
 ) -> tuple[SchedulerConnector, WorkerConnector]:
+    """`longest`: see MultiScheduler."""
     planners, movers = zip(*parts, strict=True)
     return MultiScheduler(planners, longest=longest), MultiWorker(movers)

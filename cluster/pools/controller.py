@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
+from tandem.base.tasks import Tasks
 from tandem.cluster.changes import ConfigDifference, applied, difference
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
@@ -34,7 +35,7 @@ from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs, scaled_pool
-from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
+from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
@@ -258,6 +259,8 @@ class Controller:
     async def _scale_by_itself(self, resize: Resize) -> None:
         try:
             async with self._pools.writing:
+                if resize.role not in [pool.role for pool in self._scaled_pools()]:
+                    return  # a rollout or a pause began while this waited for its turn
                 await self._resize({resize.role: resize.size})
         except TandemError as error:
             logger.warning("%s, but: %s", resize.why, error)
@@ -388,7 +391,6 @@ class Controller:
         paused = sorted(names)
         if paused != self._pools.state.paused:
             await self._pools.keep(msgspec.structs.replace(self._pools.state, paused=paused))
-            await self._fleet.membership.pause(paused)
             self._autoscaler.changed()
             self._pools.note(
                 f"paused, as asked: {', '.join(paused)}" if paused else "nothing is paused any more"

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError
+from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
@@ -28,7 +29,7 @@ from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import pool_reports
-from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
+from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class Reconciler:
         self.has_looked = False  # whether one full round of `run` is done
         self.adapters = WantedAdapters(self._adapters_of)
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
-        self._records_decisions = False  # whether a task is about to
+        self._records = False  # whether a task is about to record the state
+        self._is_unsure = False  # whether the last record may have been written, or not
         self.fleet = Fleet(
             config,
             launcher,
@@ -241,10 +243,18 @@ class Reconciler:
         if self._unknown is not None:
             raise self._unknown
         new = msgspec.structs.replace(new, decisions=list(self.decisions))
-        if new != self.state:
+        if new == self.state and not self._is_unsure:
+            return
+        self._is_unsure = True
+        try:
             await self._store.save(state.encode(new))
-            self.state = new
-            self.changed.ring()
+        except TandemError:
+            self._record_soon()  # what stays as it was, or the next controller might do what was refused
+            raise
+        self._is_unsure = False
+        self.state = new
+        await self.fleet.membership.pause(new.paused)
+        self.changed.ring()
 
     async def _admit(self, info: NodeInfo) -> None:
         """Records a node before it is announced. The first node of a revision fixes its content. Raises ConfigurationError for a node
@@ -329,18 +339,25 @@ class Reconciler:
         logger.info("%s", text)
         self.decisions.append(ControllerDecision(time.time(), text))
         self.changed.ring()
-        if not self._records_decisions:
-            self._records_decisions = True
-            self._tasks.spawn(self._record_decisions(), "record decisions")
+        self._record_soon()
 
-    async def _record_decisions(self) -> None:
-        """The next controller shows them, too. Failures are only logged: the next record has them again."""
-        async with self.writing:
-            self._records_decisions = False
+    def _record_soon(self) -> None:
+        """Records the state as it is, with the latest decisions."""
+        if not self._records:
+            self._records = True
+            self._tasks.spawn(self._record(), "record")
+
+    async def _record(self) -> None:
+        while self._is_unsure or list(self.decisions) != self.state.decisions:
             try:
-                await self.keep(self.state)
+                async with self.writing:
+                    await self.keep(self.state)
             except TandemError as error:
-                logger.warning("what was decided could not be recorded: %s", error)
+                logger.warning("the state could not be recorded: %s", error)
+                if not self._is_unsure:
+                    break
+                await self._clock.sleep(self.config.timeouts.heartbeat_s)
+        self._records = False
 
     # --- changing the pools
 

@@ -61,21 +61,21 @@ class RolloutWatch:
             elif now - self._unfit_since.setdefault(role, now) >= config.timeouts.machines_s:
                 failed[role.value] = NO_MACHINE.format(role.value)
         outdated = {record.name for record in state.staying_routers if self._fleet.is_outdated(record)}
-        new_places = self._new_places(state, machines)
-        places = {record.place for record in state.staying_routers if record.name in outdated} | new_places
+        places = self._new_places(state, machines)
+        settled = set()
         for new in state.staying_routers:
             router = self._fleet.routers.get(new.name)
-            if router is None or new.place not in places or new.name in outdated:
+            if router is None or new.name in outdated or not (state.rollout and state.rollout.routers):
                 continue
+            places.add(new.place)
             if router.phase is not ProcessPhase.READY or not router.load.accepts:
                 self._ready_since.pop(router.name, None)
             elif now - self._ready_since.setdefault(router.name, now) >= config.rollout.settle_s:
                 ready.add(router.name)
+                settled.add(new.place)
             if why := _why_failed_router(router):
                 failed[router.name] = why
-        settled = {
-            record.place for record in state.staying_routers if record.name in ready or record.name in failed
-        }
+                settled.add(new.place)
         return RolloutFacts(
             ready,
             idle - ready,
@@ -84,7 +84,7 @@ class RolloutWatch:
             self._fleet.longest_wait_s(),
             config.slo.ttft_s,
             self._fleet.config.router.processes,
-            new_places - settled,
+            places - settled,
         )
 
     def _new_places(self, state: ClusterState, machines: Sequence[Host]) -> set[str]:

@@ -40,6 +40,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.info = record.info  # as it last announced itself
         self.load = RouterQueue()  # as it last reported
         self.told = -1  # the membership revision that it last confirmed
+        self._door = ""  # with which it was last launched
         self._admit = admit
         self._beside = beside
         self._wake = wake
@@ -55,12 +56,18 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
 
     def _launch(self) -> RouterHandle:
         # A door whose router has gone is no harm: the new router then opens the socket itself.
+        self._door = self._open_door()
+        return self._context.launcher.launch_router(self.name, self.config, self.host, self._door)
+
+    def _open_door(self) -> str:
         there = [other for other in self._beside() if other._may_have_the_socket]
         there.sort(key=lambda other: (_address(other.config) != _address(self.config), not other.serves))
-        doors = [other.info.door for other in there if other.info is not None]
-        return self._context.launcher.launch_router(
-            self.name, self.config, self.host, doors[0] if doors else ""
-        )
+        return next((other.info.door for other in there if other.info is not None), "")
+
+    def _starts_otherwise(self) -> bool:
+        """Another router of its place may have opened the socket meanwhile."""
+        coming = (ProcessPhase.STARTING, ProcessPhase.RESTARTING)
+        return self._open_door() != self._door or any(other.phase in coming for other in self._beside())
 
     async def _start(self, handle: RouterHandle) -> RouterInfo:
         info = await handle.start(self.report)

@@ -97,6 +97,10 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     def _may_leave_out(self) -> bool:
         return True
 
+    def _starts_otherwise(self) -> bool:
+        """Whether its next start may succeed where the last one could not, with the same configuration."""
+        return False
+
     async def _left_out(self) -> None:
         """Called when it is left out: only an operator's request starts it again."""
 
@@ -151,6 +155,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
                 await handle.stop()
                 # A configuration with which it has worked can work again, for example when enough memory is free.
                 mistaken = isinstance(error, ConfigurationError) and not self._has_worked
+                mistaken = mistaken and not self._starts_otherwise()
                 if (mistaken or failures >= MAX_START_FAILURES) and self._may_leave_out():
                     self._leave_out(error, failures)
                     await self._left_out()

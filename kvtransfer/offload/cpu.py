@@ -17,11 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
+from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.patience import PROBE_S, Absence, GivenUp, Hold
 from tandem.kvtransfer.offload.spec import Copy, Mover
@@ -36,6 +37,18 @@ STOP_GRACE_S = 5.0
 _LOOK_S = 0.5  # between two looks at deadlines while there are copies
 
 
+class MakeMover(Protocol):
+    def __call__(self, copier: Copier, wake: Callable[[], None], name: str) -> CopyThread: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierSurroundings:
+    """What a tier needs of its process. A simulation brings its own."""
+
+    copying: MakeMover = dataclasses.field(default_factory=lambda: CopyThread)
+    files: Files = dataclasses.field(default_factory=SystemFiles)
+
+
 def create(config: TierConfig) -> CpuTier:
     return CpuTier(config)
 
@@ -43,8 +56,9 @@ def create(config: TierConfig) -> CpuTier:
 class CpuTier:
     name = "cpu"
 
-    def __init__(self, config: TierConfig) -> None:
+    def __init__(self, config: TierConfig, around: TierSurroundings | None = None) -> None:
         self._config = config
+        self._around = around or TierSurroundings()
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         config = self._config
@@ -59,7 +73,7 @@ class CpuTier:
         pooled = CudaCopier if memory.tensor.is_cuda else HostCopier
         copier = pooled(memory, num_slots * config.block_factor)
         self._places = copier.places
-        return manager, CopyThread(copier, wake, self.name)
+        return manager, self._around.copying(copier, wake, self.name)
 
     def places(self) -> torch.Tensor:
         """Returns the pool in blocks of the device's size, with as many axes. Callers must not keep it: the tier
@@ -162,12 +176,15 @@ class CudaCopier(Copier):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Queued:
+class QueuedCopy:
     job: Copy
     fence: Any
     is_load: bool
     until: float
     hold: Hold = dataclasses.field(default_factory=Hold)
+
+
+Work = QueuedCopy | Callable[[], None]
 
 
 class CopyThread(Mover):
@@ -188,10 +205,10 @@ class CopyThread(Mover):
         self._changed = threading.Condition(lock)
         self._to_watch = threading.Condition(lock)
         self._watches = False
-        self._loads: deque[_Queued] = deque()
-        self._stores: deque[_Queued] = deque()
+        self._loads: deque[QueuedCopy] = deque()
+        self._stores: deque[QueuedCopy] = deque()
         self._first: deque[Callable[[], None]] = deque()
-        self._current: _Queued | None = None
+        self._current: QueuedCopy | None = None
         self._ended: dict[int, bool | None] = {}
         self._failure: BaseException | None = None
         self._closing = False
@@ -201,10 +218,17 @@ class CopyThread(Mover):
         self._absence = Absence(name, clock)
         self._is_open = False
         self._is_late = False  # it was awaited in vain
-        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
-        self._watch = threading.Thread(target=self._watch_deadlines, name="kv-tier-watch", daemon=True)
-        self._thread.start()
-        self._watch.start()
+        self._threads = self._started()
+
+    def _started(self) -> Sequence[threading.Thread]:
+        """Has the copier opened and the copies made: the first thread does that."""
+        threads = [
+            threading.Thread(target=self._run, name="kv-tier", daemon=True),
+            threading.Thread(target=self._watch_deadlines, name="kv-tier-watch", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
 
     # ── what the step thread calls ──
 
@@ -221,9 +245,9 @@ class CopyThread(Mover):
         fence = self._copier.fence() if stores else None
         with self._changed:
             now = self._clock()
-            queued = [_Queued(job, None, True, now + job.within_s) for job in loads]
+            queued = [QueuedCopy(job, None, True, now + job.within_s) for job in loads]
             self._loads += queued
-            self._stores += [_Queued(job, fence, False, now + job.within_s) for job in stores]
+            self._stores += [QueuedCopy(job, fence, False, now + job.within_s) for job in stores]
             if self.left_out:
                 self._drop_queued()
             self._changed.notify_all()
@@ -308,7 +332,7 @@ class CopyThread(Mover):
         self._loads.clear()
         self._stores.clear()
 
-    def _give_up(self, queued: _Queued) -> None:
+    def _give_up(self, queued: QueuedCopy) -> None:
         self._given_up += 1
         self._ended[queued.job.job] = None
         self._wake()
@@ -317,16 +341,9 @@ class CopyThread(Mover):
 
     def _run(self) -> None:
         try:
-            self._copier.open()
-            with self._changed:
-                self._is_open = True
-                self._changed.notify_all()
+            self.open()
             while (work := self._next()) is not None:
-                if isinstance(work, _Queued):
-                    with contextlib.suppress(GivenUp):
-                        self._end(work, self._copier.copy(work.job, work.is_load, work.fence, work.hold))
-                else:
-                    self._do(work)
+                self.do(work)
         except BaseException as error:
             if not self._is_open and self._is_late:
                 logger.error("a tier that was not open in time cannot be opened: %s", error)
@@ -335,27 +352,50 @@ class CopyThread(Mover):
                 self._changed.notify_all()
             self._wake()
 
-    def _next(self) -> _Queued | Callable[[], None] | None:
+    def open(self) -> None:
+        self._copier.open()
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def _next(self) -> Work | None:
         with self._changed:
             while True:
-                if self._absence.why:
-                    left = self._absence.until - self._clock()
-                    if self._closing:
-                        return self._first[0] if self._first else None
-                    if left <= 0:
-                        return self._probe
-                    self._changed.wait(left)
-                    continue
-                if self._first:
-                    return self._first[0]
+                work, wait_s = self.take()
+                if work is not None or self._closing:
+                    return work
+                self._changed.wait(wait_s)
+
+    def take(self) -> tuple[Work | None, float | None]:
+        """Returns what is to be done now. If that is nothing, also in how many seconds something is; None: when something new comes."""
+        with self._changed:
+            if self._absence.why:
+                left = self._absence.until - self._clock()
                 if self._closing:
-                    return None
-                queue = self._loads or self._stores
-                if queue:
-                    self._current = queue.popleft()
-                    self._changed.notify_all()
-                    return self._current
-                self._changed.wait()
+                    return self._first[0] if self._first else None, None
+                return (self._probe, None) if left <= 0 else (None, left)
+            if self._first:
+                return self._first[0], None
+            queue = self._loads or self._stores
+            if self._closing or not queue:
+                return None, None
+            self._current = queue.popleft()
+            self._changed.notify_all()
+            return self._current, None
+
+    def do(self, work: Work) -> None:
+        """Does what `take` has returned."""
+        if isinstance(work, QueuedCopy):
+            self.end(work, self.copy(work))
+        else:
+            self._do(work)
+
+    def copy(self, queued: QueuedCopy) -> bool | None:
+        """Returns whether every byte is right; None: it was given up before it had touched the device's blocks."""
+        try:
+            return self._copier.copy(queued.job, queued.is_load, queued.fence, queued.hold)
+        except GivenUp:
+            return None
 
     def _do(self, work: Callable[[], None]) -> None:
         problem = ""
@@ -384,7 +424,8 @@ class CopyThread(Mover):
             else:
                 self._leave_out("a small read and write did not succeed in a second")
 
-    def _end(self, queued: _Queued, right: bool) -> None:
+    def end(self, queued: QueuedCopy, right: bool | None) -> None:
+        """The copy has been made, and this is what `copy` has returned."""
         with self._changed:
             if self._current is not queued:
                 return  # it was given up meanwhile
@@ -409,7 +450,8 @@ class CopyThread(Mover):
             hangs = bool(self.left_out) and not self._first
             self._changed.notify_all()
             self._to_watch.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(0.0 if hangs else STOP_GRACE_S)
-            if not self._thread.is_alive():
-                self._copier.close()
+        for thread in self._threads[:1]:
+            if thread.is_alive():
+                thread.join(0.0 if hangs else STOP_GRACE_S)
+                if not thread.is_alive():
+                    self._copier.close()

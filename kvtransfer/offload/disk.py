@@ -21,11 +21,9 @@ Nodes of one machine with the same folder take a file each: the first one that n
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import itertools
 import logging
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,7 +35,8 @@ import xxhash
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread
+from tandem.kvtransfer.offload.cpu import Copier, TierSurroundings
+from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManager, filtered
 from tandem.kvtransfer.offload.patience import OPEN_S, Hold
 from tandem.kvtransfer.offload.policies import Key
@@ -57,7 +56,6 @@ _GENERATION = struct.Struct("<8sQ")  # magic, generation; then the checksum of b
 _HEADER = struct.Struct(f"<8sQQH{_KEY_BYTES}s16s")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES = 4096  # a page of its own, so that writing it touches no chunk
-MOST_FILES = 256
 
 
 class _SourcesFile(msgspec.Struct, frozen=True):
@@ -72,8 +70,9 @@ def create(config: TierConfig) -> DiskTier:
 class DiskTier:
     name = "disk"
 
-    def __init__(self, config: TierConfig) -> None:
+    def __init__(self, config: TierConfig, around: TierSurroundings | None = None) -> None:
         self._config = config
+        self._around = around or TierSurroundings()
         self._followed: int | None = None
         self.recall = TierSources()
 
@@ -89,14 +88,14 @@ class DiskTier:
         void: set[int] = set()
 
         def opened() -> SlotFile:
-            file = SlotFile(Path(config.disk or ""), name, num_slots, slot_bytes, void)
+            file = SlotFile(Path(config.disk or ""), name, num_slots, slot_bytes, void, self._around.files)
             if self._followed is not None:
                 file.follow(self._followed)
             self.recall.found(file.sources)
             return file
 
         copier = DiskCopier(memory, opened, config.block_factor)
-        thread = CopyThread(copier, wake, f"disk ({config.disk})")
+        thread = self._around.copying(copier, wake, f"disk ({config.disk})")
         if not thread.await_open(OPEN_S):
             logger.error(
                 "cache.tiers: disk %r does not answer within %g s: the node starts without this tier, and uses it once it does",
@@ -208,23 +207,29 @@ class SlotFile:
     """The file and its lock. Only the thread that copies uses it."""
 
     def __init__(
-        self, folder: Path, name: str, num_slots: int, slot_bytes: int, void: set[int] | None = None
+        self,
+        folder: Path,
+        name: str,
+        num_slots: int,
+        slot_bytes: int,
+        void: set[int] | None = None,
+        files: Files | None = None,
     ) -> None:
         """`void`: slots to which nothing is written, because what their stores hold was forgotten. The step thread changes it."""
+        self._files = files = files or SystemFiles()
         self._num_slots = num_slots
         self._void = void if void is not None else set()
         self._slot_bytes = slot_bytes
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file, path = _first_unlocked(folder, name)
-            self._sources_path = path.with_suffix(".sources")
+            self._file = files.open_first(folder, name)
+            self._sources_path = self._file.path.with_suffix(".sources")
             size = HEADER_BYTES + num_slots * slot_bytes
-            there = os.fstat(self._file).st_blocks * 512
-            if (free := shutil.disk_usage(folder).free) + there < size:
+            there = self._file.allocated_bytes
+            if (free := files.free_bytes(folder)) + there < size:
                 raise ConfigurationError(
                     f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
                 )
-            os.ftruncate(self._file, size)
+            self._file.resize(size)
             self._resets = 0
             self._generation = self._stored_generation()
             self.sources = self._read_sources()
@@ -246,7 +251,7 @@ class SlotFile:
         return self._content
 
     def _stored_generation(self) -> int:
-        raw = os.pread(self._file, _GENERATION.size + _CHECKSUM_BYTES, 0)
+        raw = self._file.read(_GENERATION.size + _CHECKSUM_BYTES, 0)
         if (content := _checked(raw, _GENERATION, 0)) is not None:
             return int(content[1])
         # A new file, or not one of ours: no header in it has this generation.
@@ -255,8 +260,8 @@ class SlotFile:
         return generation
 
     def _store_generation(self, generation: int) -> None:
-        os.pwrite(self._file, _with_checksum(_GENERATION.pack(_MAGIC, generation), 0), 0)
-        os.fdatasync(self._file)
+        self._file.write(_with_checksum(_GENERATION.pack(_MAGIC, generation), 0), 0)
+        self._file.sync()
 
     @property
     def generation(self) -> int:
@@ -278,29 +283,18 @@ class SlotFile:
     def forget(self, keys: set[bytes]) -> None:
         for slot, key in enumerate(self._named):
             if key in keys:
-                os.pwrite(self._file, bytes(_HEADER.size), self._start(slot))
+                self._file.write(bytes(_HEADER.size), self._start(slot))
                 self._named[slot] = None
-        os.fdatasync(self._file)
+        self._file.sync()
 
     def keep_sources(self, kept: KeptSources) -> None:
         content = msgspec.msgpack.encode(_SourcesFile(self._generation + self._resets, kept))
-        beside = self._sources_path.with_suffix(".new")
-        with beside.open("wb") as file:
-            file.write(_with_checksum(content, 0))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self._sources_path)
-        folder = os.open(self._sources_path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self._files.replace(self._sources_path, _with_checksum(content, 0))
 
     def _read_sources(self) -> KeptSources:
         """Forgets everything if it is not known from where the KV came."""
-        if not self._sources_path.exists():
+        if (raw := self._files.content(self._sources_path)) is None:
             return KeptSources()
-        raw = self._sources_path.read_bytes()
         content = raw[:-_CHECKSUM_BYTES]
         try:
             if raw != _with_checksum(content, 0):
@@ -318,7 +312,7 @@ class SlotFile:
 
     def _header(self, slot: int) -> tuple[int, bytes, bytes] | None:
         """Returns when the slot was written, its key, and its chunk's checksum; None if the header is not valid."""
-        raw = os.pread(self._file, _HEADER.size + _CHECKSUM_BYTES, self._start(slot))
+        raw = self._file.read(_HEADER.size + _CHECKSUM_BYTES, self._start(slot))
         if (content := _checked(raw, _HEADER, slot + 1)) is None:
             return None
         _, generation, when, length, key, checksum = content
@@ -339,8 +333,8 @@ class SlotFile:
         self._named[slot] = key
         try:
             return (
-                os.pwrite(self._file, header, start) == len(header)
-                and os.pwrite(self._file, chunk, start + HEADER_BYTES) == chunk.nbytes
+                self._file.write(header, start) == len(header)
+                and self._file.write(chunk, start + HEADER_BYTES) == chunk.nbytes
             )
         except OSError:
             return False  # the disk is full or broken
@@ -351,7 +345,7 @@ class SlotFile:
             header = self._header(slot)
             if header is None or header[1] != key:
                 return False
-            count = os.preadv(self._file, [into], self._start(slot) + HEADER_BYTES)
+            count = self._file.read_into(into, self._start(slot) + HEADER_BYTES)
         except OSError:
             return False
         return count == into.nbytes and xxhash.xxh3_128_digest(into) == header[2]
@@ -360,15 +354,15 @@ class SlotFile:
         """Writes the rest of the first page, and reads it back from the disk itself. Returns whether that went well."""
         start, nonce = HEADER_BYTES // 2, os.urandom(16)
         try:
-            os.pwrite(self._file, nonce, start)
-            os.fdatasync(self._file)
-            os.posix_fadvise(self._file, 0, HEADER_BYTES, os.POSIX_FADV_DONTNEED)
-            return os.pread(self._file, len(nonce), start) == nonce
+            self._file.write(nonce, start)
+            self._file.sync()
+            self._file.drop_cached(HEADER_BYTES)
+            return self._file.read(len(nonce), start) == nonce
         except OSError:
             return False
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
 def _with_checksum(content: bytes, seed: int) -> bytes:
@@ -380,19 +374,6 @@ def _checked(raw: bytes, layout: struct.Struct, seed: int) -> tuple[Any, ...] | 
     if raw[:8] != _MAGIC or len(raw) != layout.size + _CHECKSUM_BYTES or raw != _with_checksum(content, seed):
         return None
     return layout.unpack(content)
-
-
-def _first_unlocked(folder: Path, name: str) -> tuple[int, Path]:
-    for number in range(MOST_FILES):
-        path = folder / f"{name}-{number}.kv"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-        else:
-            return file, path
-    raise ConfigurationError(f"cache.tiers: {folder} is in use by {MOST_FILES} processes")
 
 
 class DiskCopier(Copier):

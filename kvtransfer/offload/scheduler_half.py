@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.base import (
@@ -110,7 +110,10 @@ class _Entry:
 
 
 class TierScheduler(SchedulerConnector):
-    def __init__(self, groups: Sequence[BlockGroup], tier: Tier) -> None:
+    def __init__(
+        self, groups: Sequence[BlockGroup], tier: Tier, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._prefixes = Prefixes(groups, tier.block_factor)
         self._block_size = self._prefixes.block_size
         self._factor = tier.block_factor
@@ -216,7 +219,7 @@ class TierScheduler(SchedulerConnector):
             ]
         job = next(self._numbers)
         self._jobs[job] = _Load(
-            request.request_id, end * self._block_size, keys, slots, num_tokens, time.monotonic()
+            request.request_id, end * self._block_size, keys, slots, num_tokens, self._clock()
         )
         self._loading.update(keys)
         entry.jobs.add(job)
@@ -448,7 +451,7 @@ class TierScheduler(SchedulerConnector):
             self._tier.manager.forget(load.keys)
         if right:
             self._tier.loaded_tokens += load.tokens
-            self._tier.loading_seconds += time.monotonic() - load.began
+            self._tier.loading_seconds += self._clock() - load.began
             output.finished_recving[load.request_id] = Handoff(None, load.num_tokens)
         else:
             output.failed_recving[load.request_id] = LoadFailure(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+
 import msgspec
 
 from tandem.base.errors import ConfigurationError, InternalError
@@ -94,9 +97,8 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "cache.tiers: block_factor must be 1 for this model, which has attention windows: a window begins within a "
             "larger block, and what lies before it in that block is gone"
         )
-    shares = context.remote or context.mirror
     if context.tier_lines:
-        if shares:
+        if context.remote or context.mirror:
             raise ConfigurationError(
                 "cache.remote and cache.mirror copy rank 0's part of a tier, and this node's ranks keep theirs apart: leave them out"
             )
@@ -104,12 +106,20 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
         tiers = [Tier(TierOfRanks(config, lines), config.block_factor) for config in context.tiers]
     else:
         tiers = [create_tier(config) for config in context.tiers]
+    return halves_of(tiers, context)
+
+
+def halves_of(
+    tiers: Sequence[Tier], context: ConnectorContext, clock: Callable[[], float] = time.monotonic
+) -> list[tuple[SchedulerConnector, WorkerConnector]]:
+    """Makes the connector of each of these tiers, the nearest first."""
     for tier in tiers:
         if isinstance(tier.spec, DiskTier | TierOfRanks):
             tier.spec.recall = tier.recall = TierSources(context.sources)
+    shares = context.remote or context.mirror
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
     return [
-        (TierScheduler(context.groups, tier), TierWorker(context, tier, is_shared=tier is shared))
+        (TierScheduler(context.groups, tier, clock), TierWorker(context, tier, is_shared=tier is shared))
         for tier in tiers
     ]
 

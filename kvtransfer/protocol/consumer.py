@@ -168,12 +168,15 @@ class Consumer:
             self._sources.clear()  # the engine gives up everything
             self._distrusted(f"{key.node_id} distrusts its own cache, from which KV was received")
 
+    @property
+    def seconds_until_ask(self) -> float:
+        return max(0.0, self._asked_sources_at + ASK_S - self._side.clock())
+
     def _ask_sources(self) -> None:
         """Asks every node that KV has come from for a sign, so that we hear of a new generation of its cache."""
-        now = self._side.clock()
-        if now < self._asked_sources_at + ASK_S:
+        if self.seconds_until_ask > 0:
             return
-        self._asked_sources_at = now
+        self._asked_sources_at = self._side.clock()
         accused = [peer for peer, _ in self._accused.values()][-MOST_ACCUSED:]
         for peer in dict.fromkeys([*self._sources.to_ask(), *accused]):
             self._ask(peer)

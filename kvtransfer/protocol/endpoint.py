@@ -296,6 +296,11 @@ class TransferEndpoint:
     def is_idle(self) -> bool:
         return self.producer.is_idle and self.consumer.is_idle
 
+    @property
+    def seconds_until_ask(self) -> float:
+        """Until the peers from which KV came are asked for a sign again."""
+        return self.consumer.seconds_until_ask
+
     def shutdown(self) -> bool:
         """Ends everything that can end now. False while a handle is in flight or a peer may write."""
         return self.producer.shutdown() & self.consumer.shutdown()
@@ -371,7 +376,9 @@ class ProtocolLoop:
         self._poll_s = POLL_MIN_S
         if activity is Activity.DUE:
             return 0.0
-        return ASK_S if endpoint.is_idle else max(0.0, self._next_tick - self._clock())
+        if endpoint.is_idle:
+            return max(endpoint.seconds_until_ask, self._next_tick - self._clock(), 0.0)
+        return max(0.0, self._next_tick - self._clock())
 
     def _take(self, endpoint: TransferEndpoint, timeout: float) -> bool:
         """Handles what has arrived, at most ITEMS_PER_TURN; waits for the first item. False: stop."""

@@ -343,7 +343,7 @@ def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:
 
 
 def asked_tokens(plan: GenerationPlan) -> list[int | None]:
-    return [spec.sampling.max_tokens for spec in plan.specs]
+    return [spec.facts.sampling.max_tokens for spec in plan.specs]
 
 
 def notes_of(generation: Generation, tokens: int) -> str:

@@ -19,6 +19,7 @@ class FakeEndpoint:
 
     def __init__(self) -> None:
         self.is_idle = True
+        self.seconds_until_ask = 5.0
         self.pumped = 0
         self.ticked = 0
         self.activity = Activity.NONE
@@ -172,3 +173,15 @@ def test_stopping_waits_for_what_is_in_flight_and_no_longer_than_allowed() -> No
     running.loop.stop(0.1)
     assert time.monotonic() - began < 2
     running.loop.stop(0.1)  # idempotent
+
+
+def test_a_message_does_not_put_off_the_question_to_peers_whose_kv_is_here() -> None:
+    now = 100.0
+    loop = ProtocolLoop("quiet", ProtocolSettings(), lambda: now, on_failure=lambda: None)
+    endpoint: Any = FakeEndpoint()
+    assert loop.turn(endpoint, 0.0) == pytest.approx(5.0)
+    now += 4.9
+    endpoint.seconds_until_ask = 0.1
+    loop.message(MESSAGE)
+    assert loop.turn(endpoint, 0.0) == pytest.approx(0.1)
+    assert endpoint.handled == [MESSAGE]

@@ -91,7 +91,7 @@ def test_loads_go_before_stores() -> None:
         assert (thread.stored_bytes, thread.loaded_bytes) == (3 * copier.block_bytes, copier.block_bytes)
     finally:
         thread.close()
-    assert not thread._thread.is_alive()
+    assert not thread._threads[0].is_alive()
 
 
 def test_a_thread_that_died_is_an_error_and_no_silence() -> None:

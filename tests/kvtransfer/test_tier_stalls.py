@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import torch
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload import disk
-from tandem.kvtransfer.offload.cpu import Copier, CopyThread
-from tandem.kvtransfer.offload.disk import HEADER_BYTES, SlotFile
+from tandem.kvtransfer.offload.cpu import Copier, CopyThread, TierSurroundings
+from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier, SlotFile
 from tandem.kvtransfer.offload.patience import (
     FIRST_OUT_S,
     LEAST_LOAD_S,
@@ -24,7 +25,7 @@ from tandem.kvtransfer.offload.patience import (
     GivenUp,
     Hold,
 )
-from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
+from tandem.kvtransfer.offload.spec import Copy, Tier
 from tests.kvtransfer.kv_tiers import PATIENCE_S, ended
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
@@ -71,12 +72,12 @@ def memory() -> KVCacheMemory:
     return KVCacheMemory(torch.rand(16, 2, 2, 3, 4, 8), "m", 2, 1, 100)
 
 
-def open_tier(folder: Path, cache: KVCacheMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Tier:
+def open_tier(folder: Path, cache: KVCacheMemory, clock: Clock) -> Tier:
     def with_clock(copier: Copier, wake: Callable[[], None], name: str) -> CopyThread:
         return CopyThread(copier, wake, name, clock)
 
-    monkeypatch.setattr(disk, "CopyThread", with_clock)
-    tier = create_tier(TierConfig(disk=str(folder), size=8 * (HEADER_BYTES + cache.block_bytes)))
+    config = TierConfig(disk=str(folder), size=8 * (HEADER_BYTES + cache.block_bytes))
+    tier = Tier(DiskTier(config, TierSurroundings(with_clock)), config.block_factor)
     tier.open(cache, lambda: None)
     return tier
 
@@ -102,14 +103,14 @@ def store(tier: Tier, job: int, keys: list[bytes], blocks: list[int]) -> None:
 
 
 def test_copies_that_a_full_disk_refuses_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier(tmp_path, memory(), Clock(), monkeypatch)
+    tier = open_tier(tmp_path, memory(), Clock())
     room = tier.manager.prepare_store(KEYS[:1])
     assert room is not None
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     tier.mover.submit([Copy(1, [1], room.slots, room.keys)], [])
     assert ended(tier.mover, 1) == {1: False}
     assert (tier.status().given_up, tier.status().stored_bytes) == (1, 0)
@@ -117,10 +118,10 @@ def test_copies_that_a_full_disk_refuses_are_counted(tmp_path: Path, monkeypatch
 
 
 def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk
+    tmp_path: Path, hung: Disk
 ) -> None:
     cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock, monkeypatch)
+    tier = open_tier(tmp_path, cache, clock)
     store(tier, 0, KEYS[:2], [1, 2])
     hung.hang("read")
     slots = tier.manager.prepare_load(KEYS[:1])
@@ -152,11 +153,9 @@ def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(
 
 
 @pytest.mark.parametrize("call", ["write", "forget_all"])
-def test_a_write_that_does_not_return_holds_no_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk, call: str
-) -> None:
+def test_a_write_that_does_not_return_holds_no_block(tmp_path: Path, hung: Disk, call: str) -> None:
     cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock, monkeypatch)
+    tier = open_tier(tmp_path, cache, clock)
     store(tier, 0, KEYS[:1], [1])
     hung.hang(call)
     if call == "forget_all":
@@ -172,10 +171,10 @@ def test_a_write_that_does_not_return_holds_no_block(
 
 
 def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk
+    tmp_path: Path, hung: Disk
 ) -> None:
     cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock, monkeypatch)
+    tier = open_tier(tmp_path, cache, clock)
     store(tier, 0, KEYS[:1], [1])
     hung.hang("read")
     slots = tier.manager.prepare_load(KEYS[:1])
@@ -184,7 +183,7 @@ def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_star
     tier.manager.reset()
     hung.go_on.set()
     tier.close()
-    tier = open_tier(tmp_path, cache, clock, monkeypatch)
+    tier = open_tier(tmp_path, cache, clock)
     assert tier.manager.lookup(KEYS[:1]) == 0
     tier.close()
 
@@ -193,12 +192,12 @@ def test_a_node_starts_while_its_disk_hangs_and_finds_what_is_there_when_it_answ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk
 ) -> None:
     cache, clock = memory(), Clock()
-    tier = open_tier(tmp_path, cache, clock, monkeypatch)
+    tier = open_tier(tmp_path, cache, clock)
     store(tier, 0, KEYS[:2], [1, 2])
     tier.close()
     monkeypatch.setattr(disk, "OPEN_S", 0.05)
     hung.hang("__init__")
-    tier = open_tier(tmp_path, cache, clock, monkeypatch)
+    tier = open_tier(tmp_path, cache, clock)
     assert "not answered since the start" in tier.status().left_out
     tier.mover.submit([Copy(1, [2], [3], [KEYS[2]])], [])
     assert tier.mover.take_ended() == {1: None}
@@ -208,12 +207,10 @@ def test_a_node_starts_while_its_disk_hangs_and_finds_what_is_there_when_it_answ
     tier.close()
 
 
-def test_a_store_that_waits_too_long_is_dropped_and_the_tier_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: Disk
-) -> None:
+def test_a_store_that_waits_too_long_is_dropped_and_the_tier_goes_on(tmp_path: Path, hung: Disk) -> None:
     """A disk that cannot keep up with what is computed is no reason to leave it out."""
     clock = Clock()
-    tier = open_tier(tmp_path, memory(), clock, monkeypatch)
+    tier = open_tier(tmp_path, memory(), clock)
     hung.hang("write")
     tier.mover.submit([Copy(1, [1], [0], KEYS[:1], within_s=100.0)], [])
     assert hung.entered.wait(PATIENCE_S)

@@ -35,7 +35,12 @@ def _root() -> int:
 
 
 def next_cell(before: int, token: int) -> int:
-    return mixed(before + (token + 1) * _SALT)
+    return as_floats(mixed(before + (token + 1) * _SALT))
+
+
+def as_floats(value: int) -> int:
+    """A number whose halves are floats between 1 and 2, or -2 and -1, so that who compares KV sees by how much it differs."""
+    return value & 0x807FFFFF807FFFFF | 0x3F8000003F800000
 
 
 def token_of(last: int, folded: int) -> int:
@@ -76,6 +81,8 @@ class WorldModel:
         self._block_size = block_size
         self._took = took
         self._rows: dict[str, _Row] = {}
+        # Called before the next prompt is computed; one of its tokens then comes out as this number
+        self.goes_wrong: Callable[[list[int]], int] | None = None
         self.grammars = None
         self.adapters = None
         self.states_wait = False
@@ -93,6 +100,14 @@ class WorldModel:
             num_blocks=num_blocks,
             content="world",
         )
+
+    @property
+    def block_bytes(self) -> int:
+        return self.kv_cache[0].nbytes
+
+    def corrupt(self, block: int, offset: int, value: int) -> None:
+        """Writes another token's KV there, whole and well-formed."""
+        self._write(block, offset, as_floats(value))
 
     def forget_requests(self) -> None:
         self._rows.clear()
@@ -133,8 +148,13 @@ class WorldModel:
             # Every part of a token has its own number; the key of layer 0 goes on
             cell = int(there[-1, 0, 0]) if first else _root()
             folded = self._folded(there)
+            wrong_at = -1
+            if self.goes_wrong is not None and count >= self._block_size:
+                wrong_at, goes_wrong, self.goes_wrong = first + count // 3, self.goes_wrong, None
             for position in range(first, end):
                 cell = next_cell(cell, row.tokens[position])
+                if position == wrong_at:
+                    cell = as_floats(goes_wrong(row.tokens))
                 self._write(int(blocks[position]), int(offsets[position]), cell)
                 folded = (folded + cell) & _MASK
             if end == len(row.tokens):

@@ -15,12 +15,14 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import CacheConfig, EngineConfig, Reserve, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kvtransfer.base import ConnectorContext
+from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.multi import joined
 from tandem.kvtransfer.protocol.commands import Command
 from tandem.kvtransfer.protocol.endpoint import ASK_S, ProtocolLoop, TransferEndpoint
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
 from tandem.kvtransfer.protocol.settings import parse_direction
+from tandem.kvtransfer.sources import NodeSources
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Item, Mailbox
 from tandem.node.service import NodeService
@@ -30,10 +32,13 @@ from tandem.wire.lines import LetterToNode, Lines, Position
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import ToNode
+from tests.world.disk import WorldDisk
 from tests.world.model import WorldModel
 from tests.world.moves import Fabric, WorldTransport
 from tests.world.network import Network
+from tests.world.news import WorldNews
 from tests.world.process import Process, Timer
+from tests.world.tiers import NodeTiers, TierSetting
 
 MODEL = "world"
 BLOCK_SIZE = 4
@@ -176,6 +181,10 @@ class WorldNode:
         *,
         num_blocks: int = 64,
         ahead: bool = False,
+        tiers: TierSetting,
+        scheduler: dict[str, Any],
+        has_news: bool,
+        disk: WorldDisk,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
         self.process = process
@@ -193,21 +202,31 @@ class WorldNode:
                     max_num_batched_tokens=rng.choice([16, 32, 64]),
                     max_num_seqs=8,
                     reserve=rng.choice(list(Reserve)),
+                    **scheduler,
                 ),
             ),
             transfer=transfer if role is not Role.AGGREGATED else None,
         )
         self.mailbox = mailbox = WorldMailbox()
         self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took)
-        scheduler_half, self.worker = None, None
+        parts: list[tuple[SchedulerConnector, WorkerConnector]] = []
+        context = ConnectorContext(
+            process.name,
+            epoch,
+            "10.0.0.1",
+            BLOCK_SIZE,
+            transfer,
+            mailbox.wake,
+            groups=model.info.groups,
+            sources=NodeSources(process.clock),
+        )
         if role is not Role.AGGREGATED:
             transport = WorldTransport(fabric, process)
-            context = ConnectorContext(process.name, epoch, "10.0.0.1", BLOCK_SIZE, transfer, mailbox.wake)
-            scheduler_half = half = WatchedHalf(BLOCK_SIZE)
+            half = WatchedHalf(BLOCK_SIZE)
             fabric.num_free_among[transport.memory_name] = lambda blocks: half.tables.pool.num_free_among(
                 blocks
             )
-            self.worker = WorkerHalf(
+            worker = WorkerHalf(
                 context,
                 transport,
                 parse_direction(transfer.direction),
@@ -220,6 +239,25 @@ class WorldNode:
                     channel=lambda host, name, on_message: WorldChannel(network, process, on_message),
                 ),
             )
+            parts.append((half, worker))
+        self.tiers = NodeTiers(
+            context,
+            model.block_bytes,
+            tiers,
+            process,
+            disk,
+            rng,
+            lambda blocks: self.scheduler._state.cache.pool.num_free_among(blocks),
+            fabric.on_broken,
+        )
+        if len(self.tiers.halves) > 1:
+            parts.append(joined(self.tiers.halves, longest=True))
+        else:
+            parts += self.tiers.halves
+        self.worker: WorkerConnector | None
+        scheduler_half, self.worker = (
+            (None, None) if not parts else parts[0] if len(parts) == 1 else joined(parts, longest=False)
+        )
         self.scheduler = Scheduler(
             config.engine.scheduler,
             config.engine.cache,
@@ -240,7 +278,20 @@ class WorldNode:
         )
         self.line = WorldLine(network, process, epoch, lambda: self.step_s)
         rules = PrefillRules() if role is Role.PREFILL else DecodeRules(role)
-        self.service = NodeService(config, epoch, rules, self.engine, mailbox, self.line, process.clock)
+        if has_news:
+            self.scheduler.tell_cache_events()
+        self.service = NodeService(
+            config,
+            epoch,
+            rules,
+            self.engine,
+            mailbox,
+            self.line,
+            process.clock,
+            news=(lambda tell: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
+            if has_news
+            else None,
+        )
         self.line.deliver = self.service.receive
         self.line.begun = self.service.line_begun
         self.line.replaced = self.service.router_replaced
@@ -260,6 +311,7 @@ class WorldNode:
             max_model_len=MAX_LEN,
             block_size=BLOCK_SIZE,
             content="world",
+            pin_seconds=config.engine.scheduler.pins_for_s,
         )
 
     def _took(self, seconds: float) -> None:
@@ -275,6 +327,7 @@ class WorldNode:
             self._turns_taken += 1
             if self._turns_taken % AUDITED == 0:
                 self.scheduler.check_integrity()
+                self.tiers.check_integrity()
         except BaseException as error:
             self._on_broken(self.process.name, error)
             return None
@@ -289,6 +342,11 @@ class WorldNode:
     # ── how it stands ──
 
     @property
+    def generation(self) -> int:
+        """Of its cache."""
+        return self.scheduler._state.totals.cache_generation
+
+    @property
     def is_quiet(self) -> bool:
         stats = self.scheduler.stats()
         return (
@@ -297,6 +355,13 @@ class WorldNode:
             and stats.free_blocks == stats.total_blocks
             and (self.worker is None or not self.worker.stats().in_progress)
         )
+
+    @property
+    def has_room_for_any(self) -> bool:
+        """Whether the longest request fits beside the blocks that a silent peer may still write to."""
+        stats = self.scheduler.stats()
+        held = stats.held_blocks + (self.worker.stats().quarantined_blocks if self.worker is not None else 0)
+        return stats.total_blocks - held >= -(-MAX_LEN // BLOCK_SIZE)
 
     def left_over(self) -> str:
         stats = self.scheduler.stats()

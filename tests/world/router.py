@@ -80,7 +80,9 @@ class WorldRouter:
             open_outbox=lambda: _Outbox(network, process),
             clock=process.clock,
         )
-        chooser = Chooser(self.pool, config.policy, config.local_prefill, config.limits.cached_blocks)
+        self.chooser = chooser = Chooser(
+            self.pool, config.policy, config.local_prefill, config.limits.cached_blocks
+        )
         self.dispatcher = Dispatcher(config, links, self.pool, chooser, RouterMetrics(MODEL), process.clock)
         links.listen(
             self.dispatcher.on_tokens,

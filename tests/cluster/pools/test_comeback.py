@@ -13,7 +13,7 @@ from tandem.cluster.pools.state import UnknownState
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeState, Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
 
 replace = msgspec.structs.replace
@@ -160,6 +160,28 @@ async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> No
         await rig.controller.start()
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}, "it was asked for, and served"
+
+
+@in_loop
+async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the_next_controller() -> None:
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(1.0)
+        save = rig.store.save
+
+        async def save_without_an_answer(kept: bytes) -> None:
+            await save(kept)
+            rig.store.save = save  # type: ignore[method-assign]
+            raise Unavailable("Ray's control store did not answer in time")
+
+        rig.store.save = save_without_an_answer  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await rig.controller.scale({Role.DECODE: 3})
+        await rig.clock.advance(1.0)
+        await rig.kill_controller()
+        await rig.controller.start()
+        await rig.clock.advance(20.0)
+        assert [node.node_id for node in (await rig.controller.view()).nodes] == ["prefill-0", "decode-0"]
 
 
 @in_loop

@@ -33,6 +33,16 @@ async def test_routers_are_told_what_is_paused_and_the_next_controller_knows_it(
 
 
 @in_loop
+async def test_a_node_that_goes_takes_its_pause_along() -> None:
+    async with Rig(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
+        await rig.controller.start()
+        await rig.controller.pause(["decode-1"])
+        await rig.controller.drain_node("decode-1", 1.0)
+        await settle()
+        assert (await rig.controller.view()).paused == rig.launcher.router.paused == []
+
+
+@in_loop
 async def test_a_node_is_resumed_as_it_was_paused() -> None:
     async with Rig(*PD) as rig:
         await rig.controller.start()
@@ -60,6 +70,31 @@ async def test_what_waits_for_the_end_of_a_pause_makes_no_pool_grow() -> None:
         await rig.controller.resume([])
         await rig.clock.advance(30.0)
         assert (await pool_of(rig, Role.DECODE)).wanted > 1
+
+
+@in_loop
+async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_is() -> None:
+    config = TandemConfig(
+        router=RouterConfig(tokenizer_path="model", model_name="fake"),
+        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
+    )
+    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
+    async with Rig(pools=limits, config=config) as rig:
+        await rig.controller.start()
+        rig.launcher.router.load = RouterQueue(9, 60.0)
+        save, may_save = rig.store.save, asyncio.Event()
+
+        async def save_late(kept: bytes) -> None:
+            await may_save.wait()
+            await save(kept)
+
+        rig.store.save = save_late  # type: ignore[method-assign]
+        pausing = asyncio.create_task(rig.controller.pause([]))
+        await rig.clock.advance(20.0)
+        may_save.set()
+        await pausing
+        await settle()
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
 @in_loop

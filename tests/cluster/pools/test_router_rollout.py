@@ -195,6 +195,54 @@ async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place
         assert any("got SIGTERM" in one.text for one in view.decisions)
 
 
+@in_loop
+async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_itself() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+
+        def broken(router: FakeRouter, _: int) -> None:
+            router.start_error, router.starts_at_once = ConfigurationError("there is no such template"), False
+
+        rig.launcher.prepare["router~2"] = broken
+        old = rig.launcher.router
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(1.0)
+        old.load = RouterQueue(is_ending=True)
+        await rig.clock.advance(2.0)
+        rig.launcher.router.may_start.set()
+        await rig.clock.advance(LONG_S)
+        view = await rig.controller.view()
+        assert any(
+            "taken back: router~2" in one.text and "no such template" in one.text for one in view.decisions
+        )
+        (router,) = running(rig).values()
+        assert router.config == rig.config.router
+        assert router.node_ids == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_new_router_that_comes_just_before_the_old_one_is_back_gets_its_socket_then() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        old = rig.launcher.router
+        old.die()
+        rig.launcher.prepare["router"] = lambda router, _: setattr(router, "starts_at_once", False)
+        await rig.clock.advance(1.5)
+        taken = ConfigurationError("router.port: cannot listen: Address already in use")
+        rig.launcher.prepare["router~2"] = lambda router, earlier: setattr(
+            router, "start_error", None if earlier else taken
+        )
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(0.5)
+        (back,) = [router for router in running(rig).values() if router.name == "router"]
+        back.may_start.set()
+        await rig.clock.advance(LONG_S)
+        view = await rig.controller.view()
+        assert (view.rollout, [one.text for one in view.decisions if "taken back" in one.text]) == (None, [])
+        assert list(running(rig)) == ["router~2"]
+        assert rig.launcher.router.door == "door of router 1"
+
+
 def sharing(rig: Rig, processes: int, failovers: int = 3) -> TandemConfig:
     router = replace(rig.config.router, processes=processes, max_failovers=failovers)
     return replace(rig.config, router=router)

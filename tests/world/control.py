@@ -1,0 +1,911 @@
+"""One schedule of the control plane: the product's controller over simulated Ray, with operators' orders and faults by a seed; then
+everything heals. `python -m tests.world.search --worlds control --seeds 7 --history` shows one. What must hold:
+
+- what is done was recorded before, what is recorded can be read, and a record never goes back;
+- no controller acts after a later one has begun;
+- a rollout ends in one of its two states, and one that is taken back has a reason that is true;
+- an order that is refused changes nothing, and one that is confirmed is kept;
+- after the faults every pool has its size, every process has an owner, and routers know exactly the nodes that serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.cluster.config import (
+    AutoscalingConfig,
+    ClusterTimeouts,
+    PoolConfig,
+    PoolsConfig,
+    RolloutConfig,
+    TandemConfig,
+)
+from tandem.cluster.control import ExchangeView
+from tandem.cluster.events import Events
+from tandem.cluster.launcher import Host
+from tandem.cluster.pools import plan, state
+from tandem.cluster.pools.controller import Controller
+from tandem.cluster.pools.controller_host import ClusterStage, ControllerHost
+from tandem.cluster.pools.state import ClusterState
+from tandem.node.config import NodeTimeouts
+from tandem.router.config import RouterConfig
+from tandem.simulator.clock import VirtualLoop
+from tandem.wire.nodes import Role
+from tests.world.control_ray import (
+    Actor,
+    ControllerClock,
+    ControllerProcess,
+    NodeActor,
+    RouterActor,
+    SimulatedHosts,
+    SimulatedLauncher,
+    SimulatedRay,
+    new_task,
+)
+from tests.world.schedule import Outcome
+
+FAULTS_S = 60.0
+QUIET_S = 240.0  # after the faults, everything is as it was ordered within this time
+PROBE_S = 15.0
+ROLES = (Role.PREFILL, Role.DECODE)
+
+TIMEOUTS = ClusterTimeouts(
+    start_s=30.0,
+    heartbeat_s=1.0,
+    silence_s=2.0,
+    unresponsive_s=8.0,
+    step_s=30.0,
+    restart_backoff_s=0.5,
+    restart_backoff_max_s=4.0,
+    stop_s=3.0,
+    machines_s=20.0,
+    nodes=NodeTimeouts(drain_s=10.0),
+)
+
+# What a new configuration does, by the hundreds of the setting that tells it apart
+GOOD, REFUSED_AT_START, DIES_IN_START, ANSWERS_ERRORS, DIES_LATER = range(1, 6)
+KINDS = [GOOD, GOOD, GOOD, REFUSED_AT_START, DIES_IN_START, ANSWERS_ERRORS, DIES_LATER]
+
+replace = msgspec.structs.replace
+
+
+class _Broken(Exception):
+    """A promise was broken: the schedule ends here."""
+
+
+def run(seed: int, *, with_faults: bool = True) -> Outcome:
+    rng = random.Random(f"control {seed}")
+    loop = VirtualLoop()
+    loop.set_task_factory(new_task)  # type: ignore[arg-type]
+    outcome = Outcome(seed)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that a killed controller never began
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        schedule = Schedule(loop, rng, outcome, with_faults and rng.random() < 0.8)
+        loop.run_until_complete(schedule.run())
+    except _Broken as broken:
+        outcome.violations.append(f"control plane: {broken}")
+    except Exception as error:  # a task of the product raised
+        outcome.violations.append(f"control plane: {type(error).__name__}: {error}")
+        outcome.history.append(traceback.format_exc())
+    finally:
+        random.setstate(before)
+        outcome.seconds = loop.time()
+        _end(loop)
+        logging.disable(logging.NOTSET)
+    return outcome
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Ends every task that is left, so that none is heard of later."""
+    loop.set_exception_handler(lambda *_: None)
+    loop._failure = None
+    with contextlib.suppress(Exception):
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=5.0))
+        loop.close()
+
+
+class _Deployment:
+    """A `cluster.pools.controller_host.ServedDeployment` without HTTP."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.control = controller
+        self.model_name = "model"
+        self.failed, self.recovered = controller.failed, controller.recovered
+        self.drain, self.stop = controller.drain, controller.stop
+
+    @property
+    def url(self) -> str:
+        return self.control.url
+
+    async def start(self) -> None:
+        await self.control.start()
+        await self.control.until_in_view(5.0)
+
+
+class _Platform:
+    """A `cluster.pools.controller_host.Platform`."""
+
+    id = "deployment"
+
+    def __init__(self, schedule: Schedule, process: ControllerProcess) -> None:
+        self._schedule, self._process = schedule, process
+        self.endings = schedule.ray.endings.of(process)
+
+    def deployment(self, config: TandemConfig, events: Events) -> _Deployment:
+        return _Deployment(self._schedule.new_controller(self._process, config, events))
+
+    async def exchange(self) -> ExchangeView | None:
+        return None
+
+    async def begin_exchange(self, old: TandemConfig, new: TandemConfig) -> str:
+        raise Unavailable("not here")
+
+    async def owner_ended(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    def restart(self) -> None:
+        self._schedule.note(f"{self._process} ends itself")
+        self._process.kill()
+
+    async def end(self) -> None:
+        await self._process.step()
+        for actor in self._schedule.ray.living():
+            actor.end("its deployment has ended")
+        self._schedule.has_ended = True
+        self._process.is_last = True
+        self._process.kill()
+
+
+class _Order:
+    def __init__(self, text: str, changes: Callable[[ClusterState], bool] | None = None) -> None:
+        self.text = text
+        self.is_kept = changes  # whether the state has what was confirmed
+
+
+class Schedule:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, outcome: Outcome, with_faults: bool) -> None:
+        self.loop, self.rng, self.outcome = loop, rng, outcome
+        self.with_faults = with_faults
+        self.ray = SimulatedRay(loop, rng, self.note)
+        self.ray.store.on_save = self._on_save
+        self.ray.store.on_load = self._on_load
+        self.ray.on_controller_end = self._on_controller_end
+        self.ray.on_act = self._on_act
+        self.ray.on_new = self._on_new
+        self.has_ended = False
+        self.newest = 0
+        self.process: ControllerProcess | None = None
+        self.host: ControllerHost | None = None
+        self.blamed: dict[str, str] = {}  # processes that something was done to, by name
+        self.orders: dict[_Order, None] = {}  # under way
+        self.kept: ClusterState | None = None
+        self.said: list[str] = []
+        self.is_healed = False
+        self.machines_made = 0
+        self.hub_is_away = False
+        self.config = self._first_config()
+
+    def note(self, text: str) -> None:
+        self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
+
+    def broken(self, text: str) -> None:
+        self.note(f"BROKEN: {text}")
+        if not self.outcome.violations:
+            self.outcome.violations.append(f"control plane: {text}")
+
+    def _look(self) -> None:
+        if self.outcome.violations:
+            raise _Broken(self.outcome.violations.pop().removeprefix("control plane: "))
+
+    # ── what there is ──
+
+    def _first_config(self) -> TandemConfig:
+        rng = self.rng
+        self.has_places = rng.random() < 0.6
+        for _ in range(rng.randint(1, 3) if self.has_places else 1):
+            self._join()
+        decode = PoolConfig(nodes=rng.randint(1, 3))
+        if rng.random() < 0.4:
+            decode = replace(decode, min=1, max=4)
+        elif self.has_places and rng.random() < 0.3:
+            decode = PoolConfig(nodes=None)
+        return TandemConfig(
+            router=RouterConfig(
+                tokenizer_path="model",
+                model_name="fake",
+                max_failovers=100 * GOOD,
+                processes=rng.choice([1, 1, 2]),
+            ),
+            scheduler=replace(TandemConfig().scheduler, max_num_seqs=100 * GOOD),
+            pools=PoolsConfig(prefill=PoolConfig(nodes=rng.randint(0, 2)), decode=decode),
+            rollout=RolloutConfig(surge=rng.choice([1, 1, 2]), settle_s=3.0),
+            autoscaling=AutoscalingConfig(grow_after_s=4.0, shrink_after_s=10.0, settle_s=4.0),
+            timeouts=TIMEOUTS,
+        )
+
+    def _join(self, room: int = 0) -> None:
+        self.machines_made += 1
+        number = self.machines_made
+        slots = None
+        if self.has_places:
+            slots = {
+                Role.PREFILL: room or self.rng.randint(1, 2),
+                Role.DECODE: room or self.rng.randint(1, 3),
+            }
+        host = Host(f"m{number}", f"10.0.0.{number}", tuple(range(16)), slots=slots, head=number == 1)
+        self.ray.machines.append(host)
+        self.ray.change_machines()
+
+    def new_controller(self, process: ControllerProcess, config: TandemConfig, events: Events) -> Controller:
+        async def fix_model(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+            await process.step()
+            await self.ray.delay()
+            if self.hub_is_away and not commit:
+                raise Unavailable("the hub did not tell the current commit")
+            await process.step()
+            return config, commit or "1"
+
+        return Controller(
+            config,
+            SimulatedHosts(self.ray, process),
+            SimulatedLauncher(self.ray, process, config.timeouts.stop_s),
+            self.ray.store.of(process),
+            events,
+            ControllerClock(process),
+            fix_model,
+        )
+
+    def _start_controller(self) -> None:
+        if self.has_ended or (
+            self.process is not None and self.process.is_alive and not self.process.is_stopped
+        ):
+            return
+        self.newest += 1
+        process = self.process = ControllerProcess(self.ray, self.newest)
+        self.note(f"{process} begins")
+        if self.with_faults and not self.is_healed and self.rng.random() < 0.3:
+            process.fatal = self.rng.randint(1, 150)
+
+        async def begin() -> None:
+            self.host = ControllerHost(
+                msgspec.msgpack.encode(self.config), _Platform(self, process), ControllerClock(process)
+            )
+
+        self.host = None
+        process.run(begin())
+
+    def _on_controller_end(self, process: ControllerProcess) -> None:
+        if process is self.process and not process.is_last:
+            self.loop.call_later(self.rng.uniform(0.1, 3.0), self._start_controller)
+
+    def _on_new(self, actor: Actor) -> None:
+        rng = self.rng
+        actor.start_s = rng.uniform(1.0, 8.0) if isinstance(actor, NodeActor) else rng.uniform(0.5, 3.0)
+        actor.work_s = rng.choice([0.0, 0.5, 4.0, 15.0])
+        setting = (
+            actor.config.engine.scheduler.max_num_seqs
+            if isinstance(actor, NodeActor)
+            else actor.config.max_failovers
+        )
+        kind = setting // 100
+        if kind == REFUSED_AT_START:
+            actor.start_error = ConfigurationError("this setting cannot be")
+        actor.dies_in_start = kind == DIES_IN_START
+        if kind == DIES_LATER:
+            actor.lives_s = rng.uniform(0.5, 2.5)
+        if kind == ANSWERS_ERRORS and isinstance(actor, NodeActor):
+            actor.finished = {"stop": 5, "error": 5}
+        elif kind == ANSWERS_ERRORS and isinstance(actor, RouterActor):
+            actor.replies, actor.errors = 10, 5
+        elif isinstance(actor, NodeActor) and rng.random() < 0.5:
+            # Clients ask for what no node can do.
+            actor.client_errors = rng.randint(3, 9)
+            actor.finished = {"stop": rng.randint(0, 20), "error": actor.client_errors}
+        if self.with_faults and not self.is_healed and rng.random() < 0.08:
+            self._blame(actor, "does not start")
+            if rng.random() < 0.5:
+                actor.start_error = Unavailable("not now")
+            else:
+                actor.dies_in_start = True
+
+    def _blame(self, actor: Actor, what: str) -> None:
+        self.note(f"{actor} {what}")
+        self.blamed[actor.name] = what
+
+    # ── what must hold at every step ──
+
+    def _on_load(self, data: bytes | None) -> None:
+        """A record whose answer was lost counts once it was read."""
+        if data is not None:
+            self.kept = state.decode(data)
+
+    def _on_save(self, process: ControllerProcess, data: bytes) -> None:
+        if process.number < self.newest:
+            self.broken(f"{process} writes although controller {self.newest} has begun")
+        new, old = state.decode(data), self.kept
+        self.kept = new
+        for decision in new.decisions:
+            if decision.text not in self.said[-40:]:
+                self.said.append(decision.text)
+                self.note(f"{process}: {decision.text}")
+        if old is None:
+            return
+        if new.last_number < old.last_number or any(
+            new.next_index.get(role, 0) < index for role, index in old.next_index.items()
+        ):
+            self.broken("numbers that were given are given again")
+        machines = {host.name for host in self.ray.machines}
+        for record in old.nodes:
+            now = new.find(record.node_id)
+            if now is None and not record.leaving and record.info is not None:
+                placement, runs = record.placement, self.ray.actors.get(record.node_id)
+                serves = runs is not None and runs.is_alive and runs.silent_s == 0
+                if serves and placement is not None and machines.issuperset(placement.hosts):
+                    self.broken(f"{record.node_id} served, did not leave, and is forgotten")
+            if now is not None and record.leaving and not now.leaving:
+                self.broken(f"{record.node_id} was leaving, and is to stay again")
+        if old.rollout is not None and new.rollout is None:
+            for role in Role:
+                if outdated := [record.node_id for record in new.outdated(role)]:
+                    self.broken(f"a rollout is over, and {', '.join(outdated)} did not take part")
+        if old.rollout is not None and new.rollout is not None:
+            if old.rollout.going_back and not new.rollout.going_back and new.last_number == old.last_number:
+                self.broken("a rollout that is taken back goes on")
+            if old.sizes != new.sizes and not self.orders:
+                self.broken(f"without an order the sizes become {_sizes(new)} during a rollout")
+        if (
+            new.rollout is not None
+            and new.rollout.going_back
+            and not (old.rollout and old.rollout.going_back)
+        ):
+            self._check_reason(new.rollout.going_back)
+
+    def _check_reason(self, why: str) -> None:
+        """What is said to be wrong with the new nodes and routers is wrong with them."""
+        if why == "as asked":
+            if not any(order.text.startswith("go back") for order in self.orders):
+                self.broken("a rollout is taken back as asked, and no one asked")
+            return
+        for name in re.findall(r"((?:prefill|decode|router)[-~\d.]*): (?:it is|\d+ of its)", why):
+            bad = [actor for actor in self.ray.all if actor.name == name and _is_bad(actor)]
+            if not bad and name not in self.blamed:
+                self.broken(f"a rollout is taken back for a reason that is not true: {why}")
+
+    def _on_act(self, process: ControllerProcess, what: str, actor: Actor) -> None:
+        if process.number < self.newest:
+            self.broken(f"{process} acts ({what} {actor}) although controller {self.newest} has begun")
+        if what == "create" and isinstance(actor, NodeActor):
+            self._check_room(actor)
+        kept = self.kept
+        if kept is None or self.ray.endings.value is not None:
+            return
+        record = kept.find(actor.name) if isinstance(actor, NodeActor) else kept.router(actor.name)
+        if what in ("create", "drain", "leave", "change role") and record is None:
+            self.broken(f"{process}: {what} {actor}, which is recorded nowhere")
+        elif what in ("drain", "leave") and record is not None and not record.leaving:
+            changes_role = isinstance(actor, NodeActor) and kept.known(actor.name).role is not actor.info.role
+            if not changes_role and not any(order.text.startswith("down") for order in self.orders):
+                evacuates = any(order.text.startswith("evacuate") for order in self.orders)
+                if not (evacuates and isinstance(actor, RouterActor)):
+                    self.broken(f"{process}: {what} {actor} before that was recorded")
+        elif what == "kill" and record is not None and not record.leaving and actor.has_started:
+            changes_role = isinstance(actor, NodeActor) and kept.known(actor.name).role is not actor.info.role
+            if actor.silent_s == 0 and not changes_role and not _is_bad(actor) and not self.with_faults:
+                self.broken(f"{process} kills {actor}, which serves")
+        if isinstance(actor, RouterActor) and what == "set members":
+            self.loop.call_soon(self._check_members, actor)
+
+    def _check_room(self, new: NodeActor) -> None:
+        here = [
+            actor
+            for actor in self.ray.living()
+            if isinstance(actor, NodeActor) and (actor.machine, actor.slot) == (new.machine, new.slot)
+        ]
+        for host in self.ray.machines:
+            if (
+                host.name == new.machine
+                and host.slots is not None
+                and len(here) > host.slots.get(new.slot, 0)
+            ):
+                self.broken(f"{host.name} has no room for {', '.join(map(str, here))}")
+
+    def _check_members(self, router: RouterActor) -> None:
+        kept = self.kept
+        if kept is None or self.with_faults or self.has_ended or self.ray.endings.value is not None:
+            return
+        unknown = [info.node_id for info in router.members if kept.find(info.node_id) is None]
+        if unknown:
+            self.broken(f"{router} is told of {', '.join(unknown)}, which is recorded nowhere")
+
+    def _check_service(self) -> None:
+        """Without faults there is always a router that has a node which decodes."""
+        kept = self.kept
+        if self.with_faults or kept is None or kept.evacuated or self.ray.endings.value is not None:
+            return
+        nodes = {
+            actor.info.epoch
+            for actor in self.ray.living()
+            if isinstance(actor, NodeActor) and actor.info.role is Role.DECODE and not actor.is_drained
+        }
+        routers = [
+            actor
+            for actor in self.ray.living()
+            if isinstance(actor, RouterActor) and actor.accepts and not actor.has_left
+        ]
+        if not any(info.epoch in nodes for router in routers for info in router.members):
+            self.broken("no request can be answered, and nothing was broken")
+
+    # ── orders ──
+
+    async def _ordered(
+        self, order: _Order, call: Callable[[ControllerHost], Coroutine[Any, Any, Any]]
+    ) -> bool:
+        """Gives an order to the controller, as a command does. Returns whether it was confirmed."""
+        process, host = self.process, self.host
+        if process is None or host is None or not process.is_alive:
+            return False
+        self.outcome.requests += 1
+        self.note(f"order: {order.text}")
+        self.orders[order] = None
+        before = (self.kept, process, len(self.orders), self.ray.store.lost_answers)
+        working = process.run(call(host))
+        working.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        try:
+            await asyncio.wait({working, process.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() or working.cancelled():
+                self.note(f"{order.text}: lost with {process}")
+                return False
+            try:
+                working.result()
+            except TandemError as error:
+                name = type(error).__name__
+                self.outcome.errors[name] = self.outcome.errors.get(name, 0) + 1
+                self.note(f"{order.text}: {name}: {error}")
+                self._check_refused(order, before)
+                return False
+            self.outcome.answered += 1
+            self.note(f"{order.text}: done")
+            if order.is_kept is None or self.kept is None or len(self.orders) > 1:
+                return True
+            if not order.is_kept(self.kept) and self.kept.rollout is None:
+                self.broken(f"{order.text} was confirmed, and is not kept")
+            return True
+        finally:
+            del self.orders[order]
+
+    def _check_refused(self, order: _Order, before: tuple[Any, ...]) -> None:
+        kept, process, others, lost = before
+        if kept is None or self.kept is None or others > 1 or len(self.orders) > 1:
+            return
+        if self.ray.store.lost_answers != lost or process is not self.process:
+            return
+        whole = order.text.startswith(("apply", "scale", "pause", "resume"))
+        if whole and (kept.revision.number, kept.last_number) != (
+            self.kept.revision.number,
+            self.kept.last_number,
+        ):
+            self.broken(f"{order.text} was refused, and there is another revision")
+        scaled = any(pool.max is not None for pool in (self.config.pools.prefill, self.config.pools.decode))
+        if whole and not scaled and kept.sizes != self.kept.sizes:
+            self.broken(f"{order.text} was refused, and the sizes become {_sizes(self.kept)}")
+
+    async def _order(self) -> None:
+        rng, kept = self.rng, self.kept
+        if kept is None or self.has_ended:
+            return
+        names = [record.node_id for record in kept.nodes] or ["decode-0"]
+        kind = rng.choice(
+            ["scale", "scale", "role", "role", "drain", "apply", "apply", "apply", "back"] + ["pause"] * 2
+        )
+        if rng.random() < 0.1:
+            kind = rng.choice(["reset", "evacuate", "resume"])
+        if kind == "scale":
+            await self._scale({rng.choice(ROLES): rng.randint(0, 4)})
+        elif kind == "role":
+            name, role = rng.choice(names), rng.choice(ROLES)
+            await self._ordered(
+                _Order(f"role {name} {role.value}"), lambda host: host.change_role(name, role.value)
+            )
+        elif kind == "drain":
+            name, limit_s = rng.choice(names), rng.choice([1.0, 20.0])
+            await self._ordered(_Order(f"drain {name}"), lambda host: host.drain_node(name, limit_s))
+        elif kind == "apply":
+            await self._apply()
+        elif kind == "back":
+            await self._ordered(_Order("go back"), lambda host: host.go_back())
+        elif kind == "pause":
+            name = rng.choice([*names, "prefill", "decode"])
+            await self._ordered(
+                _Order(f"pause {name}", lambda kept: name in kept.paused), lambda host: host.pause([name])
+            )
+        elif kind == "resume":
+            await self._ordered(_Order("resume", lambda kept: not kept.paused), lambda host: host.resume([]))
+        elif kind == "reset":
+            await self._ordered(_Order("reset"), lambda host: host.reset_cache([]))
+        elif kind == "evacuate" and self.has_places:
+            address = rng.choice(self.ray.machines).address
+            await self._ordered(_Order(f"evacuate {address}"), lambda host: host.evacuate(address, 20.0))
+
+    async def _scale(self, sizes: dict[Role, int]) -> bool:
+        scaled = self.config.pools.decode.max is not None
+        return await self._ordered(
+            _Order(
+                f"scale {', '.join(f'{role.value}={size}' for role, size in sizes.items())}",
+                None
+                if scaled
+                else lambda kept: all(kept.sizes[role] == size for role, size in sizes.items()),
+            ),
+            lambda host: host.scale(msgspec.msgpack.encode(sizes)),
+        )
+
+    async def _apply(self) -> None:
+        rng = self.rng
+        config = self.config if self.kept is None else self.kept.revision.config or self.config
+        number = 100 * rng.choice(KINDS) + self.outcome.requests % 100
+        what = rng.choice(["nodes", "nodes", "routers", "both", "sizes", "at once"])
+        if what in ("nodes", "both"):
+            config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=number))
+        if what in ("routers", "both"):
+            config = replace(config, router=replace(config.router, max_failovers=number))
+        if what == "sizes" or rng.random() < 0.3:
+            pools = config.pools
+            config = replace(
+                config, pools=replace(pools, prefill=replace(pools.prefill, nodes=rng.randint(0, 3)))
+            )
+        if what == "at once":
+            config = replace(config, slo=replace(config.slo, ttft_s=rng.choice([1.0, 2.0, 3.0])))
+        await self._ordered(
+            _Order(f"apply {what} {number}"), lambda host: host.apply(msgspec.msgpack.encode(config), False)
+        )
+
+    # ── faults ──
+
+    def _fault(self) -> None:
+        rng = self.rng
+        if self.has_ended:
+            return
+        self.outcome.faults += 1
+        lasts = rng.choice([0.5, 2.0, 6.0, 12.0, 25.0]) * rng.uniform(0.5, 1.5)
+        kind = rng.choice(
+            [
+                "kill",
+                "kill",
+                "kill",
+                "fatal",
+                "fatal",
+                "stop",
+                "die",
+                "die",
+                "hang",
+                "late",
+                "head",
+                "full",
+                "answers",
+                "cut",
+                "unseen",
+                "machine",
+                "join",
+                "hub",
+                "sigterm",
+                "load",
+                "load",
+                "jump",
+            ]
+        )
+        process, living = self.process, self.ray.living()
+        running = process is not None and process.is_alive and not process.is_stopped
+        if kind == "kill" and process is not None and running:
+            self.note(f"{process} is killed")
+            process.kill()
+        elif kind == "fatal" and process is not None and running:
+            process.fatal = process.steps + rng.randint(1, 60)
+        elif kind == "stop" and process is not None and running:
+            self.note(f"{process} is stopped for {lasts:.1f} s")
+            process.stop()
+            self.loop.call_later(lasts, self._go_on, process)
+        elif kind == "jump" and process is not None and running:
+            self.note(f"the clock of {process} jumps {lasts:.1f} s ahead")
+            process.jumped_s += lasts
+            for actor in living:
+                self.blamed[actor.name] = "a clock jumped"
+        elif kind == "die" and living:
+            actor = rng.choice(living)
+            self._blame(actor, "dies")
+            actor.end("killed")
+        elif kind == "hang" and living:
+            actor = rng.choice(living)
+            self._blame(actor, f"hangs for {lasts:.1f} s")
+            actor.hang()
+            self.loop.call_later(lasts, actor.go_on)
+        elif kind == "late":
+            self._for(lasts, "calls are late", lambda: setattr(self.ray, "late", 0.3), self._in_time)
+        elif kind == "head":
+            self._for(
+                lasts, "the control store is away", self.ray.head_is_there.clear, self.ray.head_is_there.set
+            )
+        elif kind == "full":
+            self._for(lasts, "the store is full", lambda: self._full(True), lambda: self._full(False))
+        elif kind == "answers":
+            self._for(
+                lasts,
+                "the store's answers get lost",
+                lambda: self._lose_answers(0.3),
+                lambda: self._lose_answers(0.0),
+            )
+        elif kind == "cut":
+            machine = rng.choice(self.ray.machines).name
+            self._blame_machine(machine)
+            self._for(
+                lasts,
+                f"{machine} is out of reach",
+                lambda: self.ray.cut.add(machine),
+                lambda: self.ray.cut.discard(machine),
+            )
+        elif kind == "unseen" and self.has_places:
+            machine = rng.choice(self.ray.machines).name
+            self._blame_machine(machine)
+            self._for(
+                lasts, f"{machine} is not seen", lambda: self._unsee(machine), lambda: self._see(machine)
+            )
+        elif kind == "machine" and len(self.ray.machines) > 1:
+            machine = rng.choice(self.ray.machines[1:]).name
+            self._blame_machine(machine)
+            self.note(f"{machine} is gone")
+            self.ray.lose_machine(machine)
+        elif kind == "join" and self.has_places and len(self.ray.machines) < 4:
+            self._join()
+            self.note(f"{self.ray.machines[-1].name} joins")
+        elif kind == "hub":
+            self._for(lasts, "the hub is away", lambda: setattr(self, "hub_is_away", True), self._hub_is_back)
+        elif kind == "sigterm":
+            routers = [actor for actor in living if isinstance(actor, RouterActor)]
+            if routers:
+                router = rng.choice(routers)
+                self._blame(router, "gets SIGTERM")
+                router.is_ending = True
+                self.loop.call_later(20.0, router.end, "it ended after SIGTERM")
+        elif kind == "load":
+            self._load()
+
+    def _load(self) -> None:
+        load = self.rng.choice([0.0, 0.05, 0.95])
+        self.note(f"the load is {load}")
+        for actor in self.ray.living():
+            if isinstance(actor, NodeActor):
+                actor.load = load
+
+    def _for(self, lasts: float, what: str, begin: Callable[[], Any], end: Callable[[], Any]) -> None:
+        self.note(f"{what} for {lasts:.1f} s")
+        begin()
+        self.loop.call_later(lasts, end)
+
+    def _full(self, is_full: bool) -> None:
+        self.ray.store.is_full = is_full
+
+    def _lose_answers(self, chance: float) -> None:
+        self.ray.store.loses_answers = chance
+
+    def _in_time(self) -> None:
+        self.ray.late = 0.0
+
+    def _hub_is_back(self) -> None:
+        self.hub_is_away = False
+
+    def _unsee(self, machine: str) -> None:
+        self.ray.unseen.add(machine)
+        self.ray.change_machines()
+
+    def _see(self, machine: str) -> None:
+        self.ray.unseen.discard(machine)
+        self.ray.change_machines()
+
+    def _blame_machine(self, machine: str) -> None:
+        for actor in self.ray.living():
+            if actor.machine == machine:
+                self.blamed[actor.name] = f"{machine} had a fault"
+
+    def _go_on(self, process: ControllerProcess) -> None:
+        if process.is_alive and process.is_stopped:
+            self.note(f"{process} goes on")
+            process.go_on()
+
+    def _heal(self) -> None:
+        self.note("everything heals")
+        self.is_healed = True
+        self._full(False)
+        self._lose_answers(0.0)
+        self._in_time()
+        self._hub_is_back()
+        self.ray.head_is_there.set()
+        self.ray.cut.clear()
+        self.ray.unseen.clear()
+        self.ray.change_machines()
+        if self.has_places:
+            self._join(room=6)  # what no machine had room for finds it
+        for actor in self.ray.living():
+            actor.go_on()
+            if isinstance(actor, NodeActor):
+                actor.load = 0.3
+        if self.process is not None:
+            self.process.fatal = None
+            self._go_on(self.process)
+
+    # ── the course ──
+
+    async def run(self) -> None:
+        rng = self.rng
+        self._start_controller()
+        await asyncio.sleep(rng.choice([1.0, 12.0, 12.0, 12.0]))
+        end = self.loop.time() + FAULTS_S
+        for _ in range(rng.choice([1, 3, 6, 10])):
+            self.loop.call_later(rng.uniform(0.0, FAULTS_S), lambda: self.loop.create_task(self._order()))
+        if rng.random() < 0.5:  # many at once, in the middle of a rollout
+            at = rng.uniform(0.0, FAULTS_S / 2)
+            self.loop.call_later(at, lambda: self.loop.create_task(self._apply()))
+            for _ in range(rng.randint(1, 4)):
+                self.loop.call_later(at + rng.expovariate(0.1), lambda: self.loop.create_task(self._order()))
+        if self.with_faults:
+            for _ in range(rng.randint(1, 10)):
+                self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
+        else:
+            self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._load)
+        ends = rng.random() < 0.12
+        if ends:
+            self.loop.call_later(
+                rng.uniform(0.3, 1.0) * FAULTS_S, lambda: self.loop.create_task(self._down())
+            )
+        served = False
+        while self.loop.time() < end:
+            await asyncio.sleep(1.0)
+            self._look()
+            served = served or any(
+                isinstance(actor, RouterActor) and actor.accepts for actor in self.ray.living()
+            )
+            if served and self.loop.time() > 30.0:
+                self._check_service()
+        self._heal()
+        if ends:
+            await self._until(
+                lambda: self.has_ended or bool(self.host and self.host._stage is ClusterStage.STOPPED),
+                "the end",
+            )
+            if left := [str(actor) for actor in self.ray.living()]:
+                raise _Broken(f"the deployment has ended, and {', '.join(left)} runs")
+        else:
+            await self._until(self._is_quiet, "quiet")
+        self.outcome.steps = self.process.steps if self.process is not None else 0
+
+    async def _down(self) -> None:
+        await self._ordered(_Order("down"), lambda host: host.end("tandem down"))
+        if not self.has_ended:
+            self.loop.call_later(1.0, lambda: self.loop.create_task(self._down()))
+
+    async def _until(self, is_so: Callable[[], bool], what: str) -> None:
+        until = self.loop.time() + QUIET_S
+        retried = self.loop.time()
+        while not is_so():
+            await asyncio.sleep(1.0)
+            self._look()
+            if self.loop.time() - retried > 20.0 and self.kept is not None and not self.has_ended:
+                retried = self.loop.time()
+                await self._retry()
+            if self.loop.time() > until:
+                raise _Broken(f"no {what} {QUIET_S:.0f} s after all faults: {self._left()}")
+
+    async def _retry(self) -> None:
+        """An operator has what was left out started again."""
+        kept = self.kept
+        if kept is not None and not self.orders:
+            sizes = {role: size for role in ROLES if (size := kept.sizes[role]) is not None}
+            await self._scale(sizes)
+
+    def _is_quiet(self) -> bool:
+        return not self._left()
+
+    def _left(self) -> str:
+        """What is not as it was ordered."""
+        kept, host = self.kept, self.host
+        if kept is None or host is None or self.process is None or not self.process.is_alive:
+            return "there is no controller"
+        if self.ray.store.value is None or state.decode(self.ray.store.value) != kept:
+            return "what is kept is not what the controller knows"
+        if self.orders:
+            return f"orders: {', '.join(order.text for order in self.orders)}"
+        if host._stage is not ClusterStage.SERVING:
+            return f"the controller is {host._stage.value}: {host._failure}"
+        if kept.rollout is not None:
+            return f"a rollout goes on ({kept.rollout.going_back})"
+        if leaving := [record.node_id for record in kept.nodes if record.leaving]:
+            return f"{', '.join(leaving)} should have left"
+        return self._wrong_nodes(kept) or self._wrong_routers(kept)
+
+    def _wrong_nodes(self, kept: ClusterState) -> str:
+        config = kept.revision.config or self.config
+        for role in ROLES:
+            staying, wanted = (
+                kept.staying(role),
+                plan.wanted_size(kept, self._hosts(kept), role, config.pools),
+            )
+            if len(staying) != wanted:
+                return f"{role.value} has {len(staying)} nodes, and should have {wanted}"
+        if waiting := [record.node_id for record in kept.nodes if record.placement is None]:
+            return f"{', '.join(waiting)}: waits for a machine, and there is room"
+        if +Counter(self.ray.wanted) != +Counter(plan.needed_slots(kept, config.pools)):
+            return f"machines are asked for {self.ray.wanted}"
+        nodes = [actor for actor in self.ray.living() if isinstance(actor, NodeActor)]
+        for host in self.ray.machines:
+            here = [actor for actor in nodes if actor.machine == host.name]
+            cores = [core for actor in here for core in actor.config.cores]
+            if host.slots is not None and len(cores) != len(set(cores)):
+                return f"nodes on {host.name} share cores although there are enough: {cores}"
+        placed = {record.node_id: record for record in kept.nodes if record.placement is not None}
+        counts = Counter(actor.name for actor in nodes)
+        if counts != Counter(list(placed)):
+            return f"{sorted(counts.elements())} run, and {sorted(placed)} are recorded"
+        for actor in nodes:
+            record = placed[actor.name]
+            assert record.placement is not None
+            right = (record.role, record.placement.host, config.scheduler.max_num_seqs, actor.info)
+            there = (
+                actor.config.role,
+                actor.machine,
+                actor.config.engine.scheduler.max_num_seqs,
+                # A node whose record could not be written serves all the same.
+                replace(record.info, start_s=0.0) if record.info is not None else actor.info,
+            )
+            if right != there or actor.state.value != "ready":
+                return f"{actor} is {there}, {actor.state.value}, and should be {right}"
+        return ""
+
+    def _hosts(self, kept: ClusterState) -> list[Host]:
+        gone = set(kept.evacuated)
+        return [replace(host, slots={}) if host.name in gone else host for host in self.ray.machines]
+
+    def _wrong_routers(self, kept: ClusterState) -> str:
+        config = kept.revision.config or self.config
+        routers = [actor for actor in self.ray.living() if isinstance(actor, RouterActor)]
+        if sorted(router.name for router in routers) != sorted(record.name for record in kept.routers):
+            return f"routers {[str(router) for router in routers]}, and recorded are {[r.name for r in kept.routers]}"
+        if len(routers) != config.router.processes:
+            return f"{len(routers)} routers, and {config.router.processes} are wanted"
+        infos = {actor.info for actor in self.ray.living() if isinstance(actor, NodeActor)}
+        for router in routers:
+            if router.config.max_failovers != config.router.max_failovers:
+                return f"{router} has another configuration"
+            if {replace(info, start_s=0.0) for info in router.members} != infos:
+                return f"{router} knows {sorted(i.node_id for i in router.members)}, and there are {sorted(i.node_id for i in infos)}"
+            if sorted(router.paused) != sorted(kept.paused):
+                return f"{router} knows the pauses {router.paused}, and there are {kept.paused}"
+            if not router.accepts or router.is_ending:
+                return f"{router} accepts nothing"
+        return ""
+
+
+def _is_bad(actor: Actor) -> bool:
+    if isinstance(actor, NodeActor):
+        errors = actor.finished.get("error", 0) - actor.client_errors
+        return errors > 0 or actor.config.engine.scheduler.max_num_seqs // 100 != GOOD
+    return bool(actor.config.max_failovers // 100 != GOOD)
+
+
+def _sizes(kept: ClusterState) -> str:
+    return ", ".join(f"{role.value}={size}" for role, size in kept.sizes.items() if size)

@@ -1,0 +1,294 @@
+"""Bugs in tiers, and in what distrusts KV, as `mutants` has those of handoffs. They run in schedules where tiers are, or where KV becomes
+wrong: in the others nothing differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import xxhash
+
+from tandem.engine.scheduling.lifecycle import Lifecycle
+from tandem.engine.scheduling.pins import Pins
+from tandem.kvtransfer.offload.cpu import CopyThread
+from tandem.kvtransfer.offload.disk import _CHECKSUM_BYTES, _HEADER, HEADER_BYTES, SlotFile, _checked
+from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom
+from tandem.kvtransfer.offload.scheduler_half import TierScheduler, _Load, _Store
+from tandem.kvtransfer.protocol import commands
+from tandem.kvtransfer.protocol.consumer import Consumer
+from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
+from tandem.kvtransfer.protocol.producer import Producer
+from tandem.kvtransfer.sources import TierSources
+from tests.world.features import Features
+from tests.world.storage import tiers_of
+from tests.world.wrong_kv import happens_in
+
+Patch = tuple[type, str, Callable[[Any], Any]]
+
+
+def can_differ(name: str, seed: int) -> bool:
+    """Whether the schedule has what the mutant needs: tiers, a disk, KV that becomes wrong."""
+    needs, tiers = NEEDS.get(name, "tiers"), tiers_of(seed)
+    return (
+        (tiers.exist or "tiers" not in needs)
+        and (Features(seed).has_jobs or "jobs" not in needs)
+        and (tiers.disk_slots > 0 or "disk" not in needs)
+        and (happens_in(seed) or "wrong" not in needs)
+    )
+
+
+def _tier_keeps_what_is_distrusted(right: Any) -> Any:
+    return lambda self: None
+
+
+def _disk_keeps_what_is_distrusted(right: Any) -> Any:
+    def header(self: SlotFile, slot: int) -> Any:
+        raw = self._file.read(_HEADER.size + _CHECKSUM_BYTES, self._start(slot))
+        if (content := _checked(raw, _HEADER, slot + 1)) is None:
+            return None
+        _, _, when, length, key, checksum = content
+        return when, key[:length], checksum
+
+    return header
+
+
+def _generation_not_told(right: Any) -> Any:
+    def execute(self: TransferEndpoint, command: commands.Command) -> None:
+        if not isinstance(command, commands.BeginGeneration):
+            right(self, command)
+
+    return execute
+
+
+def _generation_not_heard(right: Any) -> Any:
+    return lambda self, envelope: None
+
+
+def _accusation_not_sent(right: Any) -> Any:
+    return lambda self, peer: None
+
+
+def _in_flight_not_void(right: Any) -> Any:
+    return lambda self, sending: None
+
+
+def _distrusted_is_cached(right: Any) -> Any:
+    def begin(self: Lifecycle) -> None:
+        right(self)
+        for request in self._state.requests.values():
+            request.is_distrusted = False
+
+    return begin
+
+
+def _found_while_written(right: Any) -> Any:
+    return lambda self, keys: sum(
+        1 for _ in itertools.takewhile(lambda key: self._policy.get(key) is not None, keys)
+    )
+
+
+def _loaded_while_written(right: Any) -> Any:
+    """What goes with `_found_while_written`."""
+
+    def prepare(self: SlotManager, keys: Any) -> list[int]:
+        slots: list[int] = [self._policy.get(key) for key in keys]
+        for slot in slots:
+            self._busy[slot] += self._busy[slot] >= 0
+        return slots
+
+    return prepare
+
+
+def _let_go_while_written(right: Any) -> Any:
+    return lambda self, slots: right(self, [slot for slot in slots if self._busy[slot] > 0])
+
+
+def _torn_chunk_read(right: Any) -> Any:
+    def read(self: SlotFile, slot: int, key: bytes, into: memoryview) -> bool:
+        header = self._header(slot)
+        if header is None or header[1] != key:
+            return False
+        return self._file.read_into(into, self._start(slot) + HEADER_BYTES) == into.nbytes
+
+    return read
+
+
+def _old_key_read(right: Any) -> Any:
+    def read(self: SlotFile, slot: int, key: bytes, into: memoryview) -> bool:
+        header = self._header(slot)
+        if header is None:
+            return False
+        count = self._file.read_into(into, self._start(slot) + HEADER_BYTES)
+        return count == into.nbytes and xxhash.xxh3_128_digest(into) == header[2]
+
+    return read
+
+
+def _freed_under(kind: type) -> Callable[[Any], Any]:
+    def make(right: Any) -> Any:
+        def request_finished(self: TierScheduler, request: Any, block_ids: Any) -> bool:
+            kept = bool(right(self, request, block_ids))
+            entry = self._entries.get(request.request_id)
+            jobs = [self._jobs[job] for job in entry.jobs] if entry is not None else []
+            return kept and not any(isinstance(job, kind) for job in jobs)
+
+        return request_finished
+
+    return make
+
+
+def _preempted_store_not_waited_for(right: Any) -> Any:
+    return lambda self, request_id: ()
+
+
+def _sources_not_kept(right: Any) -> Any:
+    return lambda self: None
+
+
+def _sources_not_awaited(right: Any) -> Any:
+    return property(lambda self: "")
+
+
+def _given_up_load_goes_on(right: Any) -> Any:
+    def look(self: CopyThread) -> None:
+        current, now = self._current, self._clock()
+        right(self)
+        if current is not None and self._current is None and current.until <= now:
+            current.hold._given_up = False
+
+    return look
+
+
+def _ended_store_not_booked(right: Any) -> Any:
+    def complete(self: SlotManager, room: StoreRoom, *, written: bool) -> None:
+        if written:
+            right(self, room, written=written)
+
+    return complete
+
+
+def _load_not_void_after_reset(right: Any) -> Any:
+    def reset(self: TierScheduler) -> None:
+        right(self)
+        for job in self._jobs.values():
+            if isinstance(job, _Load):
+                job.void = False
+
+    return reset
+
+
+def _header_of_a_later_generation(right: Any) -> Any:
+    def write(self: SlotFile, slot: int, key: bytes, chunk: memoryview, resets: int) -> bool:
+        return bool(right(self, slot, key, chunk, self._resets))
+
+    return write
+
+
+def _pin_never_ends(right: Any) -> Any:
+    return lambda self: []
+
+
+TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
+    "tier-keeps-what-is-distrusted": (
+        "a reset empties the device's cache, and not the tiers",
+        ((TierScheduler, "reset_cache", _tier_keeps_what_is_distrusted),),
+    ),
+    "disk-keeps-what-is-distrusted": (
+        "what was forgotten is found again after a restart",
+        ((SlotFile, "_header", _disk_keeps_what_is_distrusted),),
+    ),
+    "generation-not-told": (
+        "readers go on with a prefix that its owner distrusts",
+        ((TransferEndpoint, "execute", _generation_not_told),),
+    ),
+    "generation-not-heard": (
+        "a reader does not compare generations",
+        ((Consumer, "hear_generation", _generation_not_heard),),
+    ),
+    "accusation-not-sent": (
+        "a node that finds wrong KV does not tell the one that sent it",
+        ((Consumer, "found_wrong", _accusation_not_sent),),
+    ),
+    "in-flight-not-void": (
+        "a handoff of the old generation is accepted after the new one has begun",
+        ((Producer, "_void", _in_flight_not_void),),
+    ),
+    "distrusted-is-cached": (
+        "lmdeploy #4917: a running request's old KV is cached again",
+        ((Lifecycle, "begin_generation", _distrusted_is_cached),),
+    ),
+    "loaded-before-it-was-stored": (
+        "vLLM PR #47021, in a tier: a slot is read that still has what was there before",
+        (
+            (SlotManager, "lookup", _found_while_written),
+            (SlotManager, "prepare_load", _loaded_while_written),
+            (SlotManager, "complete_load", _let_go_while_written),
+        ),
+    ),
+    "torn-chunk-read": ("half of a write is read as a whole", ((SlotFile, "read", _torn_chunk_read),)),
+    "old-key-read": (
+        "vLLM #52234: another prompt's KV is taken for this one's",
+        ((SlotFile, "read", _old_key_read),),
+    ),
+    "freed-under-a-load": (
+        "SGLang #24527, in a tier: an aborted request's blocks are used while its load is under way",
+        ((TierScheduler, "request_finished", _freed_under(_Load)),),
+    ),
+    "freed-under-a-store": (
+        "TensorRT-LLM #12540, in a tier: blocks are used again while a store reads them",
+        ((TierScheduler, "request_finished", _freed_under(_Store)),),
+    ),
+    "preempted-store-not-waited-for": (
+        "a preempted request's blocks are used again while a store reads them",
+        ((TierScheduler, "blocks_given_up", _preempted_store_not_waited_for),),
+    ),
+    "sources-not-kept": (
+        "after a restart no peer is asked about the KV that it gave",
+        ((TierSources, "keep", _sources_not_kept),),
+    ),
+    "sources-not-awaited": (
+        "after a restart KV is used before the peers that gave it have confirmed it",
+        ((TierSources, "doubt", _sources_not_awaited),),
+    ),
+    "given-up-load-goes-on": (
+        "a load that was given up writes into blocks of others when the disk answers",
+        ((CopyThread, "look", _given_up_load_goes_on),),
+    ),
+    "failed-store-not-booked": (
+        "SGLang #18701: what was not stored keeps its place for ever",
+        ((SlotManager, "complete_store", _ended_store_not_booked),),
+    ),
+    "pin-never-ends": (
+        "an agent's blocks are never given back",
+        ((Pins, "overdue", _pin_never_ends),),
+    ),
+    "load-not-void-after-reset": (
+        "a load that was under way at the reset is used",
+        ((TierScheduler, "reset_cache", _load_not_void_after_reset),),
+    ),
+    "header-of-a-later-generation": (
+        "a store that was planned before a reset is valid after it",
+        ((SlotFile, "write", _header_of_a_later_generation),),
+    ),
+}
+"""The name, where it was seen, what is patched."""
+
+NEEDS = {
+    "tier-keeps-what-is-distrusted": "tiers, wrong",
+    "disk-keeps-what-is-distrusted": "disk, wrong",
+    "generation-not-told": "wrong",
+    "generation-not-heard": "wrong",
+    "accusation-not-sent": "wrong",
+    "in-flight-not-void": "wrong",
+    "distrusted-is-cached": "wrong",
+    "pin-never-ends": "jobs",
+    "torn-chunk-read": "disk",
+    "old-key-read": "disk",
+    "sources-not-kept": "disk, wrong",
+    "sources-not-awaited": "disk, wrong",
+    "given-up-load-goes-on": "disk",
+    "failed-store-not-booked": "disk",
+    "load-not-void-after-reset": "tiers, wrong",
+    "header-of-a-later-generation": "disk, wrong",
+}
