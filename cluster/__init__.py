@@ -1,7 +1,7 @@
 """The composition root: turns one configuration into a running deployment, and keeps it running.
 
     cli           the `tandem` command; subcommands: binds each command to its options and its code in commands/ and trace/;
-                  vllm_flags: flags of vLLM and SGLang; completion: for bash, zsh and fish; documents: the tables of
+                  vllm_flags: flags of vLLM and SGLang; completion: for bash, zsh and fish; wings: commands of rooms above; documents: the tables of
                   settings and flags in the pages
     config        every setting; setting_names finds one by name, setting_layers reads each source; settings, rules, describe:
                   combine the sources, check the result, report all mistakes at once; schema: tells editors what a file may
@@ -18,5 +18,6 @@
     trace/, replay/   where one request's time went; what a node's scheduler decided, step by step
     chaos/        `tandem chaos`: kills and stops processes by a plan and reports the effect
 
-Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports it.
+Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports
+it, whose commands are found by a row in wings.
 """

@@ -14,6 +14,7 @@ from tandem.cluster import subcommands
 from tandem.cluster.commands.output import add_output
 from tandem.cluster.commands.parser import CommandParser, CommandsParser, VersionAction
 from tandem.cluster.commands.setting_options import add_settings
+from tandem.cluster.wings import wings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,34 +74,10 @@ def _describe_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe_why(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.options import add_costs
-
     parser.add_argument("request", metavar="REQUEST_ID", help="its id, or its answer's")
     _add_server(parser)
-    add_costs(parser, "also simulate the request in other clusters, with these costs", required=False)
-    add_settings(parser, serves=False)
-    add_output(parser)
-
-
-def _describe_simulate(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.command import add_arguments
-
-    add_arguments(parser)
-    add_settings(parser, serves=False)
-    add_output(parser)
-
-
-def _describe_profile(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.profile_command import add_arguments
-
-    add_arguments(parser)
-    add_output(parser)
-
-
-def _describe_plan(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.plan_command import add_arguments
-
-    add_arguments(parser)
+    for wing in wings():
+        wing.describe_why(parser)
     add_settings(parser, serves=False)
     add_output(parser)
 
@@ -217,22 +194,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     chaos.set_defaults(run=subcommands.run_chaos)
 
-    profile = commands.add_parser(
-        "profile", help="measure what a node's steps take, for `tandem simulate`", describe=_describe_profile
-    )
-    profile.set_defaults(run=subcommands.run_profile)
-
-    simulate = commands.add_parser(
-        "simulate", help="simulate how a cluster would serve given traffic", describe=_describe_simulate
-    )
-    simulate.set_defaults(run=subcommands.run_simulate)
-
-    plan = commands.add_parser(
-        "plan",
-        help="how many nodes of each role given traffic needs, and what they cost",
-        describe=_describe_plan,
-    )
-    plan.set_defaults(run=subcommands.run_plan)
+    for wing in wings():
+        wing.add_commands(commands)
 
     config = commands.add_parser("config", help="print the configuration that results from these settings")
     add_settings(config)

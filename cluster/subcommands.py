@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.cluster.commands.output import print_json, wants_json
 from tandem.cluster.commands.setting_options import flags_of, read_settings
+from tandem.cluster.wings import wings
 
 if TYPE_CHECKING:
-    from tandem.cluster.config import TandemConfig
+    pass
 
 
 def run_serve(options: argparse.Namespace) -> int:
@@ -87,40 +87,6 @@ def run_bench(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def run_profile(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.router_url import choose_url
-    from tandem.simulator.profile_command import run
-
-    options.url = choose_url(options.url)
-    costs = run(options, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(costs)
-    return 0
-
-
-def run_simulate(options: argparse.Namespace) -> int:
-    from tandem.simulator.command import run
-
-    result = run(options, read_settings(options).config, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(result)
-    return 0
-
-
-def run_plan(options: argparse.Namespace) -> int:
-    from tandem.simulator.plan_command import run
-
-    def configure(more: Mapping[str, str]) -> TandemConfig:
-        given = argparse.Namespace(**vars(options))
-        given.set = [*options.set, *(f"{name}={value}" for name, value in more.items())]
-        return read_settings(given).config
-
-    plan = run(options, configure, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(plan)
-    return 0 if plan.chosen is not None else 1
-
-
 def run_chaos(options: argparse.Namespace) -> int:
     from tandem.cluster.chaos.command import run
 
@@ -172,12 +138,8 @@ def run_why(options: argparse.Namespace) -> int:
     client = TraceClient(choose_url(options.url), key_from_environment())
     try:
         explanation = explained(client, options.request)
-        if options.costs is not None:
-            from tandem.simulator.options import costs_of
-            from tandem.simulator.what_if import compared
-
-            config, costs = read_settings(options).config, costs_of(options)
-            explanation = compared(explanation, client.state(), config, costs, Console(stderr=True))
+        for wing in wings():
+            explanation = wing.explain_more(options, explanation, client.state)
     finally:
         client.close()
     if wants_json(options):

@@ -1,10 +1,10 @@
 """The router: HTTP for clients in front, the pools of nodes behind, and each request's whole life in between.
 
-Floor 3: it imports api, wire and base. It knows neither engine nor transfer.
+Floor 3: it imports api, http_server, wire and base. It knows neither engine nor transfer.
 
     config      the router's configuration
     keys        which tenant a request belongs to, and what is left of its quotas
-    http/       the HTTP server and application: routes, limits, keys, error bodies, server-sent events
+    http/       the HTTP application: routes, limits, keys, error bodies, server-sent events
     pool        the members of the cluster, and their last reports
     adapters    which weights of each LoRA adapter are served while nodes take a change one after another
     prefixes    which nodes have a prompt's first blocks cached, by their reports and by what was sent

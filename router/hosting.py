@@ -19,9 +19,9 @@ import msgspec
 from tandem.base.errors import Unavailable
 from tandem.base.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
+from tandem.http_server.serving import listen
 from tandem.router.config import RouterConfig
 from tandem.router.http.services import ClusterControl
-from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
 from tandem.wire.nodes import NodeInfo, PoolReport, RouterInfo, RouterQueue
 from tandem.wire.sockets import raise_descriptor_limit

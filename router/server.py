@@ -21,16 +21,19 @@ from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.base.tasks import Tasks
+from tandem.http_server.certificate import Certificate
+from tandem.http_server.door import Door, Listener, take_listeners
+from tandem.http_server.serving import HttpServer, Tally, is_at, listen_beside
+from tandem.http_server.settings import Limits, Timeouts
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import SharedFigures
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
-from tandem.router.http.door import Door, Listener, take_listeners
+from tandem.router.http.errors import error_body
 from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.http.serving import HttpServer, Tally, is_at, listen_beside
 from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
@@ -234,7 +237,16 @@ class RouterServer:
 
     async def _serve(self, listener: socket.socket, tally: Tally) -> None:
         services = self.services
-        self._http = HttpServer(make_app(services), self._config, services.metrics.slow_readers_cut.inc)
+        limits, timeouts = self._config.limits, self._config.timeouts
+        tls = self._config.tls_certificate, self._config.tls_key
+        self._http = HttpServer(
+            make_app(services),
+            Limits(limits.header_bytes, limits.connections),
+            Timeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
+            error_body,
+            services.metrics.slow_readers_cut.inc,
+            Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None,
+        )
         answer_siblings(services)
         await services.siblings.listen()
         self._door = Door(listener, tally, self._former)

@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loadgen": {"base.errors"},
     "kvtransfer": {"base", "wire"},
     "api": {"base", "wire"},
-    "router": {"api", "base", "wire"},
+    "http_server": {"base"},
+    "router": {"api", "base", "http_server", "wire"},
     "engine": {
         "base",
         "kernels",
@@ -52,6 +53,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "api",
         "base",
         "cluster.api_client",
+        "cluster.commands.output",
+        "cluster.commands.router_url",
+        "cluster.commands.setting_options",
         "cluster.config",
         "cluster.pools",
         "cluster.replay.reading",
@@ -74,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "decode_node",
         "encode_node",
         "engine",
+        "http_server.certificate",
         "kernels",
         "kvtransfer",
         "loadgen",
@@ -81,7 +86,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "node",
         "prefill_node",
         "router",
-        "simulator",
         "wire",
     },
 }
@@ -105,7 +109,17 @@ MAY_IMPORT_RAY = (
 )
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "router", "cluster", "simulator")
+WITHOUT_HEAVY_PARTS = (
+    "base",
+    "wire",
+    "machine",
+    "loadgen",
+    "api",
+    "http_server",
+    "router",
+    "cluster",
+    "simulator",
+)
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}

@@ -7,7 +7,7 @@ its first message to another node (`CacheFingerprint`). If two versions are furt
 speak: the router, or the other node, says so in its log, and requests go elsewhere.
 
 Sibling processes of a router, and the ranks of a node, always have one version. A router hands its listening socket,
-and the page with its tally of connections, to a router of any version: `router/http/door.py`.
+and the page with its tally of connections, to a router of any version: `http_server/door.py`.
 
 No message is translated. That works because these are the only changes:
 

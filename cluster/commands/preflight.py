@@ -24,9 +24,9 @@ from tandem.cluster.models.store import Model, check_name, find_model, models_fo
 from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_nodes
 from tandem.cluster.pools.room import check_memory
 from tandem.cluster.settings import SettingsError
+from tandem.http_server.certificate import check_before_use
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig
-from tandem.router.http.certificate import check_before_use
 
 # NVIDIA's driver, WSL's, and Jetson's
 _CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")

@@ -1,17 +1,13 @@
-"""The router's HTTP server and application: routes, limits, keys, error bodies, and server-sent events.
+"""The router's HTTP application: routes, keys, error bodies, and server-sent events. `http_server` serves it.
 
 app            which path leads to which handler
 generate_routes, vector_routes, responses_routes, text_routes, status_routes, admin_routes, try_page, api_document
                the paths, each handler a function; ui_routes: the cluster's page (ui.html) and its data; services: what all handlers work with
 other_paths    paths of other servers and mistyped ones: what a 404 says, and what is answered
 other_models   requests for other deployments' models, passed on to these
-realtime_routes   a conversation over a WebSocket, read ahead while it arrives; websocket: its messages, pings and close
+realtime_routes   a conversation over a WebSocket, read ahead while it arrives
 sibling_desk   what router processes on one port ask each other about requests
 response_desk  responses: begun, written, found on nodes, cancelled, forgotten
-serving        the listening socket, which process accepts a connection, and the server's end; certificate: TLS; door: hands the socket to other routers
-protocol       one connection: its requests in order, its limits and timers; idle: which one gives way to a new one; turns: how much
-               begins in one pass of the event loop
-call           one request on a connection, and its answer; chunked: a chunked body
 exchange       one request and its answer, as handlers and the log see them, sent whole or as a stream; the gate that each passes; the lookup of
                its route
 field_table    which fields each path obeys, takes without effect, and refuses

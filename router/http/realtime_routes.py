@@ -41,6 +41,7 @@ from tandem.api.realtime.events import (
 )
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InvalidRequest, TandemError
+from tandem.http_server.websocket import GOING_AWAY, WebSocket
 from tandem.router.dispatch import Generation
 from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
 from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
@@ -48,7 +49,6 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
-from tandem.router.http.websocket import GOING_AWAY, WebSocket
 from tandem.router.keys import Reservation
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.sampling import SamplingParams

@@ -8,13 +8,13 @@ from typing import Protocol
 from tandem.api.openai.prompts import ServedModel
 from tandem.api.responses.response_store import ResponseStore
 from tandem.base.tasks import Tasks
+from tandem.http_server.turns import Turns
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.hosts import is_loopback
 from tandem.router.http.other_models import OtherModels
-from tandem.router.http.turns import Turns
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics

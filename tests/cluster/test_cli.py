@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cluster import wings
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.ready_lines import curl_line, own_command
 from tandem.cluster.commands.setting_options import read_settings
@@ -133,6 +134,20 @@ def test_help_has_every_command_once_among_its_kind(capsys: pytest.CaptureFixtur
     listed = re.findall(r"^    ([a-z-]+)  +\S", said, re.MULTILINE)
     assert sorted(listed) == sorted(subcommands(make_parser()))
     assert said.index("\nserve:") < said.index("\nuse and look:") < said.index("\nmeasure and plan:")
+
+
+def test_the_commands_of_a_room_that_was_taken_away_are_gone_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = set(subcommands(make_parser()))
+    monkeypatch.setattr(wings, "ROWS", ("tandem.room_taken_away.commands",))
+    assert there - set(subcommands(make_parser())) == {"profile", "simulate", "plan"}
+    for words in (["--help"], ["why", "--help"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        said = capsys.readouterr().out
+        assert "simulate" not in said
+        assert "usage: tandem" in said
 
 
 @pytest.mark.parametrize(

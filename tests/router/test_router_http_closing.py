@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from tandem.http_server import protocol
 from tandem.router.config import Limits
-from tandem.router.http import protocol
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, parse, post, read_to_end
 

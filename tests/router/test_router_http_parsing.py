@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.http_server.call import RequestHead
+from tandem.http_server.chunked import ChunkedBody, FramingError
 from tandem.router.config import Limits
-from tandem.router.http.call import RequestHead
-from tandem.router.http.chunked import ChunkedBody, FramingError
 from tests.router.conftest import StartRouter
 from tests.router.raw_http import connect, parse, post, read_answer, read_to_end, talk
 

@@ -14,10 +14,10 @@ import pytest
 
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.base.errors import InvalidRequest, Overloaded
+from tandem.http_server.call import HttpCall
 from tandem.router.config import Limits, Timeouts
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import KeptMemory, without_payload
-from tandem.router.http.call import HttpCall
 from tandem.router.http.exchange import HttpExchange
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter

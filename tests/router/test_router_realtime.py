@@ -18,10 +18,10 @@ from wsproto.events import (
     TextMessage,
 )
 
+from tandem.http_server.turns import TURNS_A_PASS, Turns
+from tandem.http_server.websocket import READ_FRAMES, WebSocket
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tandem.router.http.body import KeptMemory
-from tandem.router.http.turns import TURNS_A_PASS, Turns
-from tandem.router.http.websocket import READ_FRAMES, WebSocket
 from tandem.wire.nodes import Role
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter

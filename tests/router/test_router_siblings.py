@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.http_server import serving
+from tandem.http_server.serving import Tally
 from tandem.router import siblings
 from tandem.router.config import ApiKey, LocalPrefill, PolicyName
-from tandem.router.http import serving
-from tandem.router.http.serving import Tally
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingRequest
 from tandem.router.prefixes import PromptHashes

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tandem.base.errors import ConfigurationError
-from tandem.router.http import door, serving
+from tandem.http_server import door, serving
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.waiting import until
 

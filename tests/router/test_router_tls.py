@@ -21,8 +21,8 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings import SettingsError
 from tandem.engine.config import ModelConfig
+from tandem.http_server.certificate import Certificate, check_before_use
 from tandem.router.config import RouterConfig, Timeouts
-from tandem.router.http.certificate import Certificate, check_before_use
 from tests.certificates import Pair, make_pair
 from tests.router.conftest import RunningRouter, StartRouter
 

@@ -21,7 +21,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Scope
 
 from tandem.base.errors import InternalError
-from tandem.router.http.chunked import ChunkedBody, FramingError
+from tandem.http_server.chunked import ChunkedBody, FramingError
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from starlette.types import Message, Receive
 from wsproto.connection import Connection, ConnectionState, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from tandem.base.errors import InvalidRequest, Overloaded, RequestError
-from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.turns import Turns
+from tandem.http_server.turns import Turns
 
 GOING_AWAY, UNSUPPORTED, SILENT, TOO_BIG, TRY_LATER = 1001, 1003, 1008, 1009, 1013
 
@@ -28,6 +28,15 @@ LONGEST_REASON = 120
 class UpgradeRequired(RequestError):
     code = "upgrade_required"
     http_status = 426
+
+
+class Exchange(Protocol):
+    """The request to be upgraded, and the bytes in both directions afterwards."""
+
+    headers: list[tuple[bytes, bytes]]
+    receive: Receive
+
+    async def send(self, message: Message) -> None: ...
 
 
 class Memory(Protocol):
@@ -45,7 +54,7 @@ class WebSocket:
 
     def __init__(
         self,
-        exchange: HttpExchange,
+        exchange: Exchange,
         memory: Memory,
         *,
         most_bytes: int,

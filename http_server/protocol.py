@@ -22,12 +22,11 @@ from starlette.types import ASGIApp
 
 from tandem.base.errors import Overloaded
 from tandem.base.shares import Shares
-from tandem.router.config import Limits, Timeouts
-from tandem.router.http.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
-from tandem.router.http.chunked import ChunkedBody, FramingError
-from tandem.router.http.errors import error_body
-from tandem.router.http.idle import IdleConnections
-from tandem.router.http.turns import Turns
+from tandem.http_server.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
+from tandem.http_server.chunked import ChunkedBody, FramingError
+from tandem.http_server.idle import IdleConnections
+from tandem.http_server.settings import ErrorBody, Limits, Timeouts
+from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +44,7 @@ class Server(Protocol):
     app: ASGIApp
     limits: Limits
     timeouts: Timeouts
+    error_body: ErrorBody
     connections: set[HttpConnection]
     idle: IdleConnections[HttpConnection]
     busy: Shares  # connections with a request in progress, by its key
@@ -363,7 +363,7 @@ class HttpConnection(asyncio.Protocol):
         request_id = call.request_id if call is not None else secrets.token_hex(16)
         logger.info("%s: answered %d to %s: %s", request_id, status, _shown(self.client), message)
         if call is None or not call.answering or call.complete:
-            body = error_body(
+            body = self.server.error_body(
                 message, status, _CODES.get(status, "invalid_http" if status < 500 else "internal_error")
             )
             lines = [

@@ -28,11 +28,11 @@ from starlette.types import ASGIApp
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.shares import Shares
-from tandem.router.config import Limits, RouterConfig
-from tandem.router.http.certificate import Certificate
-from tandem.router.http.idle import IdleConnections
-from tandem.router.http.protocol import HttpConnection
-from tandem.router.http.turns import Turns
+from tandem.http_server.certificate import Certificate
+from tandem.http_server.idle import IdleConnections
+from tandem.http_server.protocol import HttpConnection
+from tandem.http_server.settings import ErrorBody, Limits, Timeouts
+from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -271,10 +271,20 @@ class HttpServer:
     """Serves an ASGI application, on the event loop that makes it. Signals are handled by the process, not
     here."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig, on_cut: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        timeouts: Timeouts,
+        error_body: ErrorBody,
+        on_cut: Callable[[], None],
+        certificate: Certificate | None = None,
+    ) -> None:
+        """`on_cut`: called when a client that does not read is cut off. `certificate`: clients must speak TLS."""
         self.app = app
-        self.limits = limits_that_fit(config.limits)
-        self.timeouts = config.timeouts
+        self.limits = limits_that_fit(limits)
+        self.timeouts = timeouts
+        self.error_body = error_body
         self.connections: set[HttpConnection] = set()
         self.busy = Shares(self.limits.connections, alone=1)
         self.idle: IdleConnections[HttpConnection] = IdleConnections(self.busy)
@@ -282,8 +292,7 @@ class HttpServer:
         self.turns = Turns()  # for requests to begin
         self.stopping = False
         self._on_cut = on_cut
-        tls = config.tls_certificate, config.tls_key
-        self._certificate = Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None
+        self._certificate = certificate
         self._acceptor: Acceptor | None = None
         self._former: list[Acceptor] = []  # at addresses that this router has given up
         # Set when the last connection is closed. None until `leave` is called.

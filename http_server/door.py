@@ -17,7 +17,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-from tandem.router.http.serving import Tally
+from tandem.http_server.serving import Tally
 
 logger = logging.getLogger(__name__)
 
