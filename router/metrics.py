@@ -225,6 +225,9 @@ class RouterMetrics:
         self.failovers = counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
         self.refusals = counter("tandem_requests_refused", "Requests that were not let in", "reason")
+        self.sequences_paused = counter(
+            "tandem_sequences_paused", "Sequences that gave their place to another key, to go on later"
+        )
         self.slow_readers_cut = counter("tandem_slow_readers_cut", "Answers whose client stopped reading")
         self.token_mismatches = counter("tandem_token_mismatches", "Two nodes disagreed about a token")
         self.foreign_chunks = counter(

@@ -179,6 +179,12 @@ def _router_spans(record: TraceRecord, make: _SpanMaker) -> list[ReadableSpan]:
         "tandem.request_id": record.request_id,
         "tandem.decision": "; ".join(record.decisions),
     }
+    if record.max_tokens is not None:
+        about["gen_ai.request.max_tokens"] = record.max_tokens
+    if record.temperature is not None:
+        about["gen_ai.request.temperature"] = record.temperature
+    if record.finish_reasons:
+        about["gen_ai.response.finish_reasons"] = record.finish_reasons
     if record.answer_id:
         about["gen_ai.response.id"] = record.answer_id
     if record.status is not None:

@@ -191,6 +191,9 @@ def test_a_request_through_a_router_arrives_at_the_collector(
     (root,) = [span for span in spans["router"] if span["kind"] == "SPAN_KIND_SERVER"]
     assert (root["traceId"], root["parentSpanId"]) == (TRACE, PARENT)
     assert {span["traceId"] for found in spans.values() for span in found} == {TRACE}
+    about = plain(root["attributes"])
+    assert (about["gen_ai.request.max_tokens"], about["gen_ai.request.temperature"]) == ("4", 1.0)
+    assert about["gen_ai.response.finish_reasons"] == {"values": [{"stringValue": "length"}]}
     names = [span["name"] for span in spans["router"]]
     assert {"read", "tokenize", "wait", "route", "flush"} <= set(names)
     router.wait_for(lambda: router.metric("tandem_traces_exported_total") == 1, "it is counted")
