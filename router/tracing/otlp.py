@@ -45,11 +45,9 @@ class OtlpExporter:
     ) -> None:
         base = config.otlp_endpoint.rstrip("/")
         url = base if not base or base.endswith("/v1/traces") else f"{base}/v1/traces"
-        self._sender = _CountedSender(
-            OTLPSpanExporter(url or None, headers=config.otlp_headers or None), metrics
-        )
+        self._sender = _CountedSender(OTLPSpanExporter(url or None), metrics)
         self._metrics = metrics
-        self._service = config.service_name or environ.get("OTEL_SERVICE_NAME") or "tandem"
+        self._service = environ.get("OTEL_SERVICE_NAME") or "tandem"
         self._room = int(environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or QUEUED_SPANS)
         self._processor = BatchSpanProcessor(self._sender, max_queue_size=self._room)
 

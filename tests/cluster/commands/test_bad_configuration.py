@@ -67,13 +67,13 @@ MISTAKES: dict[str, Case] = {
     "a file for a folder": ("serve --model ./weights.bin", r"is a file: name the folder that it is in", model_file),
     "more threads than cores": ("serve --set pools.decode.threads=4096", r"set fewer threads or fewer nodes", None),
     "more nodes than the cores take": (
-        "serve --prefill 10000", r"too many for \d+ cores?:.*per core, \d+ in all: ask for fewer \(--prefill", None,
+        "serve --prefill 10000", r"too many for \d+ cores?:.*per core are the most, \d+ in all: ask for fewer \(--prefill", None,
     ),
     "a cache larger than the machine": (
         "serve --kv-memory 900TiB --set model.device=cpu",
         r"TiB of memory, and .* is free on this machine: give each at most \S+ \(--kv-memory\)", None,
     ),
-    "no node for a core": ("serve --set pools.nodes_per_core=0", r"pools\.nodes_per_core must be at least 1", None),
+    "what is no setting": ("serve --set pools.nodes_per_core=9", r"pools\.nodes_per_core is no setting, it is 4: ", None),
     "a connector that does not exist": (
         "serve --set transfer.connector=carrier-pigeon", r"there is no connector 'carrier-pigeon'", None,
     ),
