@@ -41,6 +41,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Every process of the tests would compile every module again, and pytest rewrite every test.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
 
 VENV := .venv

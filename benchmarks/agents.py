@@ -24,6 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tandem.base.errors import InternalError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from tandem.simulator.clock import VirtualLoop
@@ -31,7 +32,6 @@ from tandem.simulator.costs import CostModel, CostTable
 from tandem.simulator.network import Network
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.outcome import AnswerLog, AnswerTimes
-from tandem.wire.errors import InternalError
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Submit, TokenBatch, TurnEnded
 from tandem.wire.sampling import SamplingParams

@@ -46,6 +46,7 @@ from benchmarks.side_by_side.systems import (
     tandem_systems,
     vllm_systems,
 )
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.load import poisson
@@ -53,7 +54,6 @@ from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.loadgen.workload import Lengths, random_prompts
-from tandem.wire.errors import ConfigurationError, TandemError
 
 _WIDTH = 150
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # the rates to try, as shares of what a crowd of users achieves

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import httpx
 import msgspec
 
+from tandem.base.errors import Unavailable
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.timeline import RequestFailure, Timeline
-from tandem.wire.errors import Unavailable
 
 _WINDOW_S = 10.0  # the length of the windows in which goodput must have recovered
 _BACK = 0.95

@@ -29,12 +29,12 @@ from benchmarks.side_by_side.processes import adopt_orphans
 from benchmarks.side_by_side.resume import keep, resume
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
 from benchmarks.side_by_side.systems import System, tandem_systems, vllm_systems
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import check_picture, results_folder, save_picture
 from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
-from tandem.wire.errors import ConfigurationError
 
 _TABLE_WIDTH = 160
 

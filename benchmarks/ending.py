@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from tandem.wire.errors import TandemError
+from tandem.base.errors import TandemError
 
 
 def exit_status(run: Callable[[], int], console: Console) -> int:

@@ -38,11 +38,11 @@ from benchmarks.bursting import BurstClient
 from benchmarks.ending import exit_status
 from benchmarks.side_by_side.processes import adopt_orphans
 from benchmarks.side_by_side.systems import RunningSystem, System, check_alive, running, tandem_system
+from tandem.base.errors import Unavailable
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.metrics import percentile
 from tandem.loadgen.report import MachineDescription
-from tandem.wire.errors import Unavailable
 
 _TILE = 512
 _WORDS = 48  # of a text's prompt

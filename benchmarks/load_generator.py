@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.paced_server import FIRST_TOKEN_S, GAP_S, LONG_GAP_EVERY, LONG_GAP_S
+from tandem.base.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.cluster.saving import write_json
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
@@ -35,7 +36,6 @@ from tandem.loadgen.load import LoadStream
 from tandem.loadgen.metrics import Summary, summarize
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.loadgen.workload import Lengths, random_prompts
-from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
 
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
 _SERVER_WITHIN_S = 20.0

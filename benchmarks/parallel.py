@@ -28,6 +28,8 @@ import numpy as np
 import torch
 
 from benchmarks.engine_tandem import EngineBench
+from tandem.base.errors import InternalError
+from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -36,8 +38,6 @@ from tandem.engine.model.wide.shard import Collectives, Lead
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
-from tandem.wire.errors import InternalError
-from tandem.wire.logs import LogsConfig
 
 STEPS = 100
 _SILENCE_S = 30.0  # long, because the machine may be busy and no rank must count as lost here

@@ -33,11 +33,11 @@ from benchmarks.soaking.load import SoakLoad
 from benchmarks.soaking.questions import SoakQuestions
 from benchmarks.soaking.verdict import SoakVerdict, judge, print_soaked, tallied
 from benchmarks.soaking.watching import ProcessWatch
+from tandem.base.errors import TandemError
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
-from tandem.wire.errors import TandemError
 
 _NODES = ("--prefill", "2", "--decode", "2")
 _NODE_COUNT = 4

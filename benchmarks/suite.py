@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.ending import exit_status
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.report import MachineDescription
-from tandem.wire.errors import ConfigurationError
 
 _WIDTH = 120
 _LOG_TAIL_LINES = 12

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError
+from tandem.base.logs import ClusterLogs, LogsQuery
+from tandem.base.settings import LONGEST_S
 from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
 from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView
-from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError
-from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
-from tandem.wire.settings import LONGEST_S
 
 # For actions that make nodes load. The controller ends a process without progress (`timeouts.start_s`); this limit is for a lost answer.
 LOADING_S = 24 * 3600.0
@@ -26,7 +26,7 @@ class UnknownAction(RequestError):
 
 
 class OperatedCluster(Protocol):
-    """A running cluster as commands use it, through Ray or through a router. Methods raise errors of `wire.errors` only; they are
+    """A running cluster as commands use it, through Ray or through a router. Methods raise errors of `base.errors` only; they are
     documented in `cluster.control.Control`."""
 
     async def view(self) -> ClusterView: ...

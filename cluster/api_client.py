@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tandem.wire.errors import ConfigurationError, RequestError, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, RequestError, TandemError, Unavailable
 
 KEY = "TANDEM_API_KEY"
 ANSWER_S = 5.0

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import DEFAULT_NAME, TandemConfig
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 _RESTART = "needs `tandem down`, then `tandem serve` again"

@@ -17,7 +17,7 @@ from tandem.cluster.commands.setting_options import add_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from tandem.wire.errors import TandemError
+    from tandem.base.errors import TandemError
 
     parser = make_parser()
     words = sys.argv[1:] if arguments is None else arguments

@@ -7,13 +7,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from tandem.base.logs import LogsConfig
+from tandem.base.settings import AtLeastOne, Seconds, about, fixed
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import AnswersConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
-from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
-from tandem.wire.settings import AtLeastOne, Seconds, about, fixed
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_NAME = "tandem"

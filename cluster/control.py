@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.cluster.config import TandemConfig
-from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
@@ -121,7 +121,7 @@ class AppliedChange(msgspec.Struct, frozen=True):
 
 
 class Control(Protocol):
-    """Every method raises errors of `wire.errors` only, and has no effect the second time it is asked for the same."""
+    """Every method raises errors of `base.errors` only, and has no effect the second time it is asked for the same."""
 
     async def view(self) -> ClusterView: ...
 

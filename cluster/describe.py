@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 from tandem.wire.requests import TierStatus
 
 LARGEST = 2**63 - 1  # the largest whole number in messages between processes

@@ -11,13 +11,13 @@ from pathlib import Path as FilePath
 
 import msgspec
 
+from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
 from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
 from tandem.cluster.vllm_flags import table as flags_table
 from tandem.router.http.field_table import table as fields_table
 from tandem.wire.nodes import Role
-from tandem.wire.settings import description_of
 
 DOCS = FilePath(__file__).resolve().parents[1] / "docs"
 

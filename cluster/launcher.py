@@ -5,7 +5,7 @@ A handle stands for one incarnation of one process: once it has ended it stays e
 launcher adopts a process that already runs under the name with the same configuration. So a restarted controller gets back
 its nodes, and their requests go on.
 
-Every method raises errors of `wire.errors` only; `stop` raises nothing.
+Every method raises errors of `base.errors` only; `stop` raises nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from tandem.base.logs import LogPage, LogPosition
+from tandem.base.progress import Report
 from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, PoolReport, Role, RouterInfo, RouterQueue
-from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 
 FixModel = Callable[[TandemConfig, str], Awaitable[tuple[TandemConfig, str]]]

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import ControllerConfig, TandemConfig
-from tandem.wire.errors import ConfigurationError
 
 # Settings that choose what a process runs, or what an HTTP key may do.
 _CODE = (

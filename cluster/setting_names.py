@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.settings import fixed_reason
 from tandem.cluster.config import GONE, SHORTHANDS, TandemConfig
-from tandem.wire.settings import fixed_reason
 
 Path = tuple[str, ...]
 """The path of a setting, such as ("router", "port")."""

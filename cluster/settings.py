@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import yaml
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.settings import allows_null, choices_of, kinds_at, refusal
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.models.store import name_at
 from tandem.cluster.rules import broken_rules
 from tandem.cluster.setting_layers import GivenValue, Layer
 from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
-from tandem.wire.settings import allows_null, choices_of, kinds_at, refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def run_apply(options: argparse.Namespace) -> int:
+    from tandem.base.errors import ConfigurationError
     from tandem.cluster.commands import apply
     from tandem.cluster.commands.address import WhichCluster
     from tandem.cluster.commands.operate import say_aside, say_line
-    from tandem.wire.errors import ConfigurationError
 
     say = say_aside if wants_json(options) else say_line
     if options.back:

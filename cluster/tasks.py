@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from tandem.wire.errors import DeadlineExceeded, TandemError
-from tandem.wire.progress import LastProgress
+from tandem.base.errors import DeadlineExceeded, TandemError
+from tandem.base.progress import LastProgress
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from tandem.base.errors import (
+    ConfigurationError,
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    TandemError,
+    Unavailable,
+)
 from tandem.encode_node.rows import RowsCache, messages_of
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.runner import ModelRunner
@@ -25,14 +33,6 @@ from tandem.node.node import Progress
 from tandem.node.routers import Routers
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodingRefused, ToAsker
-from tandem.wire.errors import (
-    ConfigurationError,
-    InternalError,
-    InvalidRequest,
-    NodeLost,
-    TandemError,
-    Unavailable,
-)
 from tandem.wire.images import digest_of_image, rows_name
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields, fixed
 from tandem.kvtransfer.config import TierConfig
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields, fixed
 
 
 class SchedulingPolicy(enum.StrEnum):

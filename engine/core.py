@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
+from tandem.base.errors import InternalError
 from tandem.engine.canary import Canary, CanaryFindings
 from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep, memory_of
 from tandem.engine.request import Request, RequestStatus
@@ -21,7 +22,6 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tracing import StepTimes, Tracer
 from tandem.kvtransfer.base import ConnectorOutput, WorkerConnector
-from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 
 _NO_TRANSFERS = ConnectorOutput()

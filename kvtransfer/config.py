@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, fixed
+from tandem.base.errors import ConfigurationError
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, fixed
 
 
 class LoadFailurePolicy(enum.StrEnum):

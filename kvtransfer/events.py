@@ -24,7 +24,7 @@ from itertools import islice
 import msgspec
 import zmq
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 from tandem.wire.kv_events import SALT, BlockStored, KVEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)

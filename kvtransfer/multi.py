@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import (
     BlockIds,
     BlockTables,
@@ -29,7 +30,6 @@ from tandem.kvtransfer.base import (
 )
 from tandem.kvtransfer.offload.worker_half import create_tiers
 from tandem.kvtransfer.registry import find_connector
-from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.tracing import TransferTrace

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import ConnectorFactory
-from tandem.wire.errors import ConfigurationError
 
 CONNECTORS = {
     "nccl": "tandem.kvtransfer.nccl:create",

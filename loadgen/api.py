@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.answers import AnswerParser
 from tandem.loadgen.connections import NO_HEADERS, HttpClient
 from tandem.loadgen.timeline import RequestFailure, Timeline
-from tandem.wire.errors import ConfigurationError
 
 Prompt = str | tuple[int, ...]
 Message = dict[str, str]

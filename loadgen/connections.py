@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.http1 import MalformedResponse, ResponseParser
 from tandem.loadgen.timeline import RequestFailure
-from tandem.wire.errors import ConfigurationError
 
 CONNECT_TIMEOUT_S = 10.0
 NO_HEADERS: Mapping[str, str] = {}

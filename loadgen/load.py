@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Api, Message, Prompt
 from tandem.loadgen.options import Options, Workload
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.traces import read_trace, replay
 from tandem.loadgen.vocabulary import Vocabulary
 from tandem.loadgen.workload import Lengths, Session, multi_turn, random_prompts, shared_prefix
-from tandem.wire.errors import ConfigurationError
 
 
 class LoadStream:

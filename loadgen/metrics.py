@@ -9,8 +9,8 @@ from statistics import fmean
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.timeline import Timeline
-from tandem.wire.errors import ConfigurationError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
 # A request meets its inter-token limit if this percentile of its own gaps does. One slow gap spoils a short answer, but not a

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import ApiEndpoint
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
-from tandem.wire.errors import ConfigurationError
 
 _DEFAULT_REQUESTS = 100
 

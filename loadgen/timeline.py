@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tandem.wire.errors import TandemError
+from tandem.base.errors import TandemError
 
 
 class RequestFailure(TandemError):

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.vocabulary import Vocabulary, words_for
 from tandem.loadgen.workload import Session, single
-from tandem.wire.errors import ConfigurationError
 
 MOONCAKE_BLOCK_TOKENS = 512
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

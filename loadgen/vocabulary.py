@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Prompt
-from tandem.wire.errors import ConfigurationError
 
 # Every text begins with this word, so that each drawn word follows another word.
 ANCHOR = "The"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Prompt
 from tandem.loadgen.vocabulary import Vocabulary, words_for
-from tandem.wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 
 def usable_cores() -> int:

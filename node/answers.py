@@ -7,8 +7,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from tandem.base.errors import Cancelled, NodeLost, TandemError, Unavailable, WireError
 from tandem.node.config import AnswersConfig
-from tandem.wire.errors import Cancelled, NodeLost, TandemError, Unavailable, WireError
 from tandem.wire.requests import Follow, KeepAnswer, Submit, TokenChunk
 from tandem.wire.sampling import FinishReason
 

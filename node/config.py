@@ -7,11 +7,11 @@ from typing import Annotated
 
 import msgspec
 
+from tandem.base.logs import LogsConfig
+from tandem.base.settings import AtLeastOne, Seconds, about, fixed
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.config import TransferConfig
-from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
-from tandem.wire.settings import AtLeastOne, Seconds, about, fixed
 
 
 class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,9 +14,9 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from tandem.base.errors import NodeLost
 from tandem.wire.embeds import TYPES, PromptEmbeds
 from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart, checksum
-from tandem.wire.errors import NodeLost
 from tandem.wire.images import MediaFeature
 from tandem.wire.listening import Listener, ListenerProbe
 from tandem.wire.nodes import PeerAddress

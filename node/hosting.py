@@ -15,13 +15,13 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
+from tandem.base.logs import LogPosition, begin_logging, recent_page
+from tandem.base.progress import Report, SaidProgress
 from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
 from tandem.node.node import Progress
-from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
-from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.requests import NodeStatus
 from tandem.wire.sockets import admit, public_key, raise_descriptor_limit
 

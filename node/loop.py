@@ -16,11 +16,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from tandem.base.errors import InternalError, NodeLost, TandemError
 from tandem.engine.core import Engine
 from tandem.engine.structured.desk import GrammarReady
 from tandem.machine.resources import bind, states_of_threads
 from tandem.node.encoders import RowsCame
-from tandem.wire.errors import InternalError, NodeLost, TandemError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import TokenChunk, ToNode

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.engine.config import ModelConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
@@ -34,7 +35,6 @@ from tandem.node.routers import CacheNewsDesk, NamedBlocks, RouterLine
 from tandem.node.service import NodeService
 from tandem.node.trace_file import TraceFile
 from tandem.wire.embeds import TYPES
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.requests import CacheNews, NodeCounters, NodeStatus, ToNode
 

@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tandem.base.errors import AdapterMissing, InvalidRequest, WireError
 from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.request import Request
 from tandem.engine.structured.grammars import salted
 from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
-from tandem.wire.errors import AdapterMissing, InvalidRequest, WireError
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams

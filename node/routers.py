@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.wire.errors import NodeLost
+from tandem.base.errors import NodeLost
 from tandem.wire.kv_events import (
     DEVICE_MEDIUM,
     SALT,

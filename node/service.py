@@ -23,6 +23,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from tandem.base.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
 from tandem.engine.core import Engine
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.state import SchedulerStats
@@ -55,14 +63,6 @@ from tandem.node.requests import (
 )
 from tandem.node.routers import CacheNewsDesk, RouterLine, Routers
 from tandem.node.status import node_counters, node_status
-from tandem.wire.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    NodeLost,
-    Overloaded,
-    TandemError,
-    Unavailable,
-)
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
     Ask,

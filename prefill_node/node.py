@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.base.errors import InvalidRequest
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
-from tandem.wire.errors import InvalidRequest
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Submit, TokenChunk, TransferRole

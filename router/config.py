@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.logs import LogFormat, LogLevel
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields, fixed
 from tandem.wire.embeds import MOST_BYTES
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.logs import LogFormat, LogLevel
-from tandem.wire.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields, fixed
 
 MOST_PROCESSES = 32  # On one machine. The tally of connections has room for these and for as many successors.
 

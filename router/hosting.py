@@ -16,14 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from tandem.base.errors import Unavailable
+from tandem.base.logs import LogPosition, LogsConfig, begin_logging, recent_page
+from tandem.base.progress import Report, SaidProgress
 from tandem.router.config import RouterConfig
 from tandem.router.http.services import ClusterControl
 from tandem.router.http.serving import listen
 from tandem.router.server import RouterServer
-from tandem.wire.errors import Unavailable
-from tandem.wire.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.wire.nodes import NodeInfo, PoolReport, RouterInfo, RouterQueue
-from tandem.wire.progress import Report, SaidProgress
 from tandem.wire.sockets import raise_descriptor_limit
 
 _SWITCH_S = 0.001

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, RequestError
 from tandem.router.config import ApiKey, check_distinct, key_places, name_of_key
 from tandem.router.policy.views import Average
 from tandem.router.siblings import Siblings
-from tandem.wire.errors import ConfigurationError, RequestError
 
 # Tokens reserved for an answer without a given limit, before the key has had any answer.
 DEFAULT_ANSWER = 256

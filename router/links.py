@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.wire.errors import NodeLost, Unavailable, WireError
+from tandem.base.errors import NodeLost, Unavailable, WireError
 from tandem.wire.lines import LetterToRouter, Lines, Position
 from tandem.wire.nodes import NodeInfo, new_epoch
 from tandem.wire.requests import (

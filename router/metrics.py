@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tandem.wire.errors import Cancelled, Unavailable
+from tandem.base.errors import Cancelled, Unavailable
 from tandem.wire.nodes import PoolReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

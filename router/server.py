@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
@@ -40,7 +41,6 @@ from tandem.router.text.chat_template import ChatTemplate
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import Traces
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
-from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo, PoolReport
 from tandem.wire.sockets import admit

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tandem.wire.errors import InternalError
+from tandem.base.errors import InternalError
 
 # Cancelled timers are removed from the heap when there are more of them than this, and more than live ones.
 _MOST_CANCELLED = 100

@@ -8,12 +8,12 @@ import time
 import msgspec
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.simulator.options import add_costs, add_traffic, costs_of, service_level, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.show import progress, render
 from tandem.simulator.simulation import SimulationSetup, simulate
-from tandem.wire.errors import ConfigurationError
 
 
 class SimulationResult(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 LEAST_STEP_S = 1e-6

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from tandem.base.errors import InternalError, RequestError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
@@ -25,7 +26,6 @@ from tandem.simulator.machine import SharedMachine
 from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
 from tandem.simulator.traffic import NameHasher, next_token
-from tandem.wire.errors import InternalError, RequestError
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import (
     Cancel,

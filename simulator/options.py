@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.replay.reading import TraceReader
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import CostModel, Width, read_costs
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 CostsByWidth = Mapping[Role, Mapping[Width, CostModel]]

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from tandem.base.errors import InternalError
 from tandem.loadgen.metrics import Distribution, ServiceLevel
 from tandem.simulator.costs import DecodeRun
-from tandem.wire.errors import InternalError
 
 # Gaps between tokens are counted in logarithmic classes of this width, because an hour of traffic may have a hundred million gaps.
 _CLASS = math.log(1.002)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
@@ -31,7 +32,6 @@ from tandem.simulator.picture import draw
 from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, least_nodes
 from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 MOST_ROWS = 16

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.simulator.costs import Width
 from tandem.simulator.outcome import SimulationReport
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 # Settings that may serve a traffic better than the defaults. They are tried in this order, each on top of those that have helped.

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.simulator.beside import in_traffic
 from tandem.simulator.costs import (
     DEFAULT_START_S,
@@ -25,7 +26,6 @@ from tandem.simulator.costs import (
     line_through,
 )
 from tandem.simulator.profile_client import ProfileClient, ProfiledRequest
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 
 REPEATS = 5

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
 

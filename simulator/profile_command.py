@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.saving import write_json
 from tandem.simulator.costs import CostModel
 from tandem.simulator.profile import QUICK, REPEATS, profile
-from tandem.wire.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InternalError, TandemError, WireError
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import Distribution, ServiceLevel
 from tandem.router.dispatch import Dispatcher, SequenceSpec
@@ -22,7 +23,6 @@ from tandem.simulator.network import Network
 from tandem.simulator.outcome import AnswerLog, AnswerTimes, SimulationReport
 from tandem.simulator.pools import SimulatedPools
 from tandem.simulator.traffic import PlayedTraffic
-from tandem.wire.errors import ConfigurationError, InternalError, TandemError, WireError
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Cancel, Holding, Submit, TokenBatch, TurnEnded

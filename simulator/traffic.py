@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.replay.reading import TracedStep
 from tandem.engine.cache.hashing import BlockHasher, HashedContent
 from tandem.engine.request import Request
 from tandem.loadgen.load import poisson
 from tandem.loadgen.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from tandem.loadgen.workload import Lengths
-from tandem.wire.errors import ConfigurationError
 
 # The first tokens of unique texts, of prompts and of answers. They lie above all hash ids of a trace; a token has 32 bits.
 OWN_TEXT = 1 << 30

@@ -12,6 +12,7 @@ from statistics import median
 import msgspec
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.trace.why import Explanation, OtherCluster, OtherClusters
 from tandem.loadgen.traces import TraceRow
@@ -22,7 +23,6 @@ from tandem.simulator.planner import PoolSizes
 from tandem.simulator.show import progress
 from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
 from tandem.simulator.traffic import PlayedTraffic
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 # Seconds between two of the requests that fill the caches before the traffic begins.

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.policy.choose import decide
-from tandem.wire.errors import ConfigurationError
 from tests.router.test_router_policy import ask, node, pools
 
 PAGE = Path(__file__).parents[1] / "docs" / "contributing.md"

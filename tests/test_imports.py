@@ -20,35 +20,35 @@ NAME = "tandem"
 # package -> what it may import of ours. A dotted name allows that module alone. Errors are one tree, so floors that need
 # nothing else of ours may raise them.
 MAY_IMPORT: dict[str, set[str]] = {
-    "wire": set(),
-    "machine": {"wire.errors"},
+    "base": set(),
+    "wire": {"base"},
+    "machine": {"base.errors"},
     "kernels": set(),
-    "loadgen": {"wire.errors"},
-    "kvtransfer": {"wire"},
-    "router": {"wire"},
+    "loadgen": {"base.errors"},
+    "kvtransfer": {"base", "wire"},
+    "router": {"base", "wire"},
     "engine": {
+        "base",
         "kernels",
         "kvtransfer.base",
         "kvtransfer.config",
         "machine",
         "wire.adapters",
-        "wire.errors",
         "wire.embeds",
         "wire.images",
         "wire.kv_events",
         "wire.nodes",
         "wire.pooling",
-        "wire.progress",
         "wire.requests",
         "wire.sampling",
-        "wire.settings",
         "wire.tracing",
     },
-    "node": {"engine", "kvtransfer", "machine", "wire"},
-    "prefill_node": {"node", "engine", "kvtransfer", "wire"},
-    "decode_node": {"node", "engine", "kvtransfer", "wire"},
-    "encode_node": {"engine", "machine", "node", "wire"},
+    "node": {"base", "engine", "kvtransfer", "machine", "wire"},
+    "prefill_node": {"base", "node", "engine", "kvtransfer", "wire"},
+    "decode_node": {"base", "node", "engine", "kvtransfer", "wire"},
+    "encode_node": {"base", "engine", "machine", "node", "wire"},
     "simulator": {
+        "base",
         "cluster.api_client",
         "cluster.config",
         "cluster.pools",
@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire",
     },
     "cluster": {
+        "base",
         "decode_node",
         "encode_node",
         "engine",
@@ -95,7 +96,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("wire", "machine", "loadgen", "router", "cluster", "simulator")
+WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "router", "cluster", "simulator")
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}

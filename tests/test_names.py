@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
+    "base",
     "cluster",
     "decode_node",
     "encode_node",

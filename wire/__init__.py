@@ -1,10 +1,8 @@
 """What crosses a process boundary: the message types, one for each hop, and the sockets that carry them.
 
-Floor 0: imports nothing of ours. Every message is a msgspec struct; nothing here or above unpickles bytes.
+Floor 1: imports `base` alone. Every message is a msgspec struct; nothing here or above unpickles bytes.
 
     versions    the version of these messages, and the rules by which they change
-    errors      the tree of everything that can go wrong, with the code a client sees
-    settings    which values a setting takes, and the sentence that says so
     sampling    how a request wants its tokens chosen
     adapters    the identity that all processes give a LoRA adapter
     images      how many placeholder tokens an image takes, and where they stand
@@ -19,8 +17,6 @@ Floor 0: imports nothing of ours. Every message is a msgspec struct; nothing her
     encoding    node -> encoder node: which rows of images a node wants; and back: the rows
     handoff     node -> node: how a prefill node and a decode node agree on a KV transfer
     sharing     node -> node: how one copies KV out of another's tier in host memory
-    progress    the latest step of a long task, and how long ago it came
-    logs        a process's log, for people or for machines
     listening   whether a process still listens at an address, asked of its machine's kernel
     endpoints   a process's address, with the public key that it must hold
     curve       who may speak to this process: its key pair, the keys that it admits, and the doorkeeper that compares

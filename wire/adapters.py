@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 MISTAKES_SHOWN = 3
 MOST_ADAPTERS = 1000  # of one cluster: each node lists its adapters in every status

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
+from tandem.base.errors import ConfigurationError, NodeLost
 from tandem.wire.endpoints import Endpoint, key_bytes, key_text, parse_endpoint
-from tandem.wire.errors import ConfigurationError, NodeLost
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -41,7 +41,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from tandem.wire.errors import NodeLost
+from tandem.base.errors import NodeLost
 from tandem.wire.requests import Ask, NodeStatus, Ping, ToNode, ToRouter
 from tandem.wire.sockets import Inbox, Outbox
 from tandem.wire.tracing import ClockReading

@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 import xxhash
 
+from tandem.base.errors import WireError
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import WireError
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.pooling import Pooling

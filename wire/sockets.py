@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from tandem.base.errors import ConfigurationError, InternalError, NodeLost
 from tandem.wire.curve import Context, Doorkeeper, ProcessKeys
-from tandem.wire.errors import ConfigurationError, InternalError, NodeLost
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tandem.wire.settings import struct_fields
+from tandem.base.settings import struct_fields
 
 WIRE_VERSION = 1
 KV_VERSION = 2

@@ -20,9 +20,9 @@ from benchmarks.side_by_side.outcome import (
     judge,
 )
 from benchmarks.side_by_side.systems import RunningSystem, System, check_alive, running
+from tandem.base.errors import TandemError
 from tandem.loadgen.metrics import ServiceLevel, summarize
 from tandem.loadgen.vocabulary import Vocabulary
-from tandem.wire.errors import TandemError
 
 
 class Experiment:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.saving import save_picture
 from tandem.cluster.trace.account import handover
 from tandem.cluster.trace.command import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.loadgen.api import Prompt
-from tandem.wire.errors import Unavailable
 
 _A_REQUEST_S = 60.0
 _ANSWER = 16

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
+from tandem.base.errors import Unavailable
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import LoadStream
@@ -19,7 +20,6 @@ from tandem.loadgen.show import with_progress
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.vocabulary import Vocabulary
 from tandem.loadgen.workload import Lengths, Session, random_prompts, shared_prefix
-from tandem.wire.errors import Unavailable
 
 ALONE, BESIDE, LONG = "chats alone", "chats beside long prompts", "the long prompts"
 SHARED = "shared prefix"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.wire.errors import Unavailable
+from tandem.base.errors import Unavailable
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.1

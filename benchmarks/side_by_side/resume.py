@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.side_by_side.outcome import ComparisonOutcome, Gaps
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.saving import as_json
-from tandem.wire.errors import ConfigurationError
 
 
 class KeptResults(msgspec.Struct, frozen=True):

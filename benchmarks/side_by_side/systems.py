@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.side_by_side.processes import Family
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
 
 READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]

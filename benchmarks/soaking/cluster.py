@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from tandem.wire.errors import DeadlineExceeded, Unavailable
+from tandem.base.errors import DeadlineExceeded, Unavailable
 
 _ASK_EVERY_S = 0.25
 # A node's report must be newer than the last answer; nodes report four times a second.

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.soaking.cluster import SoakCluster, is_whole
 from benchmarks.soaking.watching import title_of
-from tandem.wire.errors import DeadlineExceeded
+from tandem.base.errors import DeadlineExceeded
 
 VICTIMS = ("ray::PrefillActor", "ray::DecodeActor")
 WHOLE_WITHIN_S = 120.0

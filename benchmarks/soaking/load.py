@@ -8,7 +8,7 @@ import httpx
 
 from benchmarks.soaking.asking import WrongAnswer, ask
 from benchmarks.soaking.questions import AnswerEnd, AnswerTally, KnownAnswer, SoakQuestion, SoakQuestions
-from tandem.wire.errors import Unavailable
+from tandem.base.errors import Unavailable
 
 _A_REQUEST_S = 300.0
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.chaos.conductor import Conductor
 from tandem.cluster.chaos.plan import (
@@ -41,7 +42,6 @@ from tandem.cluster.chaos.report import (
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.control import ClusterView
 from tandem.cluster.saving import results_folder, write_json
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 
 if TYPE_CHECKING:
     from tandem.cluster.on_ray.processes import Process

@@ -10,9 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from tandem.base.errors import DeadlineExceeded, TandemError
 from tandem.cluster.chaos.plan import Blow, ProcessKind, Strike, processes_of
 from tandem.cluster.control import ClusterView
-from tandem.wire.errors import DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeState
 
 WHOLE_WITHIN_S = 180.0

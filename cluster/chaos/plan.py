@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.control import ClusterView
-from tandem.wire.errors import ConfigurationError
 
 CONTROLLER = "controller"
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.api_client import trusted
-from tandem.wire.errors import Unavailable
 
 _WORDS = [
     "river",

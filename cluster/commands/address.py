@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.running import ServingRecord, running
 from tandem.cluster.on_ray.runtime import AUTO
-from tandem.wire.errors import ConfigurationError
 
 RAY_ADDRESS = "RAY_ADDRESS"
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 
+from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
 from tandem.cluster.admin import OperatedCluster
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import Say, with_controller
@@ -17,7 +18,6 @@ from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
 from tandem.cluster.tasks import Clock
-from tandem.wire.errors import DeadlineExceeded, NodeLost, Unavailable
 
 LOOK_S = 1.0
 _AWAY = "the controller is away, and what serves goes on"

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.models.store import find_model
 from tandem.cluster.saving import as_json, check_file, check_picture, new_figure, save_picture, write_json
@@ -35,7 +36,6 @@ from tandem.loadgen.vocabulary import (
     load_tokenizer,
 )
 from tandem.loadgen.workload import Session
-from tandem.wire.errors import ConfigurationError, TandemError
 
 # With a larger share of a core, the figures may be limited by the generator itself.
 _BUSY_GENERATOR = 0.7

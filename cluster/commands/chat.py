@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.base.errors import TandemError, Unavailable
 from tandem.cluster.api_client import ApiClient
-from tandem.wire.errors import TandemError, Unavailable
 
 _HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
 

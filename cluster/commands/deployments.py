@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.base.errors import TandemError
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import joined
 from tandem.cluster.control import ClusterView
-from tandem.wire.errors import TandemError
 
 _COLUMNS = ("name", "model", "address", "nodes ready", "state")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from typing import Protocol
 
+from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.cluster.control import ClusterEnd
 from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
 from tandem.cluster.pools.event_log import replay
 from tandem.cluster.tasks import Clock
-from tandem.wire.errors import NodeLost, TandemError, Unavailable
 
 ASK_AGAIN_S = 0.5
 SILENT_START_S = 120.0  # how long the controller of a cluster that has not served yet may be silent

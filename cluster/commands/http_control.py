@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from tandem.base.errors import InternalError
+from tandem.base.logs import ClusterLogs, LogsQuery
+from tandem.base.settings import without_defaults
 from tandem.cluster.admin import (
     AdaptersAction,
     ApplyAction,
@@ -23,10 +26,7 @@ from tandem.cluster.admin import (
 from tandem.cluster.api_client import ANSWER_S, ApiClient
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
-from tandem.wire.errors import InternalError
-from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
-from tandem.wire.settings import without_defaults
 
 # How long a router waits for the controller's answer, and then some.
 _DECIDE_S = 45.0

@@ -8,6 +8,8 @@ from pathlib import Path as FilePath
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED
 from tandem.cluster.describe import without_links
@@ -16,8 +18,6 @@ from tandem.cluster.schema import FILE_NAME, json_schema
 from tandem.cluster.setting_layers import Layer, read_file
 from tandem.cluster.setting_names import Path, fields_of, section_type
 from tandem.cluster.settings import Settings
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.settings import description_of
 
 MANIFESTS = FilePath(__file__).resolve().parents[2] / "manifests"
 CLUSTERS = ("static", "aws", "gcp", "kuberay")

@@ -19,12 +19,12 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.base.errors import ConfigurationError, TandemError
+from tandem.base.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition, LogsQuery
 from tandem.cluster.admin import OperatedCluster
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import with_controller
 from tandem.cluster.commands.output import print_json, print_json_line
-from tandem.wire.errors import ConfigurationError, TandemError
-from tandem.wire.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition, LogsQuery
 
 USUAL_LINES = 100
 # How long to wait between two looks if the last one got everything.

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.base.errors import TandemError
 from tandem.cluster.commands.preflight import check_address, check_machine_memory, check_model_here
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import counted, format_size
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.pools.placement import LocalMachine, place_nodes, this_machine
-from tandem.wire.errors import TandemError
 from tandem.wire.nodes import Role
 
 _CHECK_TIMEOUT_S = 90.0
@@ -77,7 +77,7 @@ def check_ray() -> Finding:
     script = (
         "import sys\n"
         "from tandem.cluster.on_ray.runtime import ray_version, start_ray, stop_ray\n"
-        "from tandem.wire.errors import TandemError\n"
+        "from tandem.base.errors import TandemError\n"
         "try:\n"
         "    start_ray(); stop_ray(); print(ray_version())\n"
         "except TandemError as error:\n"

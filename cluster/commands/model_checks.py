@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import format_size
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.store import find_model, split_revision
 from tandem.engine.model.context import context_length
-from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.nodes import ENGINE_ROLES
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.base.errors import TandemError
 from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.state import NodeRecord
-from tandem.wire.errors import TandemError
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # the PCI class of GPUs begins like this: VGA or 3D controller

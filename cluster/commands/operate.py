@@ -10,6 +10,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tandem.base.errors import ConfigurationError, TandemError
+from tandem.base.settings import LONGEST_S
 from tandem.cluster.admin import LOADING_S, OperatedCluster
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
@@ -17,9 +19,7 @@ from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
 from tandem.cluster.on_ray.runtime import connect_to_ray, own_address, stop_ray
-from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.nodes import Role
-from tandem.wire.settings import LONGEST_S
 
 if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController

@@ -188,8 +188,8 @@ def _status(options: argparse.Namespace) -> int:
 def _list_deployments(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from tandem.base.errors import ConfigurationError
     from tandem.cluster.commands.deployments import list_deployments, show_deployments
-    from tandem.wire.errors import ConfigurationError
 
     if options.url is not None or options.name is not None or options.watch is not None:
         raise ConfigurationError("--all lists every deployment once: leave out --url, --name and --watch")
@@ -207,10 +207,10 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
 
     from rich.console import Console
 
+    from tandem.base.errors import ConfigurationError
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import overview, show_overview
     from tandem.cluster.commands.status import fetch_status, show_status
-    from tandem.wire.errors import ConfigurationError
 
     if not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
         raise ConfigurationError(

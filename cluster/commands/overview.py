@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.base.errors import TandemError
 from tandem.cluster.commands.status import fetch_status
 from tandem.cluster.control import (
     ClusterView,
@@ -21,7 +22,6 @@ from tandem.cluster.control import (
     SupervisedNode,
 )
 from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
-from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeState
 
 _COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")

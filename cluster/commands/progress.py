@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from tandem.wire.progress import Report, without_amount
+from tandem.base.progress import Report, without_amount
 
 
 class Display:

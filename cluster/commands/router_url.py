@@ -6,11 +6,11 @@ import os
 import socket
 from collections.abc import Mapping
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.commands.address import RAY_ADDRESS, WhichCluster, several
 from tandem.cluster.commands.operate import with_controller
 from tandem.cluster.commands.running import running
 from tandem.cluster.on_ray.runtime import AUTO
-from tandem.wire.errors import ConfigurationError, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _CONNECT_S = 1.0

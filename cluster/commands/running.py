@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.base.errors import TandemError
 from tandem.cluster.models.store import models_folder
-from tandem.wire.errors import TandemError
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar, cast
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
@@ -41,7 +42,6 @@ from tandem.cluster.tasks import first_of, has_ended
 from tandem.engine.config import ModelConfig
 from tandem.kernels.build import is_ready, library_path
 from tandem.kernels.compiler import BuildFailed
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 
 if TYPE_CHECKING:
     from tandem.cluster.commands.following import Follower

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.base.errors import InternalError
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
-from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
 
 _COLUMNS = ("node", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")

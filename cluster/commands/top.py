@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.describe import counted, format_blocks
 from tandem.router.page_state import NodeRow, PageState
 from tandem.router.tracing.record import SHORT_ID
-from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.nodes import Role
 
 _MOST_NODES = 24

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.progress import Report
 from tandem.cluster.models.store import fetch_named
 from tandem.wire.adapters import may_be_on_hub
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.progress import Report
 
 
 def adapter_place(name: str, where: str) -> str:

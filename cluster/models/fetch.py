@@ -22,6 +22,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import TandemError, Unavailable
+from tandem.base.progress import Report, with_amount
 from tandem.cluster.models.catalogue import (
     PACKAGED,
     WHEELS,
@@ -32,8 +34,6 @@ from tandem.cluster.models.catalogue import (
     PackagedModel,
 )
 from tandem.cluster.models.store import MARKER, is_complete, split_revision
-from tandem.wire.errors import TandemError, Unavailable
-from tandem.wire.progress import Report, with_amount
 
 _LOOK_S = 1.0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.describe import format_size
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.store import is_complete, models_folder
-from tandem.wire.errors import ConfigurationError, Unavailable
 
 
 class FetchedModel(msgspec.Struct, frozen=True):

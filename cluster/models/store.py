@@ -22,6 +22,8 @@ from typing import IO
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.base.progress import LastProgress, Report
 from tandem.cluster.models.catalogue import (
     PACKAGED,
     FetchFailure,
@@ -31,8 +33,6 @@ from tandem.cluster.models.catalogue import (
     PackagedModel,
 )
 from tandem.machine.digests import cache_folder
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
-from tandem.wire.progress import LastProgress, Report
 
 FETCH_SILENCE_S = 600.0  # a fetch without progress for this long is ended
 _HUB_S = 20.0  # for one response of the hub

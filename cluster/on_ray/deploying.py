@@ -11,6 +11,8 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from tandem.base.errors import TandemError
+from tandem.base.logs import begin_logging
 from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ExchangeView
 from tandem.cluster.events import Events
@@ -25,8 +27,6 @@ from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.deployment import Deployment
 from tandem.cluster.pools.placement import ThisMachine, this_machine
 from tandem.cluster.pools.room import needs_of
-from tandem.wire.errors import TandemError
-from tandem.wire.logs import begin_logging
 
 LOCAL_HOST = "127.0.0.1"  # where the routers and nodes of a single machine reach each other
 MACHINES = "machines"

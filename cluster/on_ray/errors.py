@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ray import exceptions as ray_exceptions
 
-from tandem.wire.errors import InternalError, NodeLost, TandemError, Unavailable
+from tandem.base.errors import InternalError, NodeLost, TandemError, Unavailable
 
 T = TypeVar("T")
 

@@ -24,6 +24,8 @@ from typing import Any
 import msgspec
 import ray
 
+from tandem.base.errors import DeadlineExceeded, TandemError, Unavailable
+from tandem.base.settings import without_defaults
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ExchangePhase, ExchangeView
 from tandem.cluster.on_ray.errors import answer
@@ -32,8 +34,6 @@ from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools import state
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
-from tandem.wire.errors import DeadlineExceeded, TandemError, Unavailable
-from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,10 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from tandem.base.errors import NodeLost, TandemError, Unavailable
+from tandem.base.logs import LogPage, LogPosition
+from tandem.base.progress import Report
+from tandem.base.settings import without_defaults
 from tandem.cluster.launcher import LogSource
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.hosts import ray_nodes
@@ -21,12 +25,8 @@ from tandem.cluster.on_ray.spread import NodePlacementGroup
 from tandem.cluster.tasks import cancel, first_ended, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo, NodeSighting, PoolReport, RouterInfo, RouterQueue
-from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
-from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tandem.base.errors import TandemError, Unavailable
 from tandem.cluster.launcher import Host, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
 from tandem.cluster.pools.room import ROLES, needed_by, places, places_left
 from tandem.cluster.pools.state import NodePlacement
 from tandem.cluster.tasks import cancel
-from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:

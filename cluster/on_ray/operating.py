@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.on_ray.errors import answer, translated
 from tandem.cluster.on_ray.runtime import CONTROLLER
-from tandem.wire.errors import Unavailable
 
 
 class RayControl:

@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
 from tandem.cluster.on_ray.errors import answer, translated
-from tandem.wire.errors import DeadlineExceeded, NodeLost, Unavailable
 
 _ASK_S = 10.0
 _HIT_S = 60.0  # Ray first has to start a process on that machine

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.base.logs import ClusterLogs, LogsQuery
+from tandem.base.settings import without_defaults
 from tandem.cluster.config import DEFAULT_NAME, ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView
 from tandem.cluster.on_ray.controller_actor import make_controller
@@ -27,10 +30,7 @@ from tandem.cluster.on_ray.neighbours import stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
-from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
-from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
-from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 
 NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
 CONTROLLER = "controller"  # the name of the controller's actor, in each deployment's namespace

@@ -21,12 +21,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tandem.base.errors import InternalError, Unavailable
+from tandem.base.logs import LogPosition, begin_logging, recent_page
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.keeper import RankKeeper
-from tandem.wire.errors import InternalError, Unavailable
-from tandem.wire.logs import LogPosition, begin_logging, recent_page
 from tandem.wire.sockets import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)

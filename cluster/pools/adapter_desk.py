@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError, Unavailable
 from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.rules import broken_adapters
 from tandem.cluster.tasks import Clock
 from tandem.wire.adapters import check_place
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError, Unavailable
 
 
 class AdapterDesk:

@@ -14,6 +14,9 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.base.errors import InternalError, TandemError, Unavailable, WireError
+from tandem.base.logs import LogsQuery
+from tandem.base.settings import without_defaults
 from tandem.cluster.admin import act
 from tandem.cluster.changes import compare, with_sizes
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
@@ -23,10 +26,7 @@ from tandem.cluster.launcher import StateStore
 from tandem.cluster.over_http import check_adapters, check_config
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
 from tandem.cluster.tasks import Clock, cancel
-from tandem.wire.errors import InternalError, TandemError, Unavailable, WireError
-from tandem.wire.logs import LogsQuery
 from tandem.wire.nodes import Role
-from tandem.wire.settings import without_defaults
 
 logger = logging.getLogger(__name__)
 

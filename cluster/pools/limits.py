@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.room import too_many_for_cores
 from tandem.cluster.pools.state import ClusterState
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, LogSource, NodeHandle
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeStatus
 
@@ -311,7 +311,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             raise Unavailable(f"{self.name} did not start as a {config.role.value} node: {self.detail}")
 
     async def set_adapters(self, wanted: AdapterPlaces) -> dict[str, str]:
-        """Returns the digests of the adapters that the node serves now. Raises errors of `wire.errors`. After any but a
+        """Returns the digests of the adapters that the node serves now. Raises errors of `base.errors`. After any but a
         ConfigurationError it is unknown which adapters the node has."""
         if self.handle is None:
             raise Unavailable("its process is not running")

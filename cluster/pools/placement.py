@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.launcher import Host, Needs, TakenPlace
@@ -27,7 +28,6 @@ from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord, Ra
 from tandem.machine.resources import core_quota, free_memory
 from tandem.node.config import NodeConfig, OtherMachine
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 # If cores do not divide evenly, prefill nodes get the odd ones: they are bound by computing, the others mostly by memory.

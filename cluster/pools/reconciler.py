@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
@@ -28,7 +29,6 @@ from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted, format_size
 from tandem.cluster.labels import matches
 from tandem.cluster.launcher import Needs, Offer, TakenPlace
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 _MIB = 1 << 20

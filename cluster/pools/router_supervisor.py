@@ -6,11 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from tandem.base.errors import TandemError
 from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.state import RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import TandemError
 from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)

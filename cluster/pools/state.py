@@ -13,14 +13,14 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.base.settings import without_defaults
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import key_of
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
-from tandem.wire.settings import without_defaults
 
 
 class RankPlace(msgspec.Struct, frozen=True):

@@ -15,16 +15,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.base.logs import LogPage, LogPosition
+from tandem.base.progress import LastProgress
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Handle, Launcher, LogSource
 from tandem.cluster.pools.state import Membership
 from tandem.cluster.pools.witnesses import Silence, Witnesses
 from tandem.cluster.tasks import Clock, first_of, has_ended
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
-from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import PoolReport
-from tandem.wire.progress import LastProgress
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+from tandem.base.errors import Unavailable
+from tandem.base.logs import LogPage, LogPosition
+from tandem.base.progress import Report
 from tandem.cluster.launcher import LogSource, NodeHandle
 from tandem.node.config import NodeConfig
-from tandem.wire.errors import Unavailable
-from tandem.wire.logs import LogPage, LogPosition
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.progress import Report
 from tandem.wire.requests import NodeStatus
 
 

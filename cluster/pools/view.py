@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from tandem.base.errors import TandemError
+from tandem.base.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.control import (
     ClusterView,
@@ -23,8 +25,6 @@ from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock
-from tandem.wire.errors import TandemError
-from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.wire.nodes import PoolReport, Role
 
 CONTROLLER = "controller"  # the name of the controller's own log

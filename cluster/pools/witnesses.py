@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from tandem.base.errors import TandemError
 from tandem.cluster.launcher import NodeHandle, RouterHandle
 from tandem.cluster.tasks import Clock
-from tandem.wire.errors import TandemError
 from tandem.wire.nodes import NodeInfo, NodeSighting, RouterInfo
 
 T = TypeVar("T")

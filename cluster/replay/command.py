@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.output import add_output, wants_json
 from tandem.cluster.replay.reading import TracedStep, TraceReader
 from tandem.cluster.replay.text import one_line, show_step
-from tandem.wire.errors import ConfigurationError
 
 _HELP = "Enter: next   b: back   p: next preemption   r ID: next step with it   N: step N   q: end"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.scheduling.step_trace import (
     PrefixCacheEvent,
     RecordsLost,
@@ -16,7 +17,6 @@ from tandem.engine.scheduling.step_trace import (
     TraceHeader,
     TraceRecord,
 )
-from tandem.wire.errors import ConfigurationError
 
 _END = ".jsonl"
 _OLD = ".old.jsonl"

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.static_hosts.shell import SshSettings
-from tandem.wire.errors import ConfigurationError
 
 KEY_ON_HEAD = "~/ray_bootstrap_key.pem"  # where `ray up` copies the operator's key on the head
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.static_hosts.config import StaticProvider, ssh_settings_on_head
 from tandem.cluster.static_hosts.shell import LocalShell, Shell, SshShell, ThroughHead
 from tandem.cluster.static_hosts.store import LocalStore, RecordStore, RemoteStore
-from tandem.wire.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 
 class LaunchRecord(msgspec.Struct, frozen=True):

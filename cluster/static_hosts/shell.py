@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.wire.errors import TandemError, Unavailable
+from tandem.base.errors import TandemError, Unavailable
 
 CONNECT_TIMEOUT_S = 5
 _SSH_FAILED = 255  # ssh's own exit status; any other one is the script's

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.static_hosts.record import ClusterRecord, decode, encode
 from tandem.cluster.static_hosts.shell import ScriptFailed, Shell
-from tandem.wire.errors import ConfigurationError, Unavailable
 
 _FOLDER = ".tandem/clusters"
 _CHANGED_MEANWHILE = 75

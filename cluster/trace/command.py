@@ -12,6 +12,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, InternalError, RequestError
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
 from tandem.cluster.trace.picture import draw_trace
@@ -20,7 +21,6 @@ from tandem.cluster.trace.why import Explanation, explain, explain_account
 from tandem.router.metrics import Targets
 from tandem.router.page_state import PageState
 from tandem.router.tracing.record import TraceList, TraceRecord
-from tandem.wire.errors import ConfigurationError, InternalError, RequestError
 
 
 def run(

@@ -16,9 +16,9 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 
+from tandem.base.errors import InternalError
 from tandem.engine.request import Request
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import InternalError
 from tandem.wire.images import MediaFeature
 
 

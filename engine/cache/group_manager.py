@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.pool import BlockPool, CacheEvents
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.wire.errors import ConfigurationError, InternalError
 
 
 class AttentionKind(enum.StrEnum):

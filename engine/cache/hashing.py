@@ -28,8 +28,8 @@ from typing import Protocol
 import cbor2
 import xxhash
 
+from tandem.base.errors import InvalidRequest
 from tandem.engine.config import HashAlgorithm
-from tandem.wire.errors import InvalidRequest
 
 Digest = Callable[[bytes], bytes]
 ExtraKey = tuple[str, bytes] | tuple[str, bytes, int]

@@ -10,6 +10,7 @@ import abc
 import math
 from collections.abc import Iterable, Sequence
 
+from tandem.base.errors import InternalError
 from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.group_manager import (
     AttentionKind,
@@ -23,7 +24,6 @@ from tandem.engine.cache.pool import BlockPool
 from tandem.engine.cache.state_slots import StateManager
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.wire.errors import InternalError
 
 Tables = list[list[int]]
 """For each group, block ids in token order."""

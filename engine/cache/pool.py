@@ -24,9 +24,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
+from tandem.base.errors import InternalError
 from tandem.engine.cache.hashing import ExtraKey, HashedContent, extra_keys
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.wire.errors import InternalError
 from tandem.wire.kv_events import DEVICE_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import GroupManager, KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.wire.errors import ConfigurationError, InternalError
 
 _NEVER = 1 << 62  # more tokens than any request has
 

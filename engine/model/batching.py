@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.base.errors import InternalError, TandemError
 from tandem.engine.model.pooler import PooledRows, PooledVector, Pooler
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.staging import DeviceMark, HostCopy, to_device, to_device_together
 from tandem.engine.scheduling.output import BlockIds, ModelOutput
-from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:

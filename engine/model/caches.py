@@ -15,8 +15,8 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.recurrent.layout import CONV, MATRIX, State, StateKey
-from tandem.wire.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

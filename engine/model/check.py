@@ -13,6 +13,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by
 from tandem.engine.model.attention.kernel import attend
@@ -23,7 +24,6 @@ from tandem.engine.model.caches import OwnCache
 from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
-from tandem.wire.errors import ConfigurationError, TandemError
 
 log = logging.getLogger(__name__)
 

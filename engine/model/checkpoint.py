@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.plain_config import read_plain_config
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.source import ModelSource
 from tandem.machine.digests import OnRead, digest_of, digests_of
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import image_rules, processor_settings
 
 # Increase it when the same weights and tokens give other bytes in a KV block than before.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
@@ -18,7 +19,6 @@ from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.paths import ForwardShape, LoadedModel, load_general, load_native
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.structured.grammars import tokenizer_json
-from tandem.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tandem.engine.model.eagle_loading import LoadedHead

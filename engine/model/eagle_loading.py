@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.attention.latents import gathering
@@ -30,7 +31,6 @@ from tandem.engine.model.paths import ForwardShape
 from tandem.engine.model.probe import probe_attention
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
-from tandem.wire.errors import ConfigurationError
 
 _EMBEDDINGS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.content import weight_files
@@ -23,7 +24,6 @@ from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.recurrent.own_states import take_states_out
 from tandem.engine.model.source import ModelSource, Progress
 from tandem.engine.model.vision.tower import loader_of
-from tandem.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tandem.engine.model.wide.shard import Shard

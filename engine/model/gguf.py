@@ -11,9 +11,9 @@ import torch
 from gguf import GGUFReader
 from transformers import GgufConfig
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.leftovers import is_draft_layer, layer_of, num_layers, refuse_leftovers
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError
 
 _FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"

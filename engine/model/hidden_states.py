@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.batching import RequestRows, ScheduledTokens
 from tandem.engine.model.runner import Batch
-from tandem.wire.errors import ConfigurationError, InternalError
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.progress import with_amount
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.checkpoint import (
@@ -39,9 +41,7 @@ from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tandem.machine.resources import usable_cores
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import VectorModel
-from tandem.wire.progress import with_amount
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import mmap
 import numpy as np
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig
 from tandem.engine.model.attention.layers import CachePlan
 from tandem.machine.resources import free_memory
-from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource, Progress
-from tandem.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

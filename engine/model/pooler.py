@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.staging import HostCopy
-from tandem.wire.errors import InternalError
 from tandem.wire.pooling import Pooling, PoolingKind
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import Pooling, PoolingKind
 
 log = logging.getLogger(__name__)

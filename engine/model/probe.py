@@ -16,6 +16,7 @@ import msgspec
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.engine.model.attention import latents, own
 from tandem.engine.model.attention.interface import (
     PAGED,
@@ -36,7 +37,6 @@ from tandem.engine.model.check import checked
 from tandem.engine.model.recurrent.mixers import NotingCache, wrap
 from tandem.engine.model.transformers_forward import ModelParts
 from tandem.engine.model.wide.stages import elsewhere
-from tandem.wire.errors import ConfigurationError, TandemError
 
 _PROBE_TOKENS = 8
 # A position beyond any window, where a mask shows the same as at every later one.

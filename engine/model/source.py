@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share that is done (0 to 1)."""

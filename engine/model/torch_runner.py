@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.base.errors import InternalError, InvalidLogits
 from tandem.engine.model.batching import (
     PromptPiece,
     RequestRows,
@@ -34,7 +35,6 @@ from tandem.engine.model.vision.rows import ImageRows, rows_of
 from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
-from tandem.wire.errors import InternalError, InvalidLogits
 from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs

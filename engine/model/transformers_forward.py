@@ -12,6 +12,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import (
     AttentionStep,
@@ -29,7 +30,6 @@ from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
 from tandem.engine.model.runner import Batch, LayerHooks
-from tandem.wire.errors import InternalError
 
 # In steps of at most this many tokens, each of torch's operations is too small for two threads.
 _SHORT = 16

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tandem.base.errors import InternalError
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.state import SchedulerState
-from tandem.wire.errors import InternalError
 
 
 def check_integrity(state: SchedulerState) -> None:

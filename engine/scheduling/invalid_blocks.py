@@ -3,11 +3,11 @@ input that failed."""
 
 from __future__ import annotations
 
+from tandem.base.errors import KVLoadFailed
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import KVLoadFailed
 from tandem.wire.requests import TokenChunk
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.pins import Pins
-from tandem.engine.scheduling.state import SchedulerState, leave_steps
-from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import (
+from tandem.base.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -18,6 +14,10 @@ from tandem.wire.errors import (
     RequestError,
     TandemError,
 )
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.pins import Pins
+from tandem.engine.scheduling.state import SchedulerState, leave_steps
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from tandem.base.errors import TandemError
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.kvtransfer.base import ConnectorMetadata
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import TandemError
 from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import SamplingParams, TokenLogprobs

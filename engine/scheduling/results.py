@@ -6,14 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
-from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
-from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.engine.scheduling.state import SchedulerState, leave_steps
-from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
-from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import (
+from tandem.base.errors import (
     InternalError,
     InvalidImage,
     InvalidLogits,
@@ -22,6 +15,13 @@ from tandem.wire.errors import (
     TandemError,
     Unavailable,
 )
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
+from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.state import SchedulerState, leave_steps
+from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, RepetitionDetection
 

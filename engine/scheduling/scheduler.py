@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
@@ -42,7 +43,6 @@ from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchang
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import ConfigurationError, TandemError
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress

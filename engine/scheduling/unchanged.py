@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 
+from tandem.base.errors import InternalError
 from tandem.engine.request import Request
 from tandem.engine.scheduling.state import PauseState, SchedulerState
-from tandem.wire.errors import InternalError
 
 
 def num_unchanged_steps(state: SchedulerState) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.engine.structured.grammars import Grammars
-from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError
 
 _THREADS = 2  # so that one costly grammar does not delay all others
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.base.errors import ConfigurationError, InvalidRequest
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError, InvalidRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.base.errors import InternalError, TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.staging import to_device
 from tandem.engine.structured.grammars import BitMask, GrammarPosition, Grammars
-from tandem.wire.errors import InternalError, TandemError
 
 _BANNED = float("-inf")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from tandem.wire.errors import ConfigurationError, TransferError
+from tandem.base.errors import ConfigurationError, TransferError
 
 DATA_TAG, ABORT_TAG = 0, 1
 # gloo tries this often to connect to a member that does not answer, each time for its whole time-out.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, parse_options
-from tandem.wire.errors import ConfigurationError
 
 
 class NcclOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):

@@ -34,11 +34,11 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.nccl.group import Group, StoreServer, join_store
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits, StagingBuffer, WriteVerdict
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation
-from tandem.wire.errors import TransferError
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.base.errors import InternalError, NodeLost, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nccl.group import choose_backend
 from tandem.kvtransfer.nccl.options import NcclOptions
@@ -28,7 +29,6 @@ from tandem.kvtransfer.nccl.pair import (
 from tandem.kvtransfer.nccl.pool import BlockGate, CacheUnits
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.endpoints import parse_endpoint
-from tandem.wire.errors import InternalError, NodeLost, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.sockets import Inbox, Outbox
 

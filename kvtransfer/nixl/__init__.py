@@ -12,6 +12,7 @@ options     `transfer.options` of this connector
 
 from __future__ import annotations
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
@@ -20,7 +21,6 @@ from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
 from tandem.kvtransfer.protocol.settings import parse_direction
 from tandem.kvtransfer.protocol.transport import Direction, Transport
-from tandem.wire.errors import ConfigurationError
 
 
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, parse_options
-from tandem.wire.errors import ConfigurationError
 
 _OF_BACKEND = "backend."
 

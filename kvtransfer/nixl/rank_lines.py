@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheMemory, CacheShard
 
 # ── to another rank ──

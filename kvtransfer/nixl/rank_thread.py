@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tandem.base.errors import InternalError, TandemError, TransferError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.nixl.rank_lines import (
     CacheOpened,
@@ -38,7 +39,6 @@ from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
-from tandem.wire.errors import InternalError, TandemError, TransferError
 from tandem.wire.handoff import CacheShard
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from tandem.base.errors import ConfigurationError, InternalError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.rank_lines import (
     CacheOpened,
@@ -48,7 +49,6 @@ from tandem.kvtransfer.protocol.transport import (
     RemoteId,
     ShardSums,
 )
-from tandem.wire.errors import ConfigurationError, InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, CacheShard
 
 _OPEN_S = 120.0  # for a rank to register its cache, which may lock all its pages

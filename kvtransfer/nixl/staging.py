@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.protocol.transport import (
     HandleId,
@@ -24,7 +25,6 @@ from tandem.kvtransfer.protocol.transport import (
     UnitIds,
     runs_of,
 )
-from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 if TYPE_CHECKING:

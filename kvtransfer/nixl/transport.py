@@ -27,13 +27,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tandem.base.errors import ConfigurationError, InternalError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.interfaces import listening_at
 from tandem.kvtransfer.nixl.lanes import LANE_LOG, name_lanes
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport, UnitIds, run_bounds
-from tandem.wire.errors import ConfigurationError, InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.patience import PROBE_S, Absence, GivenUp, Hold
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.kvtransfer.protocol.transport import runs_of
-from tandem.wire.errors import ConfigurationError, InternalError
 
 if TYPE_CHECKING:
     import torch

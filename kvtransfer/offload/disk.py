@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import xxhash
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread
@@ -42,7 +43,6 @@ from tandem.kvtransfer.offload.patience import OPEN_S, Hold
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.kvtransfer.sources import KeptSources, TierSources
-from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.versions import KV_VERSION
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tandem.base.errors import InternalError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.protocol.checksums import ChecksumSample, pack, unpack
 from tandem.kvtransfer.protocol.endpoint import POLL_MAX_S, POLL_MIN_S, SideChannel
 from tandem.kvtransfer.protocol.side import Clock, Identity, PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
 from tandem.kvtransfer.sources import ASK_S, KVSources
-from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.sharing import AskChunks, ChunksFound, SharingMessage

@@ -13,9 +13,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tandem.base.errors import InternalError
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.policies import POLICIES, Key
-from tandem.wire.errors import InternalError
 
 _WRITTEN_NOW = -1
 

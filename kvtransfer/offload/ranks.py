@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InternalError, TandemError
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.memory import KVCacheMemory
 from tandem.kvtransfer.offload.cpu import STOP_GRACE_S
@@ -35,7 +36,6 @@ from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.kvtransfer.sources import TierSources
-from tandem.wire.errors import ConfigurationError, InternalError, TandemError
 
 logger = logging.getLogger(__name__)
 

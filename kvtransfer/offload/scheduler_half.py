@@ -18,6 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
+from tandem.base.errors import InternalError
 from tandem.kvtransfer.base import (
     BlockGroup,
     BlockIds,
@@ -36,7 +37,6 @@ from tandem.kvtransfer.offload.patience import LEAST_LOAD_S
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Part, Prefixes
 from tandem.kvtransfer.offload.spec import Copy, Tier
-from tandem.wire.errors import InternalError
 from tandem.wire.kv_events import BlockRemoved, BlockStored, KVEvent
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from tandem.base.errors import InternalError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.patience import STORE_S
 from tandem.kvtransfer.registry import find_factory
 from tandem.kvtransfer.sources import TierSources
-from tandem.wire.errors import InternalError
 from tandem.wire.requests import TierStatus
 
 if TYPE_CHECKING:

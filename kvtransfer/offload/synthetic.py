@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread
@@ -19,7 +20,6 @@ from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.patience import Hold
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, Mover
-from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

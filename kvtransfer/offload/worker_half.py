@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import (
     ConnectorContext,
     ConnectorMetadata,
@@ -22,7 +23,6 @@ from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierSc
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
 from tandem.kvtransfer.sources import TierSources
-from tandem.wire.errors import ConfigurationError, InternalError
 
 
 class TierWorker(WorkerConnector):

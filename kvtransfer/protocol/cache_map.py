@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import NULL_BLOCK_ID, KVCacheMemory
 from tandem.kvtransfer.protocol.commands import BlockTable
 from tandem.kvtransfer.protocol.shards import shards_in, used_slots
 from tandem.kvtransfer.protocol.transport import CutAxis, Move, Operation, UnitIds
-from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.handoff import CacheFingerprint, CacheMemory, CacheShard, RegisterDestination
 from tandem.wire.versions import out_of_reach
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.config import MAX_LEASE_S
 from tandem.kvtransfer.protocol import commands
@@ -30,7 +31,6 @@ from tandem.kvtransfer.protocol.side import (
 )
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.kvtransfer.sources import ASK_S
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,

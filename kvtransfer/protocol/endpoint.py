@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from tandem.base.errors import InternalError, NodeLost
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.commands import Command
@@ -28,7 +29,6 @@ from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Answers, Clock, NodeSide
 from tandem.kvtransfer.protocol.transport import Activity
 from tandem.kvtransfer.sources import ASK_S
-from tandem.wire.errors import InternalError, NodeLost
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tandem.base.errors import InternalError
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorContext,
@@ -53,7 +54,6 @@ from tandem.kvtransfer.protocol.processes import has_ended, this_process
 from tandem.kvtransfer.protocol.settings import ProtocolOptions, ProtocolSettings
 from tandem.kvtransfer.protocol.side import Clock, ComputeRate, Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Direction, Transport
-from tandem.wire.errors import InternalError
 from tandem.wire.handoff import HandoffMessage, ProcessIdentity
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.protocol.checksums import unpack
 from tandem.kvtransfer.protocol.commands import BeginReceive
@@ -28,7 +29,6 @@ from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import BoundedMemory, Clock, Identity, NodeSide, Outcome, PeerKey
 from tandem.kvtransfer.protocol.transport import Direction
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CancelTransfer, HandoffAccepted, HandoffNotice, ProcessIdentity
 from tandem.wire.nodes import PeerAddress
 

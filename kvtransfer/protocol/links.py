@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
@@ -26,7 +27,6 @@ from tandem.kvtransfer.protocol.side import (
     key_of,
 )
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CacheMemory,
     Hello,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
@@ -28,7 +29,6 @@ from tandem.kvtransfer.protocol.side import (
     TransferEnd,
 )
 from tandem.kvtransfer.protocol.transport import Direction
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import Envelope, HandoffNotice, KVArrived, RefusalCode, TransferClosed
 from tandem.wire.tracing import TransferStage
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from tandem.base.errors import InternalError, TransferError
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.incoming import IncomingTransfers
 from tandem.kvtransfer.protocol.links import ProducerLinks
@@ -13,7 +14,6 @@ from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Clock, LinkMeter, LinkPace, NodeSide, Outcome, PeerKey
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
-from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory, HandoffNotice
 
 

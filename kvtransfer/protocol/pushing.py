@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
@@ -21,7 +22,6 @@ from tandem.kvtransfer.protocol.sending import (
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Clock, LinkPace, NodeSide, Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import TransferPace
 from tandem.wire.tracing import TransferStage
 

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import NULL_BLOCK_ID, count_blocks
 from tandem.kvtransfer.protocol.cache_map import GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import Checksums, ChecksumSample, PendingSums, pack
@@ -18,7 +19,6 @@ from tandem.kvtransfer.protocol.commands import BlockTable, PlanSend
 from tandem.kvtransfer.protocol.links import ConsumerLink
 from tandem.kvtransfer.protocol.side import Outcome, PeerKey, key_of
 from tandem.kvtransfer.protocol.transport import HandleId
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import RegisterDestination
 from tandem.wire.tracing import Span, TracePhase, TransferRecord, TransferTrace
 

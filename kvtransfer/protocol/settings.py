@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.config import MAX_LEASE_S, LoadFailurePolicy, TransferConfig
 from tandem.kvtransfer.protocol.transport import Direction
-from tandem.wire.errors import ConfigurationError
 
 
 class ProtocolSettings(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tandem.base.errors import InternalError
 from tandem.kvtransfer.memory import KVCacheMemory
 from tandem.kvtransfer.protocol.transport import (
     CutAxis,
@@ -24,7 +25,6 @@ from tandem.kvtransfer.protocol.transport import (
     UnitIds,
     run_bounds,
 )
-from tandem.wire.errors import InternalError
 from tandem.wire.handoff import CacheMemory, CacheShard
 
 Shards = tuple[ShardPart, ...]

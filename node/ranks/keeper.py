@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InternalError, NodeLost, TandemError, Unavailable
+from tandem.base.progress import Report
 from tandem.machine.resources import core_quota
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.link import LetterFromMachine, LetterToMachine, Numbers, Relay, SendingEnd, arrays_of
@@ -43,8 +45,6 @@ from tandem.node.ranks.processes import (
     shares_of,
     with_memory_shared,
 )
-from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError, Unavailable
-from tandem.wire.progress import Report
 from tandem.wire.sockets import Inbox, Outbox, admit
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from tandem.base.errors import InternalError, NodeLost
 from tandem.node.ranks.messages import FromMachine, LineBytes, OneStep, ToMachine
-from tandem.wire.errors import InternalError, NodeLost
 from tandem.wire.sockets import MAX_FRAME_BYTES, Outbox
 
 _READ_BYTES = 1 << 18

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from tandem.wire.errors import InternalError
+from tandem.base.errors import InternalError
 
 _PLACES = 2
 _PLACE_BYTES = 256 << 20  # address space only: a page takes memory when it is first written

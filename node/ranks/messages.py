@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.wire.logs import LogsConfig
 
 
 class RankOrders(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class RankHere(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag=True):
-    """How far the rank's load has come, in the terms of `wire.progress`."""
+    """How far the rank's load has come, in the terms of `base.progress`."""
 
     what: str
     share: float

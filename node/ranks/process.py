@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from tandem.base.errors import ConfigurationError
+from tandem.base.logs import begin_logging
 from tandem.machine.resources import bind, threads_here
 from tandem.node.ranks.memory import SharedMemory
 from tandem.node.ranks.messages import (
@@ -30,8 +32,6 @@ from tandem.node.ranks.messages import (
     RankReady,
     RankRefused,
 )
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.logs import begin_logging
 
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner

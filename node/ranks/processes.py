@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
+from tandem.base.errors import ConfigurationError, InternalError, NodeLost, TandemError
+from tandem.base.logs import LogsConfig
 from tandem.machine.resources import usable_cores
 from tandem.node.ranks.link import Bell, Relay
 from tandem.node.ranks.memory import SharedMemory, create_memory
@@ -38,8 +40,6 @@ from tandem.node.ranks.messages import (
     RankReady,
     RankRefused,
 )
-from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError
-from tandem.wire.logs import LogsConfig
 
 if TYPE_CHECKING:
     from tandem.engine.config import EngineConfig

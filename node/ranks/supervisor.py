@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tandem.base.errors import ConfigurationError, InternalError, NodeLost, TandemError
+from tandem.base.logs import LogsConfig
+from tandem.base.progress import LastProgress, Report
 from tandem.node.ranks.link import LetterFromMachine, LetterToMachine, Numbers, Relay, SendingEnd, step_of
 from tandem.node.ranks.messages import (
     BeginRanks,
@@ -51,9 +54,6 @@ from tandem.node.ranks.processes import (
     ranks_on,
 )
 from tandem.wire.endpoints import key_of, shown
-from tandem.wire.errors import ConfigurationError, InternalError, NodeLost, TandemError
-from tandem.wire.logs import LogsConfig
-from tandem.wire.progress import LastProgress, Report
 from tandem.wire.sockets import Inbox, Outbox, accompany
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.formats.lark import JsonObject
 from tandem.router.openai.chat_request import (
     ChatMessage,
@@ -31,7 +32,6 @@ from tandem.router.openai.fields import (
     TopK,
     TopP,
 )
-from tandem.wire.errors import InvalidRequest
 
 
 class ImageSource(msgspec.Struct, frozen=True):

@@ -18,10 +18,10 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from tandem.base.errors import DeadlineExceeded, Overloaded, TandemError
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import Average
 from tandem.router.shares import Shares
-from tandem.wire.errors import DeadlineExceeded, Overloaded, TandemError
 
 MIN_RETRY_AFTER_S = 1
 MOST_PASSED_OVER = 32

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission, Slots
 from tandem.router.dispatch.life import RequestLife
@@ -19,7 +20,6 @@ from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports
-from tandem.wire.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
 from tandem.wire.tracing import TracePhase

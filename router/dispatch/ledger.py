@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, overload
 
+from tandem.base.errors import InternalError, TandemError
 from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.metrics import RequestAccount, RouterMetrics
 from tandem.router.policy.views import RoutingDecision
-from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs
 

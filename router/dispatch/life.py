@@ -6,11 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
-from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
-from tandem.router.dispatch.placement import Attempt, Placement, Ring, SequenceSpec, TokenSource
-from tandem.router.policy.views import RoutingDecision, RoutingRequest
-from tandem.router.prefixes import PromptHashes
-from tandem.wire.errors import (
+from tandem.base.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
@@ -20,6 +16,10 @@ from tandem.wire.errors import (
     TransferError,
     Unavailable,
 )
+from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
+from tandem.router.dispatch.placement import Attempt, Placement, Ring, SequenceSpec, TokenSource
+from tandem.router.policy.views import RoutingDecision, RoutingRequest
+from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import Holding, TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
@@ -28,7 +29,6 @@ from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import NodeLost, TandemError, Unavailable
 from tandem.wire.images import MediaFeature
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress

@@ -12,6 +12,7 @@ import secrets
 
 import msgspec
 
+from tandem.base.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
@@ -19,7 +20,6 @@ from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.links import Links
 from tandem.router.pool import NodePool
 from tandem.router.shares import Shares
-from tandem.wire.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import KeepAnswer, Recalled, TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs

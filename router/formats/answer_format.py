@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.formats.calls import CallFormat, CallReader, CallWriting
 from tandem.router.formats.harmony import (
     HarmonyCalls,
@@ -18,7 +19,6 @@ from tandem.router.formats.lark import LarkWriter
 from tandem.router.formats.pieces import AnswerReader, ToolSchemas
 from tandem.router.formats.reasoning import Bound, ReasoningFormat, ReasoningReader, ReasoningStart
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import InvalidRequest
 
 
 class AnswerFormat(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import json
 import logging
 from typing import Any
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.config import ReasoningName, ToolFormat
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.calls import CallFormat, CallReader
@@ -14,7 +15,6 @@ from tandem.router.formats.pieces import AnswerReader, Arguments, CallBegins
 from tandem.router.formats.reasoning import ReasoningFormat
 from tandem.router.formats.registry import CALLS, MENTIONED, REASONING
 from tandem.router.text.chat_template import ChatTemplate
-from tandem.wire.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 

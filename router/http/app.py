@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from tandem.base.errors import TandemError
 from tandem.router.http import (
     admin_routes,
     api_document,
@@ -29,7 +30,6 @@ from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.openai.prompts import ModelElsewhere
 from tandem.router.responses.response_store import ResponseNotFound
-from tandem.wire.errors import TandemError
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 

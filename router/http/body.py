@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from tandem.base.errors import Cancelled, InvalidRequest, Overloaded, TandemError
 from tandem.router.config import Limits, RouterConfig, Timeouts
 from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
@@ -23,7 +24,6 @@ from tandem.router.http.turns import Turns
 from tandem.router.openai.fields import StreamOptions
 from tandem.router.openai.plan import GenerationPlan
 from tandem.router.shares import Shares
-from tandem.wire.errors import Cancelled, InvalidRequest, Overloaded, TandemError
 
 # Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
 # numbers, and for all that belongs to one sequence besides its tokens.

@@ -20,8 +20,8 @@ from urllib.parse import unquote
 import httptools
 from starlette.types import ASGIApp, Message, Scope
 
+from tandem.base.errors import InternalError
 from tandem.router.http.chunked import ChunkedBody, FramingError
-from tandem.wire.errors import InternalError
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 from typing import TypeVar
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

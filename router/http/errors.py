@@ -1,6 +1,6 @@
 """Every error as the client sees it. Only this module makes error bodies.
 
-Errors that exist only in HTTP are defined here, under RequestError; all others come from `wire.errors`.
+Errors that exist only in HTTP are defined here, under RequestError; all others come from `base.errors`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 import msgspec
 from starlette.exceptions import HTTPException
 
-from tandem.router.dispatch.admission import QueueFull
-from tandem.router.keys import QuotaExceeded
-from tandem.router.openai.prompts import PromptTooLong
-from tandem.wire.errors import (
+from tandem.base.errors import (
     InvalidRequest,
     RequestError,
     TandemError,
     Unavailable,
     UnknownModel,
 )
+from tandem.router.dispatch.admission import QueueFull
+from tandem.router.keys import QuotaExceeded
+from tandem.router.openai.prompts import PromptTooLong
 
 
 class Unauthorized(RequestError):

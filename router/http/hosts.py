@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
-from tandem.wire.errors import RequestError
+from tandem.base.errors import RequestError
 
 # Names below these cannot be registered by a site.
 _PRIVATE = (".localhost", ".local", ".internal")

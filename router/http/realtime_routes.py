@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, quote
 
 import msgspec
 
+from tandem.base.errors import InvalidRequest, TandemError
 from tandem.router.dispatch import Generation, SequenceSpec
 from tandem.router.formats.pieces import Text
 from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
@@ -48,7 +49,6 @@ from tandem.router.realtime.events import (
     read_event,
     settled_tokens,
 )
-from tandem.wire.errors import InvalidRequest, TandemError
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
 

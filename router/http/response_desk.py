@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import Cancelled, InternalError, InvalidRequest, TandemError
 from tandem.router.dispatch import FoundAnswer, Generation, KeptAnswer, LeftBehind, ReadableLives
 from tandem.router.http.body import answer_size, inputs_size
 from tandem.router.http.services import Services
@@ -32,7 +33,6 @@ from tandem.router.responses.responses_request import (
     items_of,
     shown_fields,
 )
-from tandem.wire.errors import Cancelled, InternalError, InvalidRequest, TandemError
 
 logger = logging.getLogger(__name__)
 

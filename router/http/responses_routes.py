@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import read_body
 from tandem.router.http.exchange import EventStream, HttpExchange, send_json
@@ -22,7 +23,6 @@ from tandem.router.http.text_routes import counted, prompt_size, timely
 from tandem.router.openai.plan import GenerationPlan, plan_chat
 from tandem.router.responses.response_store import StoredResponse
 from tandem.router.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
-from tandem.wire.errors import InvalidRequest
 
 MOST_ITEMS = 100
 

@@ -27,7 +27,7 @@ class ClusterControl(Protocol):
     """The connection to the controller of the router's cluster."""
 
     async def act(self, action: str, body: bytes) -> bytes:
-        """Does an action. Body and result are JSON. Raises errors of `wire.errors`, also for an unknown
+        """Does an action. Body and result are JSON. Raises errors of `base.errors`, also for an unknown
         action."""
         ...
 

@@ -26,13 +26,13 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import Limits, RouterConfig
 from tandem.router.http.certificate import Certificate
 from tandem.router.http.idle import IdleConnections
 from tandem.router.http.protocol import HttpConnection
 from tandem.router.http.turns import Turns
 from tandem.router.shares import Shares
-from tandem.wire.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 

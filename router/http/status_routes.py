@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import RequestError
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
@@ -17,7 +18,6 @@ from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
 from tandem.router.tracing.record import TraceList
 from tandem.wire.endpoints import shown
-from tandem.wire.errors import RequestError
 from tandem.wire.versions import WIRE_VERSION
 
 

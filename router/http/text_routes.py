@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from tandem.base.errors import DeadlineExceeded, InvalidRequest
 from tandem.router.anthropic.messages_request import CountRequest, as_chat
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
@@ -26,7 +27,6 @@ from tandem.router.openai.prompts import (
 from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import DeadlineExceeded, InvalidRequest
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import Unavailable
 from tandem.router.dispatch import Generation
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
@@ -28,7 +29,6 @@ from tandem.router.openai.vectors import (
     whole_rerank,
     whole_scores,
 )
-from tandem.wire.errors import Unavailable
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ from wsproto.connection import Connection, ConnectionState, ConnectionType
 from wsproto.events import BytesMessage, CloseConnection, Event, Ping, Pong, TextMessage
 from wsproto.utilities import LocalProtocolError, generate_accept_token
 
+from tandem.base.errors import InvalidRequest, Overloaded, RequestError
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.turns import Turns
-from tandem.wire.errors import InvalidRequest, Overloaded, RequestError
 
 GOING_AWAY, UNSUPPORTED, SILENT, TOO_BIG, TRY_LATER = 1001, 1003, 1008, 1009, 1013
 

@@ -14,9 +14,9 @@ import re
 import msgspec
 from PIL.Image import DecompressionBombError
 
+from tandem.base.errors import InvalidImage
 from tandem.router.config import Limits
 from tandem.router.openai.chat_request import ImagePart
-from tandem.wire.errors import InvalidImage
 from tandem.wire.images import FORMATS, open_image, upright_rgb
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.errors import ConfigurationError, InvalidImage, InvalidRequest
 from tandem.router.config import Limits
 from tandem.router.images.files import ImageFile, read_file
 from tandem.router.openai.chat_request import ImagePart
 from tandem.router.text.tokenizer import Tokenizer, read_json
-from tandem.wire.errors import ConfigurationError, InvalidImage, InvalidRequest
 from tandem.wire.images import (
     ImageRules,
     MediaFeature,

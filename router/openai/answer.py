@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import TandemError
 from tandem.router.dispatch import ReadableLife
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import TandemError
 from tandem.wire.requests import new_id
 from tandem.wire.sampling import FinishReason
 

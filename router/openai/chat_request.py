@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.formats.lark import JsonObject
 from tandem.router.openai.fields import MaxTokens, SamplingFields, TopLogprobs
-from tandem.wire.errors import InvalidRequest
 
 ReasoningEffort = Annotated[
     str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")

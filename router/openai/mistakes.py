@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.wire.errors import InvalidRequest
-from tandem.wire.settings import STEP, kinds_at, limits_of, refusal_of, words_of
+from tandem.base.errors import InvalidRequest
+from tandem.base.settings import STEP, kinds_at, limits_of, refusal_of, words_of
 
 _FIELD = re.compile(
     r"^Object (?P<what>contains unknown|missing required) field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$",

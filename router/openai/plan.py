@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import ReadableLives, SequenceSpec
 from tandem.router.formats.answer_format import AnswerFormat
@@ -42,7 +43,6 @@ from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
-from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import SamplingParams
 

@@ -23,10 +23,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.config import RouterConfig
 from tandem.router.openai.prompts import CompletionRequest
 from tandem.wire.embeds import TYPES, PromptEmbeds
-from tandem.wire.errors import InvalidRequest
 
 _WHERE = "prompt_embeds"
 _OF_SAFETENSORS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

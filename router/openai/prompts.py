@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from tandem.router.config import RouterConfig
 from tandem.router.formats.detection import format_of
 from tandem.router.formats.lark import JsonObject
@@ -36,7 +37,6 @@ from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.router.text.tenant_cache import CacheOwner
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.adapters import identity_of
-from tandem.wire.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from tandem.wire.pooling import VectorModel
 
 PromptTokens = Annotated[list[TokenId], Meta(min_length=1)]

@@ -16,6 +16,7 @@ import msgspec
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from tandem.base.errors import ConfigurationError, InvalidRequest
 from tandem.router.config import RouterConfig, SamplingDefaults
 from tandem.router.formats.answer_format import AnswerFormat
 from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
@@ -25,7 +26,6 @@ from tandem.router.openai.fields import RepetitionFields, ResponseFormat, Sampli
 from tandem.router.shares import OneAtATime
 from tandem.router.text.tenant_cache import CacheOwner, TenantCache
 from tandem.router.text.tokenizer import Tokenizer, read_json
-from tandem.wire.errors import ConfigurationError, InvalidRequest
 from tandem.wire.requests import new_id
 from tandem.wire.sampling import RepetitionDetection, SamplingParams
 

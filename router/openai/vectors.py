@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import InternalError, InvalidRequest
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Generation, RequestLife, SequenceSpec
 from tandem.router.openai.answer import AnswerHead, LoopTurn
@@ -18,7 +19,6 @@ from tandem.router.openai.plan import Caller
 from tandem.router.openai.prompts import PromptTooLong, ServedModel, prompt_ids, prompts_of
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest, VectorFields
 from tandem.router.text.tenant_cache import CacheOwner
-from tandem.wire.errors import InternalError, InvalidRequest
 from tandem.wire.pooling import VectorModel
 from tandem.wire.sampling import SamplingParams
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from tandem.base.errors import Unavailable
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.views import (
     NodeView,
@@ -34,7 +35,6 @@ from tandem.router.policy.views import (
 )
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, Overlaps, PrefixRecord, PromptHashes
-from tandem.wire.errors import Unavailable
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import CacheNews

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.openai.fields import MaxTokens
 from tandem.router.openai.mistakes import explain
-from tandem.wire.errors import InvalidRequest
 
 EventId = Annotated[str, Meta(max_length=128)]
 ItemId = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import TandemError
 from tandem.router.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.router.openai.answer import Choice, Delta
 from tandem.router.openai.plan import GenerationPlan
-from tandem.wire.errors import TandemError
 
 
 def new_response_id() -> str:

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import RequestError, TandemError, Unavailable
 from tandem.router.responses.responses_request import InputItem
 from tandem.router.shares import Shares
-from tandem.wire.errors import RequestError, TandemError, Unavailable
 
 # Bytes that Python needs, measured: for all that belongs to a response besides its texts, and for an event.
 RESPONSE_BYTES = 4 << 10

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.formats.lark import JsonObject
 from tandem.router.openai.chat_request import (
     ChatMessage,
@@ -48,7 +49,6 @@ from tandem.router.openai.fields import (
     TopP,
     TruncatePromptTokens,
 )
-from tandem.wire.errors import InvalidRequest
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 

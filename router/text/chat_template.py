@@ -27,8 +27,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from tandem.base.errors import ConfigurationError, InvalidRequest
 from tandem.router.text.tokenizer import Tokenizer, matches, read_json
-from tandem.wire.errors import ConfigurationError, InvalidRequest
 
 # The second is for tokenizers that drop the first.
 _JOINERS = ("\u2060", " ")

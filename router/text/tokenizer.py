@@ -32,8 +32,8 @@ from typing import Any, NamedTuple, Protocol
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.text.tenant_cache import NO_OWNER, CacheOwner, TenantCache
-from tandem.wire.errors import ConfigurationError
 
 # Encoding more takes over a millisecond, so a thread does it.
 INLINE_CHARACTERS = 2_000

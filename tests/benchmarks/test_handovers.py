@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.side_by_side import handovers
 from benchmarks.side_by_side.handovers import measure_handovers
+from tandem.base.errors import Unavailable
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.wire.errors import Unavailable
 from tandem.wire.tracing import Span, TracePhase
 
 

@@ -19,9 +19,9 @@ from benchmarks.side_by_side.loads import (
     LoadQuestions,
     cells_of,
 )
+from tandem.base.errors import Unavailable
 from tandem.loadgen.vocabulary import IdVocabulary, TextVocabulary
 from tandem.loadgen.workload import Lengths
-from tandem.wire.errors import Unavailable
 from tests.loadgen.fake_server import Exchange, complete, serving
 from tests.loadgen.made_tokenizers import byte_level, shared_beginning
 

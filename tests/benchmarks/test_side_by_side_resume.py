@@ -19,11 +19,11 @@ from benchmarks.side_by_side.loads import QUICK, Examination, MeasuredLoad, cell
 from benchmarks.side_by_side.outcome import Absence, ComparisonOutcome, Start
 from benchmarks.side_by_side.resume import KeptResults, keep, resume
 from benchmarks.side_by_side.systems import System
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.timeline import Timeline
 from tandem.loadgen.vocabulary import GuessedVocabulary
-from tandem.wire.errors import ConfigurationError, Unavailable
 
 SYSTEMS = [System(key, key.title(), ("true",), 1) for key in ("ours", "theirs")]
 

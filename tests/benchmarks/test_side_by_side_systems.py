@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.side_by_side.processes import descendants
 from benchmarks.side_by_side.systems import System, running, tandem_systems, vllm_systems
-from tandem.wire.errors import ConfigurationError, Unavailable
+from tandem.base.errors import ConfigurationError, Unavailable
 
 _SERVER = """
 import json, sys, threading, time

@@ -29,8 +29,8 @@ from benchmarks.soaking.watching import (
     look_at,
     title_of,
 )
+from tandem.base.errors import Unavailable
 from tandem.loadgen.report import MachineDescription
-from tandem.wire.errors import Unavailable
 
 WORDS = [f"word{index}" for index in range(50)]
 MIB = 2**20

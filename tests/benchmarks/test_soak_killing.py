@@ -14,7 +14,7 @@ import pytest
 from benchmarks.soaking import killing
 from benchmarks.soaking.cluster import NodeLook
 from benchmarks.soaking.killing import Killer
-from tandem.wire.errors import DeadlineExceeded
+from tandem.base.errors import DeadlineExceeded
 
 TITLES = {1: "ray::RouterActor", 2: "ray::PrefillActor.hold", 3: "ray::DecodeActor", 4: "tandem serve"}
 NODES = [NodeLook("p", "a", "ready", None, 5, 5), NodeLook("d", "b", "ready", None, 5, 5)]

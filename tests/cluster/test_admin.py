@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
+from tandem.base.logs import ClusterLogs, LogLine, LogPage, LogPosition, LogsQuery
 from tandem.cluster.admin import ACTIONS, LOADING_S, UnknownAction, act
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
@@ -17,8 +19,6 @@ from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
 from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView, PoolView, SupervisedNode
-from tandem.wire.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
-from tandem.wire.logs import ClusterLogs, LogLine, LogPage, LogPosition, LogsQuery
 from tandem.wire.nodes import Role
 
 VIEW = ClusterView(

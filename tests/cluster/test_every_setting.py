@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import yaml
 
+from tandem.base.settings import description_of
 from tandem.cluster.cli import main
 from tandem.cluster.config import DERIVED, OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import without_links
@@ -20,7 +21,6 @@ from tandem.cluster.schema import FILE_NAME, json_schema
 from tandem.cluster.setting_layers import read_assignments, read_environment, read_file
 from tandem.cluster.setting_names import Path, dotted, known_settings, no_settings
 from tandem.cluster.settings import SettingsError, resolve
-from tandem.wire.settings import description_of
 from tests.documents import ROOT, Block, blocks
 from tests.doors import passes
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import ControllerConfig, TandemConfig
 from tandem.cluster.over_http import check_adapters, check_config
-from tandem.wire.errors import ConfigurationError
 
 
 def config(**tree: Any) -> TandemConfig:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.saving import check_picture, results_folder
-from tandem.wire.errors import ConfigurationError
 
 
 def test_a_folder_for_results_need_not_be_there(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path as FilePath
 import pytest
 import yaml
 
+from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import render
 from tandem.cluster.config import DERIVED
 from tandem.cluster.documents import settings_page
 from tandem.cluster.setting_names import Path, dotted, known_settings
 from tandem.cluster.settings import resolve
 from tandem.wire.nodes import Role
-from tandem.wire.settings import description_of
 
 PAGE = FilePath(__file__).resolve().parents[2] / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([\w.]+)` \| `([^`]*)` \|", re.MULTILINE)

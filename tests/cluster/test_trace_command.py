@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, InternalError, RequestError, Unavailable
 from tandem.cluster.cli import main
 from tandem.cluster.trace.account import a_step, first_token_s, handover, rows, way_to_first_token
 from tandem.cluster.trace.command import TraceClient, run
 from tandem.cluster.trace.text import show_trace
 from tandem.router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
-from tandem.wire.errors import ConfigurationError, InternalError, RequestError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 
 

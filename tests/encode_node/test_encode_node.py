@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.decode_node.node import DecodeRules
 from tandem.encode_node.node import EncodeNode
 from tandem.encode_node.rows import RowsCache, messages_of
@@ -24,7 +25,6 @@ from tandem.node.service import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import digest_of_image
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, NodeState, PeerAddress, Role

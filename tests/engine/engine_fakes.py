@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tandem.base.errors import TandemError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.model.runner import FinishedStep, LayerHooks, ModelInfo
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import SchedulerConnector
-from tandem.wire.errors import TandemError
 
 EOS = 2
 BLOCK_SIZE = 4

@@ -17,12 +17,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, Reserve, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.kvtransfer.config import TransferConfig
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

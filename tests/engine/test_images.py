@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tandem.base.errors import InvalidRequest
 from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
 from tandem.engine.model.vision import tower
 from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
-from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model.tiny_vision import (

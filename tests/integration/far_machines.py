@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.logs import begin_logging
 from tandem.node.config import NodeConfig
 from tandem.node.ranks.keeper import RankKeeper
 from tandem.wire.endpoints import key_of
-from tandem.wire.logs import begin_logging
 from tandem.wire.sockets import public_key
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
@@ -27,7 +28,6 @@ from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
-from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import PeerAddress, Role
 from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 from tests.engine.model.adapter_files import loaded, save_adapter
 from tests.integration.conftest import Deploy, LoopThread, float32_config
 from tests.integration.reference import NEW_TOKENS, ExpectedAnswer, greedy_answers

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.base.logs import LogsConfig
 from tandem.cluster.commands.logs import LogFilter, LogReader
-from tandem.wire.logs import LogsConfig
 from tests.integration.conftest import Deploy, LoopThread, float32_config
 
 

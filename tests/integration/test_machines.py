@@ -16,14 +16,14 @@ from typing import Literal
 
 import pytest
 
+from tandem.base.errors import ConfigurationError, NodeLost
+from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig, OtherMachine
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
-from tandem.wire.errors import ConfigurationError, NodeLost
-from tandem.wire.logs import LogsConfig
 from tandem.wire.nodes import Role
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny

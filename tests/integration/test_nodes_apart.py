@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.decode_node.node import DecodeNode
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import ChecksumPolicy, TierConfig, TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.model import tiny
 from tests.router.conftest import LETTERS, RunningRouter, model_folder  # noqa: F401 (a fixture)

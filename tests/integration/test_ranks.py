@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import ConfigurationError, NodeLost
+from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
-from tandem.wire.errors import ConfigurationError, NodeLost
-from tandem.wire.logs import LogsConfig
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.more import more

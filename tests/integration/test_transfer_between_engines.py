@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.base.errors import KVLoadFailed
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.kvtransfer.config import LoadFailurePolicy, TransferConfig
-from tandem.wire.errors import KVLoadFailed
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import OneEngine, hand_over

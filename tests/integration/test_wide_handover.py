@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import NodeLost
 from tandem.engine.config import SchedulerConfig
 from tandem.kvtransfer.config import TierConfig, TransferConfig
-from tandem.wire.errors import NodeLost
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol import commands
@@ -25,7 +26,6 @@ from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Identity, NodeSide, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Direction, HandleId, Operation, RemoteId, Transport
 from tandem.kvtransfer.protocol.transport import Move as TransportMove
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheFingerprint, CacheMemory, HandoffMessage, ProcessIdentity
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import PeerAddress

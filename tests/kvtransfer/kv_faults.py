@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.transport import NcclTransport
@@ -21,7 +22,6 @@ from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
 from tandem.kvtransfer.protocol.settings import ProtocolOptions
 from tandem.kvtransfer.protocol.transport import AskedSums, Direction, HandleId, Move, RemoteId, Transport
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import AXES, GrainPlace, Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.transport import CutAxis, Move, Operation
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory, CacheShard, ProcessIdentity
 
 NUM_BLOCKS = 7

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
-from tandem.wire.errors import ConfigurationError
 
 
 def context(**config: object) -> ConnectorContext:

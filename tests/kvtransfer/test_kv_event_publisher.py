@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import zmq
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, EventsConfig
 from tandem.kvtransfer.events import KVEventPublisher
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 PATIENCE_MS = 10_000

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.base.errors import ConfigurationError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nccl.group import Group, StoreServer
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.pair import Announce, Open, PairCallee, Rendezvous
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
-from tandem.wire.errors import ConfigurationError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tests.waiting import until
 from tests.wire.members import endpoint_at

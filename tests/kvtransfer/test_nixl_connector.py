@@ -13,12 +13,12 @@ import torch
 from kv_fake_engine import FakeEngine, consume, produce
 from kv_processes import EngineProcess
 
+from tandem.base.errors import ConfigurationError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.transport import Move, Operation
-from tandem.wire.errors import ConfigurationError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tests.waiting import until

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl import create
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport, runs_of
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory
 from tests.engine.model.fake_device import CUDA, FakeDevice, memory
 

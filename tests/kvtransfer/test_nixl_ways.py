@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.processes import has_ended, this_process
 from tandem.kvtransfer.protocol.transport import Move, Operation
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import ProcessIdentity
 
 pytestmark = pytest.mark.slow

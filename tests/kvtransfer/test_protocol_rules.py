@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from kv_fake_network import SETTINGS, VOCAB_SIZE, Node, Receive, Send, World, first_token_of
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import Mapping
@@ -27,7 +28,6 @@ from tandem.kvtransfer.protocol.commands import (
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.kvtransfer.sources import ASK_S
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import (
     CancelTransfer,
     Envelope,

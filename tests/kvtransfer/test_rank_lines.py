@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.rank_lines import (
@@ -34,7 +35,6 @@ from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.kvtransfer.protocol.transport import HandleId, Operation
-from tandem.wire.errors import TransferError
 
 PATIENCE_S = 20.0
 

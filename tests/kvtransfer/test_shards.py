@@ -8,11 +8,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.wide.shard import heads_of_rank
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.shards import PoolSplit, givers_of, pairs_between, used_slots
 from tandem.kvtransfer.protocol.transport import IndexRange, Move, Operation, ShardPart
-from tandem.wire.errors import InternalError
 
 BLOCKS = 6
 GROUPS = 2

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, HostCopier
@@ -15,7 +16,6 @@ from tandem.kvtransfer.offload.manager import ReuseFilter
 from tandem.kvtransfer.offload.patience import Hold
 from tandem.kvtransfer.offload.spec import Copy, create_tier
 from tandem.kvtransfer.protocol.transport import runs_of
-from tandem.wire.errors import ConfigurationError, InternalError
 from tests.kvtransfer.kv_tiers import ended
 
 PATIENCE_S = 20.0

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
 from tandem.kvtransfer.offload import disk
@@ -23,7 +24,6 @@ from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskManager, SlotFile, 
 from tandem.kvtransfer.offload.manager import StoreRoom
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
 from tandem.kvtransfer.sources import KeptSources
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import PeerAddress
 from tests.kvtransfer.kv_tiers import ended
 

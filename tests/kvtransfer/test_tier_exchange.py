@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tandem.base.errors import InternalError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.offload import exchange
 from tandem.kvtransfer.offload.exchange import (
@@ -21,7 +22,6 @@ from tandem.kvtransfer.offload.exchange import (
 )
 from tandem.kvtransfer.protocol.side import PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
-from tandem.wire.errors import InternalError, TransferError
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.sharing import ChunksFound, ChunksRead

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem.base.errors import InternalError
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, StoreRoom
 from tandem.kvtransfer.offload.policies import ArcPolicy, LruPolicy
-from tandem.wire.errors import InternalError
 
 CAPACITY = 5
 KEYS = [bytes([i]) for i in range(10)]

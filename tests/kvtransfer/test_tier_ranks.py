@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload import disk
@@ -20,7 +21,6 @@ from tandem.kvtransfer.offload.cpu import HostCopier
 from tandem.kvtransfer.offload.disk import DiskCopier
 from tandem.kvtransfer.offload.ranks import MakeCopies, RankTiers, TierLines, TierOfRanks
 from tandem.kvtransfer.offload.spec import Copy, Tier
-from tandem.wire.errors import ConfigurationError
 
 PATIENCE_S = 20.0
 BLOCKS, HEADS, SLOTS = 12, 2, 3

@@ -15,9 +15,9 @@ import torch
 from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_wide_engine import WideFakeEngine
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import Handoff
 from tandem.kvtransfer.config import TransferConfig
-from tandem.wire.errors import TransferError
 from tandem.wire.nodes import PeerAddress
 from tests.more import more
 from tests.waiting import until

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.load import poisson
-from tandem.wire.errors import ConfigurationError
 
 
 @given(st.integers(1, 300), st.floats(0.01, 1000), st.integers(0, 2**32))

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Api, ApiEndpoint, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import LoadStream
 from tandem.loadgen.workload import Session, SessionTurn, single
-from tandem.wire.errors import ConfigurationError
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
 
 

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Api, ApiEndpoint, Prompt, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.timeline import Timeline
-from tandem.wire.errors import ConfigurationError
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
 
 # Timers may be late, never early: what a delay was is known from below, and from above only roughly.

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.timeline import RequestFailure, Timeline
-from tandem.wire.errors import ConfigurationError
 
 
 def served(*chunks: float) -> Timeline:

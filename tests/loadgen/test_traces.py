@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.traces import TraceRow, read_trace, replay
 from tandem.loadgen.vocabulary import IdVocabulary, TextVocabulary
-from tandem.wire.errors import ConfigurationError
 from tests.loadgen.made_tokenizers import byte_level, shared_beginning
 
 MOONCAKE = [

@@ -8,9 +8,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.vocabulary import GuessedVocabulary, IdVocabulary, TextVocabulary, Vocabulary, words_for
 from tandem.loadgen.workload import Lengths, multi_turn, random_prompts, shared_prefix
-from tandem.wire.errors import ConfigurationError
 from tests.loadgen.made_tokenizers import byte_level, sentencepiece, shared_beginning
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.core import StepResult
 from tandem.machine.resources import bind, threads_here
 from tandem.node.loop import EngineLoop, Mailbox
-from tandem.wire.errors import ConfigurationError
 
 
 def test_threads_are_bound_one_by_one_and_new_ones_follow_who_made_them() -> None:

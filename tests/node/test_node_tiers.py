@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
@@ -17,7 +18,6 @@ from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.wire.endpoints import parse_endpoint
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import PeerAddress, Role
 from tandem.wire.requests import KVTransferParams, Submit, TransferRole
 from tandem.wire.sampling import SamplingParams

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of_numpy
 
+from tandem.base.errors import InternalError, NodeLost
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig
 from tandem.node.ranks.link import Numbers, Relay, SendingEnd, arrays_of, step_of
 from tandem.node.ranks.messages import LeadBeat, LineBytes
 from tandem.node.ranks.processes import device_of_rank, ranks_on, with_memory_shared
-from tandem.wire.errors import InternalError, NodeLost
 
 _ARRAYS = st.lists(
     arrays_of_numpy.arrays(

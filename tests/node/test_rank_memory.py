@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
+from tandem.base.errors import InternalError
 from tandem.node.ranks.memory import SharedMemory, create_memory
 from tandem.node.ranks.processes import shares_of
-from tandem.wire.errors import InternalError
 
 _ARRAYS = st.lists(
     arrays_of.arrays(

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import Cancelled, NodeLost, Unavailable
 from tandem.node.answers import KeptAnswers
 from tandem.node.config import AnswersConfig
 from tandem.node.requests import LiveRequests, keeps_here
-from tandem.wire.errors import Cancelled, NodeLost, Unavailable
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import Follow, KeepAnswer, KVTransferParams, Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams

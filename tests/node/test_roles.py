@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, EngineConfig
@@ -23,7 +24,6 @@ from tandem.node.config import NodeConfig
 from tandem.node.node import Node
 from tandem.node.service import RoleRules
 from tandem.prefill_node.node import PrefillRules
-from tandem.wire.errors import ConfigurationError, InternalError, Unavailable
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import Submit, TokenBatch, TokenChunk, ToNode

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from tandem.base.errors import NodeLost
 from tandem.node.routers import Routers
-from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 

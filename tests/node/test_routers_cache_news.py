@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.base.errors import NodeLost
 from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.request import Request
 from tandem.node.routers import CacheNewsDesk, NamedBlocks
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
-from tandem.wire.errors import NodeLost
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tandem.wire.requests import CacheChange, CacheNews, ListCache

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.base.errors import InvalidLogits, NodeLost, WireError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
@@ -30,7 +31,6 @@ from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import InvalidLogits, NodeLost, WireError
 from tandem.wire.images import MediaFeature, TiledImages
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, PeerAddress, Role

@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tandem.base.errors import WireError
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import AnswersConfig
 from tandem.node.requests import keeps_here
-from tandem.wire.errors import WireError
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, NodeState, Role, new_epoch
 from tandem.wire.pooling import Pooling, VectorModel

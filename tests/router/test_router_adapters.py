@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import AdapterMissing
 from tandem.wire.adapters import identity_of
-from tandem.wire.errors import AdapterMissing
 from tests.router.conftest import RunningRouter, StartRouter
 
 SQL, LAW = "1" * 64, "2" * 64

@@ -6,8 +6,8 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.base.errors import InvalidRequest, Unavailable
 from tandem.router.config import ApiKey
-from tandem.wire.errors import InvalidRequest, Unavailable
 from tests.router.conftest import RunningRouter, StartRouter
 
 KEYS = (ApiKey("tenant", "tenant-key"), ApiKey("ops", "ops-key", operator=True))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import DeadlineExceeded
 from tandem.router.dispatch.admission import MOST_PASSED_OVER, Admission, QueueFull, Slots
 from tandem.router.metrics import RouterMetrics
-from tandem.wire.errors import DeadlineExceeded
 
 SOON = 5.0
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tandem.base.errors import Cancelled, ConfigurationError, TandemError
 from tandem.router.config import Heartbeat, PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.figures import AllFigures
@@ -18,7 +19,6 @@ from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.openai.chat_request import ChatRequest
 from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.pool import NodePool
-from tandem.wire.errors import Cancelled, ConfigurationError, TandemError
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api.md").read_text(encoding="utf-8")

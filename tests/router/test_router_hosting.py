@@ -9,10 +9,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.router import server
 from tandem.router.config import RouterConfig
 from tandem.router.hosting import RouterHost
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import RouterQueue
 
 PATIENCE_S = 10.0

@@ -9,9 +9,9 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, Limits, RouterConfig, Timeouts
 from tandem.router.shares import Shares
-from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 

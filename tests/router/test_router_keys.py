@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig, TracingConfig, name_of_key
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
-from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer
 

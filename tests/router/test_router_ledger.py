@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import InternalError
 from tandem.router.dispatch.ledger import MergedChunk, TokenLedger
-from tandem.wire.errors import InternalError
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 from tests.router.fake_node import fake_logprobs

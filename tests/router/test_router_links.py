@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from tandem.base.errors import NodeLost
 from tandem.router.links import NodeLinks
-from tandem.wire.errors import NodeLost
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Cancel
 from tandem.wire.tracing import ClockReading

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tandem.wire.errors import WireError
+from tandem.base.errors import WireError
 from tests.router.conftest import RunningRouter, StartRouter
 
 # Importing it takes a second, for which collecting these tests need not wait.

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from wsproto.events import CloseConnection, RejectConnection
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig
-from tandem.wire.errors import ConfigurationError
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 

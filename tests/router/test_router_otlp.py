@@ -15,11 +15,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import TracingConfig
 from tandem.router.metrics import RouterMetrics
 from tandem.router.tracing.otlp import OtlpExporter, spans_of
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.router.conftest import StartRouter
 

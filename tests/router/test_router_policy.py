@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import Unavailable
 from tandem.router.config import LocalPrefill, PolicyName
 from tandem.router.policy.choose import make_policy
 from tandem.router.policy.views import NodeRates, NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
-from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 

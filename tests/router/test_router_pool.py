@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import Unavailable
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingRequest
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
-from tandem.wire.errors import Unavailable
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from tandem.base.errors import InvalidRequest
 from tandem.router.config import Limits
 from tandem.router.openai.prompt_embeds import read_embeds
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import InvalidRequest
 from tests.router.conftest import RunningRouter, StartRouter
 
 WIDTH = 8

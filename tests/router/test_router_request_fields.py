@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.router.config import RouterConfig, SamplingDefaults
 from tandem.router.http.field_table import (
@@ -31,7 +32,6 @@ from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.router.responses.responses_request import ResponsesRequest
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.sampling import SamplingParams
 from tests.router.conftest import RunningRouter, StartRouter, bombarded

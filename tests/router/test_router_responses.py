@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import WireError
 from tandem.router.config import ApiKey, Heartbeat, Limits
 from tandem.router.responses.response_store import (
     RESPONSE_BYTES,
@@ -20,7 +21,6 @@ from tandem.router.responses.response_store import (
     StoreFull,
 )
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.wire.errors import WireError
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)

@@ -6,9 +6,9 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.config import RouterConfig
 from tandem.router.server import RouterServer
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import RunningRouter, StartRouter

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.router.http import door, serving
-from tandem.wire.errors import ConfigurationError
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.waiting import until
 

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.preflight import check_before_start
 from tandem.cluster.commands.setting_options import read_settings
@@ -22,7 +23,6 @@ from tandem.cluster.settings import SettingsError
 from tandem.engine.config import ModelConfig
 from tandem.router.config import RouterConfig, Timeouts
 from tandem.router.http.certificate import Certificate, check_before_use
-from tandem.wire.errors import ConfigurationError
 from tests.certificates import Pair, make_pair
 from tests.router.conftest import RunningRouter, StartRouter
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from tandem.base.errors import Unavailable
 from tandem.router.links import NodeLinks
 from tandem.wire import versions
-from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Ping, Submit, TurnEnded
 from tandem.wire.sampling import SamplingParams

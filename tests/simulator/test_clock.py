@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import InternalError
 from tandem.simulator.clock import VirtualLoop
-from tandem.wire.errors import InternalError
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))

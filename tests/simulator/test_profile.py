@@ -14,11 +14,11 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import CostModel, Width, line_through, read_costs
 from tandem.simulator.profile import BESIDE, Profiler
 from tandem.simulator.profile_client import ProfileClient
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
 from tests.simulator.worlds import node_costs
 

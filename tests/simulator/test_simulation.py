@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
@@ -12,7 +13,6 @@ from tandem.simulator.costs import BesideCost
 from tandem.simulator.outcome import NodeLoad, SimulationReport
 from tandem.simulator.simulation import simulate
 from tandem.simulator.traffic import PlayedTraffic
-from tandem.wire.errors import ConfigurationError
 from tests.simulator.worlds import a_setup, apart, node_costs
 
 

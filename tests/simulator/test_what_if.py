@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.trace.why import Explanation
 from tandem.cluster.trace.why_text import show_explanation
 from tandem.loadgen.traces import TraceRow
@@ -16,7 +17,6 @@ from tandem.router.metrics import LATEST, RequestAccount
 from tandem.router.page_state import NodeRow, PageState, RouterState
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.what_if import compared, other_clusters
-from tandem.wire.errors import ConfigurationError
 from tests.router.test_router_recent import QUICK
 from tests.simulator.worlds import a_setup
 

@@ -14,11 +14,11 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
+from tandem.base.logs import ClusterLogs, LogPage, LogsQuery
 from tandem.cluster.control import AppliedChange, ClusterView, RolloutView
 from tandem.kvtransfer.nccl.pair import Announce, Landed, Leave, Open, Rendezvous
 from tandem.wire.handoff import HandoffMessage
 from tandem.wire.lines import Letter, Resend
-from tandem.wire.logs import ClusterLogs, LogPage, LogsQuery
 from tandem.wire.nodes import NodeInfo, NodeSighting, RouterInfo, RouterQueue
 from tandem.wire.requests import ToNode, ToRouter
 from tandem.wire.sharing import SharingMessage

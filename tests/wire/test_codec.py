@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.settings import without_defaults
 from tandem.wire.handoff import HandoffMessage
 from tandem.wire.nodes import NodeInfo, RouterInfo
 from tandem.wire.requests import Cancel, Submit, TokenBatch, TokenChunk, ToNode, ToRouter
 from tandem.wire.sampling import SamplingParams
-from tandem.wire.settings import without_defaults
 from tests.wire.struct_strategies import values_of
 
 CHANNELS = [ToNode, ToRouter, HandoffMessage, NodeInfo]

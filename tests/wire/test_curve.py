@@ -13,10 +13,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tandem.base.errors import NodeLost
 from tandem.wire import curve, sockets
 from tandem.wire.curve import ProcessKeys
 from tandem.wire.endpoints import Endpoint, key_bytes, key_of, parse_endpoint
-from tandem.wire.errors import NodeLost
 from tandem.wire.requests import Ping, ToNode
 from tandem.wire.sockets import Inbox, Outbox, accompany, admit, public_key
 from tests.waiting import until

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.wire.errors import NodeLost
+from tandem.base.errors import NodeLost
 from tandem.wire.lines import RETRY_S, Letter, LetterToNode, LetterToRouter, Lines, Resend
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 from tandem.wire.requests import Cancel, Ping, ToNode
 from tandem.wire.sockets import MAX_FRAME_BYTES, MESSAGES_PER_TURN, LoopInbox, Outbox
 from tests.wire.members import address_of, connect_as_member

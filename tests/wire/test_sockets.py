@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import zmq
 
+from tandem.base.errors import ConfigurationError, NodeLost
 from tandem.wire import sockets
-from tandem.wire.errors import ConfigurationError, NodeLost
 from tandem.wire.requests import Cancel, Ping, ToNode
 from tandem.wire.sockets import Inbox, Outbox, public_key
 from tests.wire.members import connect_as_member, endpoint_at

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.memory import flat_bytes
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport
-from tandem.wire.errors import TransferError
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 from tests.world.process import Process
 

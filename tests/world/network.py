@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 
-from tandem.wire.errors import NodeLost
+from tandem.base.errors import NodeLost
 from tandem.wire.listening import Listener
 from tests.world.process import Process
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import NodeLost
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import CacheConfig, EngineConfig, Reserve, SchedulerConfig
@@ -24,7 +25,6 @@ from tandem.node.config import NodeConfig
 from tandem.node.loop import Item, Mailbox
 from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
-from tandem.wire.errors import NodeLost
 from tandem.wire.handoff import HandoffMessage, ProcessIdentity
 from tandem.wire.lines import LetterToNode, Lines, Position
 from tandem.wire.listening import Listener

@@ -8,6 +8,7 @@ from ctypes import byref, c_int32
 
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model import tape
 from tandem.engine.model.attention.interface import FixedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
@@ -17,7 +18,6 @@ from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.native.forward import checked, numbered, step_batch
 from tandem.engine.model.runner import Batch
 from tandem.kernels import library
-from tandem.wire.errors import InternalError
 
 _MAX_HEAD_DIM = 256
 

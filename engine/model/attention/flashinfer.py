@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.attention.pages import Pages, padded, pages_of, requests_of, trial
@@ -23,7 +24,6 @@ from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.fused.triton_ops import rotate_and_write
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
-from tandem.wire.errors import InternalError
 
 log = logging.getLogger(__name__)
 

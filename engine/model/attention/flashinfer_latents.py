@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.attention.flashinfer import WORKSPACE_BYTES, shared_pages
 from tandem.engine.model.attention.gathered import GatheredCache, GroupReads
 from tandem.engine.model.attention.latents import Expansion, LatentStep
@@ -18,7 +19,6 @@ from tandem.engine.model.attention.pages import Pages, padded, pages_of, request
 from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
-from tandem.wire.errors import InternalError
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _TOLERANCE = 0.02  # as a share of the largest value

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from tandem.wire.errors import InternalError
+from tandem.base.errors import InternalError
 
 if TYPE_CHECKING:
     import torch

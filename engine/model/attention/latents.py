@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCache, GroupReads, PagedStep
 from tandem.engine.model.attention.interface import AttentionStep
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.fused.pieces import Rotary
-from tandem.wire.errors import InternalError
 
 
 class Expansion(msgspec.Struct, frozen=True):

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tandem.base.errors import InternalError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.kvtransfer.base import LayerShare
-from tandem.wire.errors import InternalError
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.attention.gathered import GatheredCache, Reads
 from tandem.engine.model.caches import RowsOf, StepCache
 from tandem.engine.model.runner import Batch, LayerHooks
-from tandem.wire.errors import InternalError
 
 MASK = "attention_mask"
 

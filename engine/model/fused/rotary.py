@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.fused.pieces import Norm, Piece, Rotary, agrees, rotated
-from tandem.wire.errors import InternalError
 
 _ROTARY = "apply_rotary_pos_emb"
 

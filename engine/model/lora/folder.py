@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
+from tandem.base.errors import ConfigurationError
 from tandem.wire.adapters import MISTAKES_SHOWN, identity_of
-from tandem.wire.errors import ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.lora.folder import Adapter, read_adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.machine.resources import free_memory
 from tandem.wire.adapters import identity_of
-from tandem.wire.errors import InternalError
 
 # How long a replaced adapter is kept after its last request came: half an hour, which a request lives (the default of
 # `router.timeouts.total`), after the half hour that the slowest node may take to load the new one.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.native.architecture import (
@@ -27,7 +28,6 @@ from tandem.engine.model.native.architecture import (
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
-from tandem.wire.errors import ConfigurationError, InternalError
 
 Take = Callable[[str], torch.Tensor | None]
 """Returns a tensor by its name in the checkpoint; None if there is none. The tensor is read once, and may be freed afterwards."""

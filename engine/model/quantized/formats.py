@@ -15,7 +15,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 Tensors = Mapping[str, torch.Tensor]
 """The tensors of one linear layer, by the part of their names after the layer's."""

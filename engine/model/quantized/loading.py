@@ -14,6 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.quantized import kernels
 from tandem.engine.model.quantized.formats import (
     QuantizedCheckpoint,
@@ -24,7 +25,6 @@ from tandem.engine.model.quantized.formats import (
     tail_of,
 )
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.caches import OwnCache, RowsOf, StepCache
 from tandem.engine.model.recurrent.layout import (
     CONV,
@@ -35,7 +36,6 @@ from tandem.engine.model.recurrent.layout import (
     StateLayout,
 )
 from tandem.engine.model.runner import Batch, LayerHooks
-from tandem.wire.errors import ConfigurationError
 
 
 class Mixer(msgspec.Struct, frozen=True):

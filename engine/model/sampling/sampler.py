@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.base.errors import TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
 from tandem.engine.model.staging import to_device
 from tandem.engine.structured.masks import GrammarMasks
-from tandem.wire.errors import TandemError
 
 # How many of the most likely tokens are looked at first. Restrictions usually leave fewer.
 _CANDIDATES = 128

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 
+from tandem.base.errors import ConfigurationError, TandemError
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.checkpoint import choose_device, choose_dtype, read_config
@@ -23,7 +24,6 @@ from tandem.engine.model.loading import bind_threads
 from tandem.engine.model.source import Progress, find_source
 from tandem.engine.model.vision.tower import VisionTower, find_tower, rules_of
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import ConfigurationError, TandemError
 
 # Transformers' names of the parts of a model that images do not go through.
 _LANGUAGE = ("text_model", "language_model", "lm_head")

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from tandem.base.errors import InternalError, TandemError
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.staging import to_device
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.errors import InternalError, TandemError
 from tandem.wire.images import MediaFeature
 
 if TYPE_CHECKING:

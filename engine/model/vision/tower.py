@@ -16,9 +16,9 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from tandem.base.errors import ConfigurationError, InvalidImage, TandemError, Unavailable
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.source import ModelSource
-from tandem.wire.errors import ConfigurationError, InvalidImage, TandemError, Unavailable
 from tandem.wire.images import (
     GriddedImages,
     ImageRules,

@@ -23,13 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
 from tandem.engine.model.wide.shard import Shard, heads_of_rank
 from tandem.engine.model.wide.stages import EmptyPart
 from tandem.kvtransfer.base import HeadShare
-from tandem.wire.errors import ConfigurationError, InternalError
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _loading = threading.Lock()  # transformers uses the process's one default group

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide.shard import Shard, exchange_logits
 from tandem.kvtransfer.base import HeadShare
-from tandem.wire.errors import ConfigurationError
 
 _SETTING = "pools.<pool>.pipeline_parallel"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.chaos.command import describe, finished_in, own_traffic, run
 from tandem.cluster.chaos.plan import ChaosRules, ProcessKind, dangers, make_plan
 from tandem.cluster.cli import make_parser
 from tandem.router.metrics import RouterMetrics
-from tandem.wire.errors import ConfigurationError
 from tests.cluster.chaos.views import cluster
 
 

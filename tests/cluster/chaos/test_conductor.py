@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.chaos import conductor as module
 from tandem.cluster.chaos.conductor import Conductor, left_behind
 from tandem.cluster.chaos.plan import Blow, ProcessKind, Strike
 from tandem.cluster.control import ClusterView
-from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.chaos.views import cluster, node
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.chaos.plan import (
     Blow,
     ChaosRules,
@@ -13,7 +14,6 @@ from tandem.cluster.chaos.plan import (
     make_plan,
     processes_of,
 )
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 from tests.cluster.chaos.views import cluster, node
 

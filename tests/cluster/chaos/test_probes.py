@@ -10,8 +10,8 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.chaos.probes import Probes, longest_gap
-from tandem.wire.errors import Unavailable
 
 
 def stream(text: str, done: bool = True) -> httpx.Response:

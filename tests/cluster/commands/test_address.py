@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.running import ServingRecord, forget_serving, record_serving, running
 from tandem.cluster.on_ray import runtime
 from tandem.cluster.on_ray.runtime import check_reachable
-from tandem.wire.errors import ConfigurationError, Unavailable
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from tandem.base.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.cluster.commands import apply as command
 from tandem.cluster.commands.apply import described, follow, follow_exchange
 from tandem.cluster.commands.overview import rollout_line
@@ -20,7 +21,6 @@ from tandem.cluster.control import (
     RolloutView,
     SupervisedNode,
 )
-from tandem.wire.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock
 

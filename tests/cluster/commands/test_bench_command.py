@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.bench import run
 from tandem.loadgen.options import add_arguments, options_from
 from tandem.router.tracing.record import TraceRecord
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.tracing import Span, TracePhase
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
 from tests.loadgen.made_tokenizers import byte_level

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, RequestError, Unavailable
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.chat import ChatClient, WrappedText, chat
-from tandem.wire.errors import ConfigurationError, RequestError, Unavailable
 
 
 def events(*contents: str, done: bool = True) -> str:

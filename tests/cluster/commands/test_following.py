@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tandem.base.errors import DeadlineExceeded, InternalError, NodeLost, TandemError, Unavailable
 from tandem.cluster.commands.following import ASK_AGAIN_S, SILENT_START_S, Follower
 from tandem.cluster.control import ClusterEnd
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
 from tandem.cluster.pools.event_log import EventKind, LoggedEvent
 from tandem.cluster.tasks import cancel
-from tandem.wire.errors import DeadlineExceeded, InternalError, NodeLost, TandemError, Unavailable
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
 
 SERVING = ClusterAccount(ClusterStage.SERVING, [], latest=7, url="http://router", model="fake")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.base.logs import ClusterLogs, LogsQuery, RecentLines
 from tandem.cluster.commands import logs
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.logs import LogFilter, LogReader, looks, parse_age, show_logs
-from tandem.wire.errors import ConfigurationError, Unavailable
-from tandem.wire.logs import ClusterLogs, LogsQuery, RecentLines
 
 ATTEMPT = "req-" + "0af3" * 8
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
@@ -28,7 +29,6 @@ from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.cluster.on_ray.runtime import import_ray
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
 from tests.cluster.pools.helpers import in_loop, settle

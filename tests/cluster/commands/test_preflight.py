@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.model_checks import check_hub
 from tandem.cluster.commands.preflight import check_address, check_before_start, check_device
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
@@ -19,7 +20,6 @@ from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings import SettingsError
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.config import TransferConfig
-from tandem.wire.errors import ConfigurationError
 
 replace = msgspec.structs.replace
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError, InternalError, RequestError
 from tandem.cluster.cli import make_parser
 from tandem.cluster.commands.status import fetch_status, show_status
-from tandem.wire.errors import ConfigurationError, InternalError, RequestError
 
 
 def cluster(**router: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.fetched import FetchedModel, fetched_models, remove
 from tandem.cluster.models.store import MARKER, models_folder
-from tandem.wire.errors import ConfigurationError
 
 
 @pytest.fixture

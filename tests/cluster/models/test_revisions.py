@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import (
@@ -24,7 +25,6 @@ from tandem.cluster.models.store import (
     resolve_revision,
     split_revision,
 )
-from tandem.wire.errors import ConfigurationError
 
 FIRST, SECOND = "a" * 40, "b" * 40
 

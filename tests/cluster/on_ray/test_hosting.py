@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.engine.config import EngineConfig, ModelConfig
 from tandem.node.config import NodeConfig
 from tandem.node.hosting import NodeHost
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
 from tandem.wire.nodes import NodeInfo, Role
 from tests.cluster.pools.helpers import PATIENCE_S
 

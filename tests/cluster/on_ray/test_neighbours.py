@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.config import DEFAULT_NAME
@@ -18,7 +19,6 @@ from tandem.cluster.launcher import Offer
 from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, namespace_of
 from tandem.cluster.pools import state
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop
 

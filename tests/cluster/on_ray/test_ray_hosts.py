@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.launcher import Offer, TakenPlace
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.pools.placement import MachineFacts
 from tandem.cluster.pools.state import NodePlacement
-from tandem.wire.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore

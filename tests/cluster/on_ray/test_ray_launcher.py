@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from tandem.base.settings import without_defaults
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
-from tandem.wire.settings import without_defaults
 
 NODE = NodeConfig(
     node_id="prefill-0", role=Role.PREFILL, host="10.0.0.2", transfer=TransferConfig(), cores=[0, 1]

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.on_ray import runtime
 from tandem.cluster.on_ray.runtime import import_ray, start_ray
-from tandem.wire.errors import Unavailable
 
 
 @pytest.mark.slow

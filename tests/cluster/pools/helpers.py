@@ -14,6 +14,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.base.errors import NodeLost, TandemError, Unavailable
+from tandem.base.logs import LogPage, LogPosition, RecentLines
+from tandem.base.progress import Report
 from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host, LogSource, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.pools.controller import Controller
@@ -22,10 +25,7 @@ from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
-from tandem.wire.errors import NodeLost, TandemError, Unavailable
-from tandem.wire.logs import LogPage, LogPosition, RecentLines
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
-from tandem.wire.progress import Report
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.memory_store import MemoryStore
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.wire.errors import TandemError
+from tandem.base.errors import TandemError
 
 
 class MemoryStore:

@@ -7,10 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.config import RolloutConfig, TandemConfig
 from tandem.cluster.pools import state
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import PD
 

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import ControllerConfig, TandemConfig
 from tandem.cluster.pools.state import UnknownState
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools

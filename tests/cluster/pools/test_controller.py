@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tandem.wire.errors import ConfigurationError, InternalError, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeState, PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
 

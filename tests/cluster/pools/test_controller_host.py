@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 
+from tandem.base.errors import InternalError, InvalidRequest, TandemError, Unavailable
+from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.cluster.changes import difference
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import ControllerConfig, PoolConfig, PoolsConfig, TandemConfig
@@ -22,8 +24,6 @@ from tandem.cluster.control import (
 from tandem.cluster.events import Events
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
-from tandem.wire.errors import InternalError, InvalidRequest, TandemError, Unavailable
-from tandem.wire.logs import ClusterLogs, LogsQuery
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore

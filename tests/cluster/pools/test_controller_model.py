@@ -14,11 +14,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tandem.base.errors import TandemError, Unavailable
 from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.wire.errors import TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, FakeNode, Rig, settle
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.router.config import RouterConfig, RouterPlacement
-from tandem.wire.errors import ConfigurationError
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, pools
 

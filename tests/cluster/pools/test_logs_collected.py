@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from tandem.wire.errors import ConfigurationError
-from tandem.wire.logs import LogsQuery, RecentLines
+from tandem.base.errors import ConfigurationError
+from tandem.base.logs import LogsQuery, RecentLines
 from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop
 from tests.cluster.pools.pools_rig import PD
 

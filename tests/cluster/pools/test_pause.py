@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import PD, pool_of, pools

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.placement import (
@@ -24,7 +25,6 @@ from tandem.cluster.pools.placement import (
 from tandem.cluster.pools.state import ClosedSlot, NodePlacement, NodeRecord
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.router.config import RouterConfig
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 
 

@@ -7,9 +7,9 @@ import asyncio
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, DeadlineExceeded
 from tandem.cluster.config import PoolConfig
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.wire.errors import ConfigurationError, DeadlineExceeded
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools

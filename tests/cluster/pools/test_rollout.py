@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import (
     AutoscalingConfig,
     ClusterTimeouts,
@@ -19,7 +20,6 @@ from tandem.cluster.config import (
     TandemConfig,
 )
 from tandem.cluster.pools import state
-from tandem.wire.errors import ConfigurationError, Unavailable
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.pools_rig import machine, pools

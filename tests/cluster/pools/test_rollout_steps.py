@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.config import TandemConfig
-from tandem.wire.errors import ConfigurationError, TandemError, Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import (
     FakeHosts,

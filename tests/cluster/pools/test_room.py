@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.describe import parse_size
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
 from tandem.engine.config import CacheConfig
 from tandem.kvtransfer.config import TierConfig
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop
 from tests.cluster.pools.pools_rig import PD, machine, pools

@@ -7,10 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import RolloutView
 from tandem.router.config import RouterPlacement
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.pools_rig import machine, pools

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from tandem.base.logs import LogsQuery
 from tandem.cluster.config import PoolConfig
-from tandem.wire.logs import LogsQuery
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, pool_of, pools

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.wire.errors import Unavailable
+from tandem.base.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeNode, FakeProcess, FakeRouter, Rig, in_loop
 from tests.cluster.pools.pools_rig import PD, pools

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.replay.command import add_arguments, run
 from tandem.cluster.replay.reading import TraceReader
 from tandem.engine.scheduling.step_trace import StepTrace
-from tandem.wire.errors import ConfigurationError
 from tests.engine.scheduling.driving import Driver
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.static_hosts.config import (
     KEY_ON_HEAD,
     PoolHosts,
@@ -14,7 +15,6 @@ from tandem.cluster.static_hosts.config import (
     ssh_settings_on_head,
 )
 from tandem.cluster.static_hosts.shell import SshSettings
-from tandem.wire.errors import ConfigurationError
 from tests.cluster.static_hosts.cluster_file import cluster_file
 
 CONFIG = cluster_file("10.0.0.21", "10.0.0.22", "10.0.0.23")

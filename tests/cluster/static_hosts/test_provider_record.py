@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.static_hosts.record import (
     ClusterRecord,
     LaunchRecord,
@@ -16,7 +17,6 @@ from tandem.cluster.static_hosts.record import (
     with_tags,
     without_nodes,
 )
-from tandem.wire.errors import ConfigurationError
 
 HOSTS = {"prefill": ("p1", "p2"), "decode": ("d1", "d2", "d3")}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.static_hosts.record import ClusterRecord, LaunchRecord, with_hosts, with_node
 from tandem.cluster.static_hosts.shell import LocalShell
 from tandem.cluster.static_hosts.store import LocalStore, RecordStore, RemoteStore, record_file
-from tandem.wire.errors import ConfigurationError, Unavailable
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tandem.base.errors import RequestError
 from tandem.cluster.trace.command import TraceClient, explained
 from tandem.cluster.trace.why import BETWEEN, explain, explain_account
 from tandem.cluster.trace.why_text import show_explanation
@@ -19,7 +20,6 @@ from tandem.router.metrics import SlowRequest
 from tandem.router.page_state import PageState, RouterState
 from tandem.router.policy.choose import Alternative
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
-from tandem.wire.errors import RequestError
 from tandem.wire.tracing import Span, TracePhase
 from tests.router.test_router_recent import QUICK, TARGETS
 

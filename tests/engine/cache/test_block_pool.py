@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
+from tandem.base.errors import InternalError
 from tandem.engine.cache.pool import BlockPool, Residency, ResidencyTotals
-from tandem.wire.errors import InternalError
 
 
 def free(pool: BlockPool) -> list[int]:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tandem.base.errors import InternalError
 from tandem.engine.cache.pool import FreeBlockQueue
-from tandem.wire.errors import InternalError
 
 
 def test_blocks_leave_in_the_order_of_their_numbers_at_first():

@@ -11,13 +11,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import InvalidRequest
 from tandem.engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
-from tandem.wire.errors import InvalidRequest
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams

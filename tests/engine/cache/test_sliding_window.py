@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.wire.errors import ConfigurationError
 from tests.engine.cache.tables import BLOCK, admit, check, decode, manager, request, sliding
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.request import Request
-from tandem.wire.errors import ConfigurationError, InternalError
 from tandem.wire.sampling import SamplingParams
 
 FULL = KVCacheGroup(AttentionKind.FULL, 4, (0,))

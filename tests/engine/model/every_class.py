@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.own import places_for
@@ -29,7 +30,6 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.lora.folder import Adapter, LayerUpdate
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
 from tandem.engine.model.lora.slots import KEEP_REPLACED_S, MOST_REPLACED, AdapterSlots
 from tandem.wire.adapters import identity_of, name_of
-from tandem.wire.errors import ConfigurationError
 
 SLOTS, RANK, SIZE = 2, 2, 3
 NAMES, CONTENTS = "abc", (1, 2, 3)

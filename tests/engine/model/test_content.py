@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.source import find_source
-from tandem.wire.errors import ConfigurationError
 
 CONFIG = {"model_type": "llama", "rope_theta": 10000.0, "transformers_version": "5.0"}
 

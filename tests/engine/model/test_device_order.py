@@ -4,7 +4,7 @@ preemption, and a peer that writes into blocks as soon as it may. Answers are th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -20,12 +20,14 @@ from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.paths import ForwardShape, load_general
+from tandem.engine.model.lora.folder import Adapter, LayerUpdate
+from tandem.engine.model.paths import AdapterRoom, ForwardShape, load_general
 from tandem.engine.model.runner import Forward, ModelInfo
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.structured.grammars import Grammars
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -41,6 +43,7 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.fake_device import CUDA, DeviceTensor, FakeDevice, memory
+from tests.engine.structured.grammar_walks import END, backend
 from tests.more import more
 
 BLOCK = 4
@@ -167,11 +170,17 @@ def truth(path: Path) -> Truth:
 
 @contextmanager
 def on_the_device(
-    path: Path, truth: Truth, device: FakeDevice, *, graphs: bool, drafts: int = 0
+    path: Path,
+    truth: Truth,
+    device: FakeDevice,
+    *,
+    graphs: bool,
+    drafts: int = 0,
+    adapters: Sequence[Adapter] = (),
 ) -> Iterator[tuple[Engine, Peer]]:
     with device.present(), torch.inference_mode():
         peer = Peer(truth)
-        engine = engine_on(path, device, (peer, peer), graphs=graphs, drafts=drafts)
+        engine = engine_on(path, device, (peer, peer), graphs=graphs, drafts=drafts, adapters=adapters)
         yield engine, peer
         engine.shutdown()
 
@@ -184,6 +193,7 @@ def engine_on(
     graphs: bool,
     drafts: int = 0,
     kept: torch.dtype = torch.float32,
+    adapters: Sequence[Adapter] = (),
 ) -> Engine:
     """To be called while the device is present."""
     source = find_source(str(path))
@@ -191,7 +201,8 @@ def engine_on(
         # Its parts as they are on a GPU.
         patch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
         config, cpu = read_config(source), torch.device("cpu")
-        loaded = load_general(source, config, torch.float32, cpu, 1, lambda *_: None)
+        room = AdapterRoom(len(adapters), RANK) if adapters else None
+        loaded = load_general(source, config, torch.float32, cpu, 1, lambda *_: None, room=room)
     plan = plan_cache(loaded.layers, BLOCK)
     cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA, dtype=kept)
     device.synchronize()
@@ -229,7 +240,11 @@ def engine_on(
         block_size=BLOCK,
         max_num_seqs=CONFIG.max_num_seqs,
         num_speculative_tokens=drafts,
+        grammars=Grammars(backend().to_str, loaded.vocab_size, frozenset({END})),
+        adapters=loaded.adapters,
     )
+    if loaded.adapters is not None:
+        loaded.adapters.serve(adapters, set(), 0.0)
     planner, mover = connector
     scheduler = Scheduler(CONFIG, CACHE, info.groups, NUM_BLOCKS, MAX_LEN, connector=planner)
     assert CONFIG.plans_ahead(info.device)
@@ -344,8 +359,88 @@ def test_no_step_makes_the_host_wait_for_the_device(
         for index, sampling in enumerate(asked):
             engine.add_request(Request(f"r{index}", list(range(5, 8 + index)), sampling))
             engine.step()
-        for _ in range(30):
-            engine.step()
-        assert not engine.scheduler.has_work()
-        assert ORDINARY in device.waits
-        assert {wait for wait in device.waits if not wait.startswith(OF_THE_MODEL)} == {ORDINARY}
+        run_to_the_end(engine)
+        assert waits_of_steps(device) == {ORDINARY}
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_no_step_with_grammars_makes_the_host_wait_for_the_device(
+    drafts: int, path: Path, truth: Truth
+) -> None:
+    device = FakeDevice()
+    with on_the_device(path, truth, device, graphs=False, drafts=drafts) as (engine, _):
+        grammars = engine.runner.grammars
+        assert grammars is not None
+        grammars.prepare(GRAMMAR)
+        device.waits.clear()
+        tokens = run_to_the_end(
+            engine,
+            Request("free", [5, 6, 7], greedy(6)),
+            Request(
+                "bound",
+                [5, 6, 7],
+                SamplingParams(seed=1, grammar=GRAMMAR, max_tokens=12, stop_token_ids=[END]),
+            ),
+        )
+        assert backend().decode(tokens["bound"]).strip() in {
+            f"ab{one}-ab{other}" for one in "cd" for other in "cd"
+        }
+        assert waits_of_steps(device) == {ORDINARY}
+
+
+def test_no_step_with_adapters_makes_the_host_wait_for_the_device(path: Path, truth: Truth) -> None:
+    """The first step with an adapter copies it; later ones wait for nothing."""
+    one, other = (adapter(path, name, seed) for seed, name in enumerate(("one", "other")))
+    device = FakeDevice()
+    with on_the_device(path, truth, device, graphs=False, adapters=[one, other]) as (engine, _):
+        for turn in range(2):
+            device.waits.clear()
+            tokens = run_to_the_end(
+                engine,
+                Request(f"base-{turn}", [5, 6, 7], greedy(6)),
+                Request(f"one-{turn}", [5, 6, 7], greedy(6), lora=one.identity),
+                Request(f"other-{turn}", [5, 6, 7], greedy(6), lora=other.identity),
+            )
+        assert len({tuple(answer) for answer in tokens.values()}) == 3
+        assert tokens["base-1"] == truth.of([5, 6, 7])[0][:6]
+        assert waits_of_steps(device) == {ORDINARY}
+
+
+GRAMMAR = 'start: word "-" word\nword: "ab" ("c" | "d")'
+RANK = 4
+
+
+def adapter(path: Path, name: str, seed: int) -> Adapter:
+    """An adapter of every projection that a layer's attention has, with random numbers."""
+    random = torch.Generator().manual_seed(seed)
+    config = read_config(find_source(str(path)))
+    size, of_heads = config.hidden_size, config.hidden_size // config.num_attention_heads
+    outputs = {
+        "q_proj": size,
+        "k_proj": of_heads * config.num_key_value_heads,
+        "v_proj": of_heads * config.num_key_value_heads,
+    }
+    updates = {
+        f"model.layers.{layer}.self_attn.{projection}": LayerUpdate(
+            torch.randn(RANK, size, generator=random) * 0.3, torch.randn(count, RANK, generator=random) * 0.3
+        )
+        for layer in range(config.num_hidden_layers)
+        for projection, count in outputs.items()
+    }
+    return Adapter(name, f"{seed}" * 64, updates)
+
+
+def run_to_the_end(engine: Engine, *requests: Request) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(40):
+        for update in engine.step().updates:
+            assert update.error is None
+            tokens.setdefault(update.request_id, []).extend(update.token_ids)
+    assert not engine.scheduler.has_work()
+    return tokens
+
+
+def waits_of_steps(device: FakeDevice) -> set[str]:
+    return {wait for wait in device.waits if not wait.startswith(OF_THE_MODEL)}

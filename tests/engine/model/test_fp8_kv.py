@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import checkpoint, paths
 from tandem.engine.model.attention.flashinfer import FlashInferAttention
@@ -17,7 +18,6 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.handoff import CacheMemory
 from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import Driver

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.hidden_states import SUFFIX
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Shard
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.vision.rows import rope_positions
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.images import (
     GriddedImages,
     ImagePlaces,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.base.errors import InvalidLogits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.wire.errors import InvalidLogits
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import paths
 from tandem.engine.model.attention import flashinfer_latents
@@ -22,7 +23,6 @@ from tandem.engine.model.decode_inputs import DecodeInputs
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.leftovers import refuse_leftovers
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.test_loading import edit, greedy, load, refusal
 

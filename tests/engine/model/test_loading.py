@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import memory, paths
@@ -32,7 +33,6 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward, peak_of_step
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.fake_device import CUDA, FakeDevice

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.checkpoint import read_config
@@ -20,7 +21,6 @@ from tandem.engine.model.source import find_source
 from tandem.engine.model.vision.alone import load_tower
 from tandem.engine.model.vision.rows import rows_of
 from tandem.engine.model.vision.tower import find_tower
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model.tiny import save
 from tests.engine.model.tiny_vision import (
     IDEFICS3,

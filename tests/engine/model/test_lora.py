@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.adapters import identity_of
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model import tiny
 from tests.engine.model.adapter_files import merged_answers, save_adapter
 from tests.engine.model.driver import Driver

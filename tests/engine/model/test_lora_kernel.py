@@ -9,12 +9,12 @@ from ctypes import c_int32
 import pytest
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces
 from tandem.engine.model.fused.pieces import Activation, Matrix, Piece, activate
 from tandem.engine.model.lora.folder import LayerUpdate
 from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
 from tandem.kernels import library
-from tandem.wire.errors import InternalError
 from tests.kernels import probes
 
 SIZES = [(64, 64), (576, 1536), (37, 5), (1, 1), (130, 259)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import choose_dtype, read_config
@@ -21,7 +22,6 @@ from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.quantized import kernels, loading
 from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, KernelLinear, RowScaled
 from tandem.engine.model.source import find_source
-from tandem.wire.errors import ConfigurationError
 from tests.engine.model import quantized_files as files
 from tests.engine.model.driver import Driver
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -24,7 +25,6 @@ from tandem.engine.model.recurrent import layout
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaModel
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Shard
 from tandem.engine.model.wide.stages import layers_of_stage
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.decode_graphs import DecodeGraphs
@@ -23,7 +24,6 @@ from tandem.engine.model.wide import cut
 from tandem.engine.model.wide.forward import LeadingForward
 from tandem.engine.model.wide.shard import Shard
 from tandem.node.ranks.group import GroupCollectives
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny

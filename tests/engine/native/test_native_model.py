@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
-from tandem.wire.errors import ConfigurationError, InternalError
 from tests.engine.model.hooks import Recorder
 from tests.engine.native.batches import Sequences
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tandem.base.errors import InternalError
 from tandem.engine.model.native.forward import cores_for
-from tandem.wire.errors import InternalError
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import build, native, tokens, windows
 from tests.idling import idle_share

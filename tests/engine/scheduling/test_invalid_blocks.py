@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import InvalidImage, InvalidLogits, TandemError, Unavailable
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import InvalidImage, InvalidLogits, TandemError, Unavailable
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason, SamplingParams

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import InternalError, InvalidLogits
 from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.output import ModelOutput
-from tandem.wire.errors import InternalError, InvalidLogits
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.scheduling.driving import Driver, unique_tokens
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import InvalidLogits
 from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
-from tandem.wire.errors import InvalidLogits
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
 from tests.engine.scheduling.model import alone, next_token

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.state import FEWEST_TOKENS, Pace
-from tandem.wire.errors import ConfigurationError
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.scheduling.driving import Driver

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.base.errors import ContextLengthExceeded, InvalidLogits, InvalidRequest
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.wire.errors import ContextLengthExceeded, InvalidLogits, InvalidRequest
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason

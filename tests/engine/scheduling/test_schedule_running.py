@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.wire.errors import ConfigurationError
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver
 from tests.engine.scheduling.model import alone
 

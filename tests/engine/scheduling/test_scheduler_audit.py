@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tandem.base.errors import InternalError
 from tandem.engine.request import RequestStatus
-from tandem.wire.errors import InternalError
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import ContextLengthExceeded, InvalidRequest
 from tandem.engine.request import Request
-from tandem.wire.errors import ContextLengthExceeded, InvalidRequest
 from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tandem.base.errors import DeadlineExceeded, InternalError, InvalidImage, InvalidLogits, InvalidRequest
 from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.output import ModelOutput
-from tandem.wire.errors import DeadlineExceeded, InternalError, InvalidImage, InvalidLogits, InvalidRequest
 from tandem.wire.requests import STEP_TOKEN_BOUNDS
 from tests.engine.scheduling.driving import Driver, FakeConnector
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from tandem.base.errors import InvalidLogits
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.config import Reserve
 from tandem.engine.core import Engine
@@ -20,7 +21,6 @@ from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierMana
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
-from tandem.wire.errors import InvalidLogits
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver, sliding
 from tests.engine.scheduling.model import STATE, WRONG, alone
 from tests.engine.scheduling.world import EOS, GROUPS_WITH_STATES, STATES, LazyDevice

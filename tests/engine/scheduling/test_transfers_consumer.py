@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import InternalError
 from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.base import ConnectorOutput, Handoff
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import InternalError
 from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.base.errors import InvalidRequest
 from tandem.kvtransfer.base import ConnectorOutput
-from tandem.wire.errors import InvalidRequest
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
 
 

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tandem.base.errors import RequestError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import LayerHooks, ModelInfo
@@ -28,7 +29,6 @@ from tandem.kvtransfer.base import (
     WorkerConnector,
 )
 from tandem.kvtransfer.config import LoadFailurePolicy
-from tandem.wire.errors import RequestError
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import FULL, Driver, FakeConnector, consume, produce, sliding
 from tests.engine.scheduling.model import STATE, VOCABULARY, WRONG, alone, next_token

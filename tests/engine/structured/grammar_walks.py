@@ -9,11 +9,11 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tandem.base.errors import TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
-from tandem.wire.errors import TandemError
 from tandem.wire.sampling import SamplingParams
 
 END = 1

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tandem.base.errors import DeadlineExceeded, InternalError, InvalidRequest
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
-from tandem.wire.errors import DeadlineExceeded, InternalError, InvalidRequest
 from tests.engine.structured.grammar_walks import END, backend, grammars, vocabulary
 
 PATIENCE_S = 10.0

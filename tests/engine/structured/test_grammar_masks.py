@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
+from tandem.base.errors import InternalError, InvalidRequest
 from tandem.engine.structured.grammars import Grammars
-from tandem.wire.errors import InternalError, InvalidRequest
 from tandem.wire.sampling import SamplingParams
 from tests.engine.structured.grammar_walks import (
     END,

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tandem.base.errors import InternalError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.model.runner import FinishedStep
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
-from tandem.wire.errors import InternalError
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Cancel
 from tandem.wire.sampling import FinishReason, SamplingParams

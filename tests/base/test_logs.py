@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from tandem.wire.logs import LogsConfig, TextLines, begin_logging
+from tandem.base.logs import LogsConfig, TextLines, begin_logging
 
 ATTEMPT = "req-" + "0af3" * 8
 

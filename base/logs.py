@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 import msgspec
 
-from tandem.wire.settings import about
+from tandem.base.settings import about
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SUBJECT = re.compile(r"([A-Za-z0-9._:-]{1,128})(?:: | [A-Z]+ /)")

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tandem.wire.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 
 STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 LONGEST_S = 1_000_000.0  # far beyond any useful wait, and still safe to add up

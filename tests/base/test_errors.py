@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.wire import errors
-from tandem.wire.errors import InvalidRequest, RequestError, TandemError, WireError
+from tandem.base import errors
+from tandem.base.errors import InvalidRequest, RequestError, TandemError, WireError
 
 
 def subclasses(root: type[TandemError]) -> list[type[TandemError]]:

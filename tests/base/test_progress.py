@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tandem.wire.progress import LastProgress, SaidProgress, with_amount, without_amount
+from tandem.base.progress import LastProgress, SaidProgress, with_amount, without_amount
 
 PATIENCE_S = 30.0
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.wire import logs
-from tandem.wire.logs import KEPT_LINES, LONGEST_LINE, LogPosition, RecentLines
+from tandem.base import logs
+from tandem.base.logs import KEPT_LINES, LONGEST_LINE, LogPosition, RecentLines
 
 ATTEMPT = "req-" + "0af3" * 8
 
