@@ -81,6 +81,13 @@ MISTAKES: dict[str, Case] = {
     "an address without a port": ("serve --address head", r"--address must be HOST:PORT", None),
     "a cluster that does not answer": ("serve --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
     "a pool that does not exist": ("scale prefil=2", r"there is no pool 'prefil'", None),
+    **{
+        f"no cluster for {command}": (f"{command} --address 127.0.0.1:{{free}}", r"nothing answers at 127\.0\.0\.1:\d+", None)
+        for command in (
+            "adapters", "apply", "down --now", "drain decode-0", "logs", "pause", "reset-cache", "resume",
+            "role decode-0 prefill", "scale decode=2",
+        )
+    },
     "no cluster to look at": ("status --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
 }  # fmt: skip
 
