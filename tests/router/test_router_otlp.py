@@ -199,6 +199,21 @@ def test_a_request_through_a_router_arrives_at_the_collector(
     router.wait_for(lambda: router.metric("tandem_traces_exported_total") == 1, "it is counted")
 
 
+def test_a_trace_that_no_collector_takes_is_in_the_scrape(
+    start_router: StartRouter, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    collector.statuses = [400]
+    router = start_router(tracing=TracingConfig(otlp_endpoint=collector.url))
+    body = {"model": "fake", "prompt": "x", "max_tokens": 1}
+    router.client.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
+    router.wait_for(
+        lambda: router.metric("tandem_traces_dropped_total", reason="not_sent") == 1, "it is counted"
+    )
+    line = 'tandem_traces_dropped_total{model_name="fake",reason="not_sent"} 1.0'
+    assert line in router.client.get("/metrics").text
+
+
 def test_what_waits_when_the_router_stops_is_sent(start_router: StartRouter, collector: Collector) -> None:
     router = start_router(tracing=TracingConfig(otlp_endpoint=collector.url))
     for node in router.nodes.values():
