@@ -35,7 +35,7 @@ def about(description: str) -> Meta:
 
 def fixed(reason: str) -> Meta:
     """A field that is no setting: it keeps its default, which only code replaces, such as a test. `reason` says in one
-    or two sentences of Markdown what it is, and why nobody needs another value."""
+    or two sentences of Markdown what it is, and why no one needs another value."""
     return Meta(extra={"fixed": reason})
 
 

@@ -56,7 +56,7 @@ def known_settings() -> dict[Path, Any]:
 
 @cache
 def no_settings() -> dict[Path, str]:
-    """What is no setting, or none any more, for who sets it all the same: the value that holds and why nobody needs
+    """What is no setting, or none any more, for who sets it all the same: the value that holds and why no one needs
     another, or what to do instead."""
     found = {path: f"is no setting any more: {instead}" for path, instead in GONE.items()}
 
