@@ -1,4 +1,4 @@
-"""What every room may use, and what no process says to another: errors, settings, logs and progress.
+"""What every room may use, and what no process says to another: errors, settings, logs, progress, shares.
 
 Floor 0: imports nothing of ours.
 
@@ -6,4 +6,5 @@ Floor 0: imports nothing of ours.
     settings    which values a setting takes, and the sentence that says so
     logs        a process's log, for people or for machines
     progress    the latest step of a long task, and how long ago it came
+    shares      what several owners use, and how much of it one of them may hold
 """

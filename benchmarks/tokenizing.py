@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.tokenizer import Tokenizer
 
 CHARACTERS = (10_000, 220_000, 300_000)  # the last is about 60,000 tokens
 MESSAGES = 20

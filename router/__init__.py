@@ -1,18 +1,10 @@
 """The router: HTTP for clients in front, the pools of nodes behind, and each request's whole life in between.
 
-Floor 2: it imports wire and no other package of ours. It knows neither engine nor transfer.
+Floor 3: it imports api, wire and base. It knows neither engine nor transfer.
 
     config      the router's configuration
     keys        which tenant a request belongs to, and what is left of its quotas
-    shares      how much of what all keys need one key may hold
     http/       the HTTP server and application: routes, limits, keys, error bodies, server-sent events
-    openai/     the OpenAI API: its request types, their checks, and the answers
-    responses/  OpenAI's Responses API, and the answers that the router keeps for it
-    anthropic/  Anthropic's API for the same chats
-    realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
-    images/     images in messages: their checks, and their places in a prompt
-    formats/    how models write calls and reasoning, told apart from an answer's text
-    text/       tokenizer, chat template, incremental detokenization, stop strings
     pool        the members of the cluster, and their last reports
     adapters    which weights of each LoRA adapter are served while nodes take a change one after another
     prefixes    which nodes have a prompt's first blocks cached, by their reports and by what was sent

@@ -14,6 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tandem.api.images.reader import ImageReader
+from tandem.api.openai.prompts import ServedModel
+from tandem.api.responses.response_store import ResponseStore
+from tandem.api.text.chat_template import ChatTemplate
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
@@ -26,19 +31,14 @@ from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.serving import HttpServer, Tally, is_at, listen_beside
 from tandem.router.http.sibling_desk import answer_siblings
-from tandem.router.images.reader import ImageReader
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
-from tandem.router.openai.prompts import ServedModel
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
-from tandem.router.responses.response_store import ResponseStore
 from tandem.router.siblings import SentReports, Siblings
 from tandem.router.supervision import TaskSupervisor
-from tandem.router.text.chat_template import ChatTemplate
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import Traces
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe

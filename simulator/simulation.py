@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import ConfigurationError, InternalError, TandemError, WireError
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import Distribution, ServiceLevel
-from tandem.router.dispatch import Dispatcher, SequenceSpec
+from tandem.router.dispatch import Dispatcher
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool

@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "loadgen": {"base.errors"},
     "kvtransfer": {"base", "wire"},
-    "router": {"base", "wire"},
+    "api": {"base", "wire"},
+    "router": {"api", "base", "wire"},
     "engine": {
         "base",
         "kernels",
@@ -48,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode_node": {"base", "node", "engine", "kvtransfer", "wire"},
     "encode_node": {"base", "engine", "machine", "node", "wire"},
     "simulator": {
+        "api",
         "base",
         "cluster.api_client",
         "cluster.config",
@@ -67,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire",
     },
     "cluster": {
+        "api",
         "base",
         "decode_node",
         "encode_node",
@@ -96,7 +99,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
 MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "router", "cluster", "simulator")
+WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "router", "cluster", "simulator")
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tandem.api.text.chat_template import template_source
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.model_checks import check_context, check_hub
 from tandem.cluster.config import TandemConfig
@@ -26,7 +27,6 @@ from tandem.cluster.settings import SettingsError
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig
 from tandem.router.http.certificate import check_before_use
-from tandem.router.text.chat_template import template_source
 
 # NVIDIA's driver, WSL's, and Jetson's
 _CUDA_DEVICES = ("nvidia*", "dxg", "nvhost*", "nvgpu*")

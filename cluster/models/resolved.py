@@ -6,13 +6,13 @@ import asyncio
 
 import msgspec
 
+from tandem.api.text.chat_template import template_source
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.store import Model, check_name, local_model, resolve_revision, tokenizer_folder
 from tandem.engine.config import SchedulingPolicy
-from tandem.router.text.chat_template import template_source
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:

@@ -4,15 +4,13 @@ its failover, and its one end.
 admission    how many sequences run at once, which requests wait, and which one is next
 ledger       a request's tokens, merged by index from two nodes, with log-probabilities; its timings and metrics
 life         one request from its first submission to its one end, across attempts
-placement    the checked request (`SequenceSpec`), one attempt on one pair of nodes, and the tables of which request runs where
+placement    one attempt on one pair of nodes, and the tables of which request runs where
 dispatcher   starts the lives of one HTTP request, as its handler reads them, and finds the life that a node's message belongs to
 recall       background answers that other routers began, read from the nodes that keep them
 """
 
 from tandem.router.dispatch.dispatcher import Dispatcher, Generation
-from tandem.router.dispatch.ledger import ReadableLife, ReadableLives
 from tandem.router.dispatch.life import LeftBehind, RequestLife
-from tandem.router.dispatch.placement import KeptAnswer, SequenceSpec
 from tandem.router.dispatch.recall import FollowedAnswer, FoundAnswer
 
 __all__ = [
@@ -20,10 +18,6 @@ __all__ = [
     "FollowedAnswer",
     "FoundAnswer",
     "Generation",
-    "KeptAnswer",
     "LeftBehind",
-    "ReadableLife",
-    "ReadableLives",
     "RequestLife",
-    "SequenceSpec",
 ]

@@ -19,9 +19,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from tandem.base.errors import DeadlineExceeded, Overloaded, TandemError
+from tandem.base.shares import Shares
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import Average
-from tandem.router.shares import Shares
 
 MIN_RETRY_AFTER_S = 1
 MOST_PASSED_OVER = 32

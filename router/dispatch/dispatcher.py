@@ -8,11 +8,12 @@ import logging
 import time
 from collections.abc import Callable
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission, Slots
 from tandem.router.dispatch.life import RequestLife
-from tandem.router.dispatch.placement import Placement, SequenceSpec
+from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
 from tandem.router.metrics import RecentRequests, RouterMetrics

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -17,7 +18,7 @@ from tandem.base.errors import (
     Unavailable,
 )
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
-from tandem.router.dispatch.placement import Attempt, Placement, Ring, SequenceSpec, TokenSource
+from tandem.router.dispatch.placement import Attempt, Placement, Ring, TokenSource
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo
@@ -515,7 +516,7 @@ class RequestLife:
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
         if self.spec.trace is not None:
-            self.spec.trace.finish_reasons.append(finish.value)
+            self.spec.trace.finished(finish.value)
         on_end, on_news = self._on_end, self._on_news
         # The owner refers to this life. Dropping the callbacks breaks that cycle, so that both are freed with
         # the last reference instead of by the garbage collector.

@@ -16,8 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-import msgspec
-
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
@@ -27,12 +26,8 @@ from tandem.router.policy.views import AnswerLengthMeter, RoutingDecision, Routi
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
 from tandem.router.siblings import SentReports
-from tandem.router.tracing.traces import RequestTrace
-from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.images import MediaFeature
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
-from tandem.wire.pooling import Pooling
 from tandem.wire.requests import (
     CacheNews,
     CachePeers,
@@ -42,36 +37,7 @@ from tandem.wire.requests import (
     TransferRole,
     new_id,
 )
-from tandem.wire.sampling import SamplingParams
 from tandem.wire.versions import WIRE_VERSION, needed_version
-
-
-class KeptAnswer(msgspec.Struct, frozen=True):
-    """The decode node keeps the answer, for any router that asks for it by this id."""
-
-    answer_id: str
-    note: bytes  # what such a router needs to turn the tokens into the answer
-
-
-class SequenceSpec(msgspec.Struct, frozen=True):
-    label: str  # the HTTP request's id, for logs
-    prompt_token_ids: list[int]
-    sampling: SamplingParams  # with a drawn seed: any node continues exactly where another stopped
-    deadline: float  # by the dispatcher's clock
-    priority: int = 0
-    cache_salt: str | None = None
-    lora: str | None = None  # the adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images, or the rows of `embeds`, stand in the prompt
-    images: list[bytes] = []  # the images' files
-    embeds: PromptEmbeds | None = None  # replaces all of the prompt's tokens
-    session: str | None = None
-    job_id: str | None = None  # the agent's job that this is a turn of, made distinct by tenant
-    is_last_step: bool = False  # this is the job's last turn
-    trace: RequestTrace | None = None
-    arrived: float | None = None  # when the HTTP request arrived; None means now
-    keep: KeptAnswer | None = None
-    reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
-    pooling: Pooling | None = None  # the result is a vector of the prompt instead of tokens
 
 
 class TokenSource(enum.Enum):

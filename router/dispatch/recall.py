@@ -12,14 +12,14 @@ import secrets
 
 import msgspec
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
+from tandem.base.shares import Shares
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
-from tandem.router.dispatch.placement import SequenceSpec
 from tandem.router.links import Links
 from tandem.router.pool import NodePool
-from tandem.router.shares import Shares
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import KeepAnswer, Recalled, TokenChunk
 from tandem.wire.sampling import FinishReason, TokenLogprobs

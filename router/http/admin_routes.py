@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import msgspec
 
+from tandem.api.openai.mistakes import explain
 from tandem.base.errors import InvalidRequest, RequestError, Unavailable
 from tandem.router.http.body import read_bytes
 from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange, send_bytes
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.openai.mistakes import explain
 
 T = TypeVar("T")
 

@@ -8,13 +8,9 @@ from typing import Any
 import msgspec
 
 import tandem
-from tandem.router.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
-from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
-from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
-from tandem.router.http.field_table import ACCEPTED
-from tandem.router.http.services import Services
-from tandem.router.http.try_page import TRY_PAGE
-from tandem.router.openai.answer_types import (
+from tandem.api.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
+from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
+from tandem.api.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
     ClusterDescription,
@@ -31,12 +27,16 @@ from tandem.router.openai.answer_types import (
     TokenizeResponse,
     Version,
 )
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import CompletionRequest
-from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
-from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.router.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
-from tandem.router.responses.responses_request import ResponsesRequest
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
+from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
+from tandem.api.responses.responses_request import ResponsesRequest
+from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
+from tandem.router.http.field_table import ACCEPTED
+from tandem.router.http.services import Services
+from tandem.router.http.try_page import TRY_PAGE
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")

@@ -9,6 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.responses.response_store import ResponseNotFound
 from tandem.base.errors import TandemError
 from tandem.router.http import (
     admin_routes,
@@ -28,8 +30,6 @@ from tandem.router.http.other_paths import instead_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
-from tandem.router.openai.prompts import ModelElsewhere
-from tandem.router.responses.response_store import ResponseNotFound
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
 

@@ -14,16 +14,16 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from tandem.api.lives import ReadableLives
+from tandem.api.openai.fields import StreamOptions
+from tandem.api.openai.plan import GenerationPlan
 from tandem.base.errors import Cancelled, InvalidRequest, Overloaded, TandemError
+from tandem.base.shares import Shares
 from tandem.router.config import Limits, RouterConfig, Timeouts
-from tandem.router.dispatch import ReadableLives
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.json_body import parse_object, read_request
 from tandem.router.http.turns import Turns
-from tandem.router.openai.fields import StreamOptions
-from tandem.router.openai.plan import GenerationPlan
-from tandem.router.shares import Shares
 
 # Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
 # numbers, and for all that belongs to one sequence besides its tokens.

@@ -10,6 +10,7 @@ import math
 import msgspec
 from starlette.exceptions import HTTPException
 
+from tandem.api.openai.prompts import PromptTooLong
 from tandem.base.errors import (
     InvalidRequest,
     RequestError,
@@ -19,7 +20,6 @@ from tandem.base.errors import (
 )
 from tandem.router.dispatch.admission import QueueFull
 from tandem.router.keys import QuotaExceeded
-from tandem.router.openai.prompts import PromptTooLong
 
 
 class Unauthorized(RequestError):

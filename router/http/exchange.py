@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.api.openai.answer import LoopTurn
 from tandem.base.errors import Cancelled, TandemError
 from tandem.router.http.errors import (
     Forbidden,
@@ -33,7 +34,6 @@ from tandem.router.http.errors import (
 from tandem.router.http.hosts import OwnHosts
 from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
 from tandem.router.metrics import RecentRequests, RouterMetrics
-from tandem.router.openai.answer import LoopTurn
 from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
 from tandem.wire.requests import new_id
 

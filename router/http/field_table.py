@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import CompletionRequest
-from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
-from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.router.responses.responses_request import ResponsesRequest
+from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
+from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.api.responses.responses_request import ResponsesRequest
 
 RequestType = type[msgspec.Struct]
 

@@ -9,8 +9,18 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tandem.router.anthropic.messages_answer import MessageStream, whole_message
-from tandem.router.anthropic.messages_request import MessagesRequest, as_chat
+from tandem.api.anthropic.messages_answer import MessageStream, whole_message
+from tandem.api.anthropic.messages_request import MessagesRequest, as_chat
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, LoopTurn
+from tandem.api.openai.chat_answer import ChatStream, whole_chat
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.completion_answer import CompletionStream, whole_completion
+from tandem.api.openai.fields import SamplingFields
+from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
+from tandem.api.openai.prompts import CompletionRequest, ServedModel
+from tandem.api.openai.reading import ReadChoice, read_all
+from tandem.api.openai.vectors import VectorPlan
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import (
     PARSED_TIMES,
@@ -26,16 +36,6 @@ from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import EventStream, HttpExchange, send_bytes, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
-from tandem.router.openai.answer import AnswerHead, Choice, Delta, LoopTurn
-from tandem.router.openai.chat_answer import ChatStream, whole_chat
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.completion_answer import CompletionStream, whole_completion
-from tandem.router.openai.fields import SamplingFields
-from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
-from tandem.router.openai.prompts import CompletionRequest, ServedModel
-from tandem.router.openai.reading import ReadChoice, read_all
-from tandem.router.openai.vectors import VectorPlan
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.tracing import TracePhase
 

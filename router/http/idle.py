@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from tandem.router.shares import Shares
+from tandem.base.shares import Shares
 
 C = TypeVar("C")
 

@@ -24,10 +24,10 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from tandem.api.openai.mistakes import explain
 from tandem.base.errors import InvalidRequest
 from tandem.router.config import Limits, UnknownFields
 from tandem.router.http.field_table import INTERNAL, refusal_of, takes_without_effect
-from tandem.router.openai.mistakes import explain
 
 # The largest single match, and the largest piece.
 WINDOW = 256 << 10

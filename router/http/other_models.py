@@ -17,11 +17,11 @@ from typing import Any
 import httpcore
 import httpx
 
+from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.responses.response_store import ResponseNotFound
 from tandem.base.errors import DeadlineExceeded, Unavailable, UnknownModel
 from tandem.router.config import RouterConfig
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.openai.prompts import ModelElsewhere
-from tandem.router.responses.response_store import ResponseNotFound
 
 # Headers that are not passed on: those of one connection, those that the client library sets, and those
 # checked here.

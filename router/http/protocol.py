@@ -21,13 +21,13 @@ from typing import Protocol, cast
 from starlette.types import ASGIApp
 
 from tandem.base.errors import Overloaded
+from tandem.base.shares import Shares
 from tandem.router.config import Limits, Timeouts
 from tandem.router.http.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
 from tandem.router.http.chunked import ChunkedBody, FramingError
 from tandem.router.http.errors import error_body
 from tandem.router.http.idle import IdleConnections
 from tandem.router.http.turns import Turns
-from tandem.router.shares import Shares
 
 logger = logging.getLogger(__name__)
 

@@ -21,22 +21,12 @@ from urllib.parse import parse_qs, quote
 
 import msgspec
 
-from tandem.base.errors import InvalidRequest, TandemError
-from tandem.router.dispatch import Generation, SequenceSpec
-from tandem.router.formats.pieces import Text
-from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
-from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
-from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
-from tandem.router.http.json_body import parse_object
-from tandem.router.http.services import Services
-from tandem.router.http.websocket import GOING_AWAY, WebSocket
-from tandem.router.keys import QuotaExceeded, Reservation
-from tandem.router.openai.answer import json_pieces
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.plan import plan_chat
-from tandem.router.openai.prompts import ModelElsewhere
-from tandem.router.realtime.events import (
+from tandem.api.formats.pieces import Text
+from tandem.api.openai.answer import json_pieces
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.plan import plan_chat
+from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.realtime.events import (
     Conversation,
     ItemCreate,
     ResponseCancel,
@@ -49,6 +39,17 @@ from tandem.router.realtime.events import (
     read_event,
     settled_tokens,
 )
+from tandem.api.sequence import SequenceSpec
+from tandem.base.errors import InvalidRequest, TandemError
+from tandem.router.dispatch import Generation
+from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
+from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
+from tandem.router.http.json_body import parse_object
+from tandem.router.http.services import Services
+from tandem.router.http.websocket import GOING_AWAY, WebSocket
+from tandem.router.keys import QuotaExceeded, Reservation
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
 

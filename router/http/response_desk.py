@@ -16,23 +16,25 @@ from typing import Any
 
 import msgspec
 
-from tandem.base.errors import Cancelled, InternalError, InvalidRequest, TandemError
-from tandem.router.dispatch import FoundAnswer, Generation, KeptAnswer, LeftBehind, ReadableLives
-from tandem.router.http.body import answer_size, inputs_size
-from tandem.router.http.services import Services
-from tandem.router.http.sibling_desk import forget_elsewhere, response_elsewhere
-from tandem.router.keys import Reservation
-from tandem.router.openai.answer import PIECE_TOKENS
-from tandem.router.openai.plan import Caller, GenerationPlan, plan_chat
-from tandem.router.responses.response_maker import ResponseMaker, new_response_id
-from tandem.router.responses.response_store import ResponseNotFound, StoredResponse
-from tandem.router.responses.responses_request import (
+from tandem.api.lives import ReadableLives
+from tandem.api.openai.answer import PIECE_TOKENS
+from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat
+from tandem.api.responses.response_maker import ResponseMaker, new_response_id
+from tandem.api.responses.response_store import ResponseNotFound, StoredResponse
+from tandem.api.responses.responses_request import (
     InputItem,
     ResponsesRequest,
     as_chat,
     items_of,
     shown_fields,
 )
+from tandem.api.sequence import KeptAnswer
+from tandem.base.errors import Cancelled, InternalError, InvalidRequest, TandemError
+from tandem.router.dispatch import FoundAnswer, Generation, LeftBehind
+from tandem.router.http.body import answer_size, inputs_size
+from tandem.router.http.services import Services
+from tandem.router.http.sibling_desk import forget_elsewhere, response_elsewhere
+from tandem.router.keys import Reservation
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,9 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from tandem.api.openai.plan import GenerationPlan, plan_chat
+from tandem.api.responses.response_store import StoredResponse
+from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.body import read_body
@@ -20,9 +23,6 @@ from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.response_desk import ResponseDesk, conversation
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
-from tandem.router.openai.plan import GenerationPlan, plan_chat
-from tandem.router.responses.response_store import StoredResponse
-from tandem.router.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
 
 MOST_ITEMS = 100
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from tandem.api.openai.prompts import ServedModel
+from tandem.api.responses.response_store import ResponseStore
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
@@ -15,9 +17,7 @@ from tandem.router.http.turns import Turns
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
-from tandem.router.openai.prompts import ServedModel
 from tandem.router.pool import NodePool
-from tandem.router.responses.response_store import ResponseStore
 from tandem.router.siblings import Siblings
 from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces

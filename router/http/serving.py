@@ -27,12 +27,12 @@ import msgspec
 from starlette.types import ASGIApp
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.shares import Shares
 from tandem.router.config import Limits, RouterConfig
 from tandem.router.http.certificate import Certificate
 from tandem.router.http.idle import IdleConnections
 from tandem.router.http.protocol import HttpConnection
 from tandem.router.http.turns import Turns
-from tandem.router.shares import Shares
 
 logger = logging.getLogger(__name__)
 

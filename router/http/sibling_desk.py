@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from tandem.api.responses.response_store import StoredResponse
+from tandem.api.responses.responses_request import InputItem
 from tandem.router.http.services import Services
 from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState, together
-from tandem.router.responses.response_store import StoredResponse
-from tandem.router.responses.responses_request import InputItem
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 VERSION = importlib.metadata.version("tandem-serve")

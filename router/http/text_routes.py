@@ -6,14 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from tandem.base.errors import DeadlineExceeded, InvalidRequest
-from tandem.router.anthropic.messages_request import CountRequest, as_chat
-from tandem.router.http.body import TOKEN_BYTES, read_body
-from tandem.router.http.exchange import HttpExchange, send_pieces
-from tandem.router.http.services import Services
-from tandem.router.openai.answer import json_pieces
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import (
+from tandem.api.anthropic.messages_request import CountRequest, as_chat
+from tandem.api.openai.answer import json_pieces
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import (
     ChatPrompt,
     ServedModel,
     chat_prompt,
@@ -24,9 +20,13 @@ from tandem.router.openai.prompts import (
     render_chat,
     with_images,
 )
-from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
-from tandem.router.text.tenant_cache import CacheOwner
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
+from tandem.api.text.tenant_cache import CacheOwner
+from tandem.api.text.tokenizer import Tokenizer
+from tandem.base.errors import DeadlineExceeded, InvalidRequest
+from tandem.router.http.body import TOKEN_BYTES, read_body
+from tandem.router.http.exchange import HttpExchange, send_pieces
+from tandem.router.http.services import Services
 
 
 @contextmanager

@@ -8,17 +8,11 @@ from typing import Any
 
 import msgspec
 
-from tandem.base.errors import Unavailable
-from tandem.router.dispatch import Generation
-from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
-from tandem.router.http.exchange import HttpExchange, send_pieces
-from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
-from tandem.router.http.services import Services
-from tandem.router.openai.answer import AnswerHead, json_pieces
-from tandem.router.openai.plan import Caller
-from tandem.router.openai.prompts import ServedModel
-from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.router.openai.vectors import (
+from tandem.api.openai.answer import AnswerHead, json_pieces
+from tandem.api.openai.plan import Caller
+from tandem.api.openai.prompts import ServedModel
+from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.api.openai.vectors import (
     VectorPlan,
     plan_embeddings,
     plan_rerank,
@@ -29,6 +23,12 @@ from tandem.router.openai.vectors import (
     whole_rerank,
     whole_scores,
 )
+from tandem.base.errors import Unavailable
+from tandem.router.dispatch import Generation
+from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
+from tandem.router.http.exchange import HttpExchange, send_pieces
+from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
+from tandem.router.http.services import Services
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):

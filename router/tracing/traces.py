@@ -158,6 +158,9 @@ class RequestTrace:
         else:
             self._dropped += 1
 
+    def finished(self, reason: str) -> None:
+        self.finish_reasons.append(reason)
+
     def flushed(self, now: float) -> None:
         """The text of the tokens that had arrived was written to the client, as far as they make whole
         characters."""

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from benchmarks import images
+from tandem.api.images.files import read_file
+from tandem.api.openai.chat_request import ImagePart
 from tandem.cluster.cli import make_parser
 from tandem.cluster.commands.setting_options import read_settings
 from tandem.router.config import Limits
-from tandem.router.images.files import read_file
-from tandem.router.openai.chat_request import ImagePart
 
 
 @pytest.mark.parametrize("apart", [False, True])

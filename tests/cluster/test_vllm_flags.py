@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import yaml
 
+from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.setting_options import read_settings
 from tandem.cluster.config import TandemConfig
@@ -25,7 +26,7 @@ from tandem.cluster.vllm_flags import (
     StandingFlag,
     table,
 )
-from tandem.router.config import ReasoningName, ToolFormat, name_of_key
+from tandem.router.config import name_of_key
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
 

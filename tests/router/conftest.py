@@ -17,9 +17,9 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, UnknownFields
 from tandem.router.server import RouterServer
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tests.router.event_reader import EventReader

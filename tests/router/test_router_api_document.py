@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 import tandem
-from tandem.router.http.field_table import ACCEPTED
-from tandem.router.openai.answer_types import (
+from tandem.api.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
     ClusterDescription,
@@ -21,8 +20,9 @@ from tandem.router.openai.answer_types import (
     ModelList,
     TokenizeResponse,
 )
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import CompletionRequest
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import CompletionRequest
+from tandem.router.http.field_table import ACCEPTED
 from tests.router.conftest import RunningRouter, StartRouter
 
 

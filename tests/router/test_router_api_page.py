@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import CompletionRequest
 from tandem.base.errors import Cancelled, ConfigurationError, TandemError
 from tandem.router.config import Heartbeat, PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
@@ -16,8 +18,6 @@ from tandem.router.http.app import make_app  # noqa: F401  every error that a ro
 from tandem.router.http.field_table import table
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import CompletionRequest
 from tandem.router.pool import NodePool
 
 DOCS = Path(__file__).parents[2] / "docs"

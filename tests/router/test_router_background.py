@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import WireError
 from tandem.router.config import ApiKey, Heartbeat
 from tandem.router.dispatch import recall
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted

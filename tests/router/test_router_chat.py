@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from tandem.api.formats.detection import detected_calls, format_of
+from tandem.api.formats.harmony import HarmonyCalls
+from tandem.api.formats.pieces import Arguments, CallBegins, Reasoning, Text
+from tandem.api.formats.registry import CALLS, MENTIONED, REASONING
+from tandem.api.settings import ReasoningName, ToolFormat
+from tandem.api.text.chat_template import ChatTemplate
 from tandem.base.errors import InvalidRequest
-from tandem.router.config import ReasoningName, ToolFormat
-from tandem.router.formats.detection import detected_calls, format_of
-from tandem.router.formats.harmony import HarmonyCalls
-from tandem.router.formats.pieces import Arguments, CallBegins, Reasoning, Text
-from tandem.router.formats.registry import CALLS, MENTIONED, REASONING
-from tandem.router.text.chat_template import ChatTemplate
 
 FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.text.chat_template import ChatTemplate
 from tandem.base.errors import ConfigurationError, InvalidRequest
-from tandem.router.text.chat_template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.wire.requests import TransferRole
 from tandem.wire.sampling import RepetitionDetection
 from tests.router.conftest import StartRouter

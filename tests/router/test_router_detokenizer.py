@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import KVLoadFailed, WireError
 from tandem.router.config import Heartbeat, LocalPrefill, Timeouts
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tandem.wire.requests import TransferRole
 from tandem.wire.sampling import FinishReason

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.router.config import ToolFormat
-from tandem.router.formats.call_grammar import CallGrammar, OfferedTool
-from tandem.router.formats.calls import CallReader
-from tandem.router.formats.harmony import HarmonyCalls, HarmonyReader
-from tandem.router.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
-from tandem.router.formats.registry import CALLS
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.formats.call_grammar import CallGrammar, OfferedTool
+from tandem.api.formats.calls import CallReader
+from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader
+from tandem.api.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.api.formats.registry import CALLS
+from tandem.api.settings import ToolFormat
+from tandem.api.text.tokenizer import Tokenizer
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.router.openai.answer_types import ChatCompletion, Completion, ErrorBody
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import CompletionRequest
+from tandem.api.openai.answer_types import ChatCompletion, Completion, ErrorBody
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import CompletionRequest
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID
 from tests.router.conftest import RunningRouter, bombarded
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import PolicyName
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted

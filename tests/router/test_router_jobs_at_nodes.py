@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
@@ -17,7 +18,6 @@ from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Mailbox
 from tandem.node.service import Item, NodeService
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-import tandem.router.text.tokenizer as tokenizer_module
-from tandem.router.openai.chat_request import ChatMessage
-from tandem.router.openai.prompts import INLINE_CHAT_CHARACTERS, INLINE_ITEMS, render_chat
-from tandem.router.text.chat_template import ChatTemplate, SpecialTextGuard
-from tandem.router.text.tokenizer import Tokenizer, matches
+import tandem.api.text.tokenizer as tokenizer_module
+from tandem.api.openai.chat_request import ChatMessage
+from tandem.api.openai.prompts import INLINE_CHAT_CHARACTERS, INLINE_ITEMS, render_chat
+from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
+from tandem.api.text.tokenizer import Tokenizer, matches
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
 

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.api.openai.chat_request import ChatRequest
 from tandem.base.errors import InvalidRequest, Overloaded
 from tandem.router.config import Limits, Timeouts
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import KeptMemory, without_payload
 from tandem.router.http.call import HttpCall
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.openai.chat_request import ChatRequest
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_to_end

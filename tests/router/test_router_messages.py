@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import ApiKey
-from tandem.router.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)

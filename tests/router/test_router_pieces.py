@@ -10,10 +10,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.dispatch.ledger import LogprobStore
-from tandem.router.openai.answer import RawPieces, json_pieces
-from tandem.router.openai.logprobs import LOWEST, chat_logprobs, completion_logprobs
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.logprob_store import LogprobStore
+from tandem.api.openai.answer import RawPieces, json_pieces
+from tandem.api.openai.logprobs import LOWEST, chat_logprobs, completion_logprobs
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs
 from tests.router.conftest import StartRouter
 

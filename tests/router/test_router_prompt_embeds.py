@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from tandem.api.openai.prompt_embeds import read_embeds
 from tandem.base.errors import InvalidRequest
 from tandem.router.config import Limits
-from tandem.router.openai.prompt_embeds import read_embeds
 from tandem.wire.embeds import PromptEmbeds
 from tests.router.conftest import RunningRouter, StartRouter
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.router.config import ReasoningName, ToolFormat
-from tandem.router.formats.answer_format import AnswerFormat
-from tandem.router.formats.harmony import MARKS, HarmonyCalls
-from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text
-from tandem.router.formats.reasoning import ReasoningStart
-from tandem.router.formats.registry import CALLS, REASONING
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.formats.answer_format import AnswerFormat
+from tandem.api.formats.harmony import MARKS, HarmonyCalls
+from tandem.api.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text
+from tandem.api.formats.reasoning import ReasoningStart
+from tandem.api.formats.registry import CALLS, REASONING
+from tandem.api.settings import ReasoningName, ToolFormat
+from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_chat_families import FOLDER

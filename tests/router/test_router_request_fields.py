@@ -13,9 +13,17 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.sampling import Defaults, defaults_of
+from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
+from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.api.responses.responses_request import ResponsesRequest
+from tandem.api.settings import SamplingDefaults
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError
-from tandem.router.anthropic.messages_request import CountRequest, MessagesRequest
-from tandem.router.config import RouterConfig, SamplingDefaults
+from tandem.router.config import RouterConfig
 from tandem.router.http.field_table import (
     ACCEPTED,
     ACCEPTED_AT,
@@ -25,13 +33,6 @@ from tandem.router.http.field_table import (
     REFUSED,
     REFUSED_AT,
 )
-from tandem.router.openai.chat_request import ChatRequest
-from tandem.router.openai.prompts import CompletionRequest
-from tandem.router.openai.sampling import Defaults, defaults_of
-from tandem.router.openai.text_request import DetokenizeRequest, TokenizeRequest
-from tandem.router.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.router.responses.responses_request import ResponsesRequest
-from tandem.router.text.tokenizer import Tokenizer
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.sampling import SamplingParams
 from tests.router.conftest import RunningRouter, StartRouter, bombarded

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.base.errors import WireError
-from tandem.router.config import ApiKey, Heartbeat, Limits
-from tandem.router.responses.response_store import (
+from tandem.api.responses.response_store import (
     RESPONSE_BYTES,
     ResponseStore,
     StoredResponse,
     StoreFull,
 )
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.tokenizer import Tokenizer
+from tandem.base.errors import WireError
+from tandem.router.config import ApiKey, Heartbeat, Limits
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers
 
-from tandem.router.text.chat_template import SpecialTextGuard
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.text.chat_template import SpecialTextGuard
+from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 
 SPECIAL = ("<|start|>", "<|end|>", "<|pad|>")

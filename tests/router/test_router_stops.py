@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.openai.answer import StopMatcher
+from tandem.api.openai.answer import StopMatcher
 
 
 def run(

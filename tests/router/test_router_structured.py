@@ -12,10 +12,11 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.router.config import Heartbeat, ToolFormat
-from tandem.router.openai import sampling
-from tandem.router.text.tenant_cache import CacheOwner
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.openai import sampling
+from tandem.api.settings import ToolFormat
+from tandem.api.text.tenant_cache import CacheOwner
+from tandem.api.text.tokenizer import Tokenizer
+from tandem.router.config import Heartbeat
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_tools import TEMPLATE_WITH_TOOLS, WEATHER

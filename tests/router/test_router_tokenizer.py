@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.router.text.tenant_cache import CacheOwner, TenantCache
-from tandem.router.text.tokenizer import (
+from tandem.api.text.tenant_cache import CacheOwner, TenantCache
+from tandem.api.text.tokenizer import (
     _PATTERNS,
     INLINE_CHARACTERS,
     LEAST_CHARACTERS,
@@ -290,7 +290,7 @@ def test_words_of_one_tenant_are_new_from_another() -> None:
 
 
 def test_the_tenant_with_most_words_forgets_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.router.text.tokenizer.MOST_WORDS", 20)
+    monkeypatch.setattr("tandem.api.text.tokenizer.MOST_WORDS", 20)
     made = kept_by_words()[0]
     known = WordCache(lambda words: whole(made, words))
     known.encode("the lazy fox", "bob")
@@ -309,7 +309,7 @@ def test_a_text_of_new_words_is_tokenized_as_a_whole_and_some_of_them_are_learne
 
 
 def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.router.text.tokenizer.MOST_WORDS", 20)
+    monkeypatch.setattr("tandem.api.text.tokenizer.MOST_WORDS", 20)
     made = kept_by_words()[0]
     known = WordCache(lambda words: whole(made, words))
     for index in range(30):

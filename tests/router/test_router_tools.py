@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.config import ToolFormat
-from tandem.router.formats.calls import CallReader
-from tandem.router.formats.pieces import Arguments, CallBegins, Piece, Text
-from tandem.router.formats.registry import CALLS
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.api.formats.calls import CallReader
+from tandem.api.formats.pieces import Arguments, CallBegins, Piece, Text
+from tandem.api.formats.registry import CALLS
+from tandem.api.settings import ToolFormat
+from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import CHAT_TEMPLATE, StartRouter
 from tests.router.fake_node import scripted
 

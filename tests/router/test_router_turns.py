@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from tandem.base.shares import OneAtATime
 from tandem.router.http.turns import TURNS_A_PASS, Turns
-from tandem.router.shares import OneAtATime
 
 
 def test_of_many_that_come_at_once_a_few_begin_in_each_pass_in_their_order() -> None:

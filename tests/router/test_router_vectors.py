@@ -12,9 +12,9 @@ import httpx
 import msgspec
 import pytest
 
+from tandem.api.openai.answer_types import EmbeddingList, Ranking, ScoreList
 from tandem.base.errors import Unavailable
 from tandem.router.config import Limits
-from tandem.router.openai.answer_types import EmbeddingList, Ranking, ScoreList
 from tandem.wire.nodes import Role
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tests.router.conftest import RunningRouter, StartRouter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from tandem.api.sequence import SequenceSpec
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from tandem.router.config import LocalPrefill, RouterConfig
-from tandem.router.dispatch import SequenceSpec
 from tandem.simulator.clock import VirtualLoop
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.outcome import AnswerTimes

@@ -18,10 +18,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 
+from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.node.loop import ResetCache
-from tandem.router.dispatch import SequenceSpec
 from tandem.simulator.clock import VirtualLoop
 from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role

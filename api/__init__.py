@@ -1,0 +1,17 @@
+"""What a request means, and how its answer is written: the HTTP APIs without HTTP, nodes or pools.
+
+Floor 2: it imports wire and base. It makes plans (`SequenceSpec`) of checked requests, and answers of what others
+generate (`ReadableLives`).
+
+    settings    what an operator may set of it
+    sequence    one sequence that a request asks for
+    lives       a generation as its reader sees it
+    logprob_store   the log-probabilities of an answer's tokens
+    openai/     the OpenAI API: its request types, their checks, and the answers
+    responses/  OpenAI's Responses API, and the answers that are kept for it
+    anthropic/  Anthropic's API for the same chats
+    realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
+    images/     images in messages: their checks, and their places in a prompt
+    formats/    how models write calls and reasoning, told apart from an answer's text
+    text/       tokenizer, chat template, incremental detokenization, stop strings
+"""

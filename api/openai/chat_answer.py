@@ -1,0 +1,238 @@
+"""The answer of POST /v1/chat/completions, whole or as a stream of events. The pieces of an answer's text
+(text, reasoning, calls) become an assistant's message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.api.formats.pieces import (
+    AnswerReader,
+    Arguments,
+    CallBegins,
+    Piece,
+    Reasoning,
+    Text,
+    new_call_id,
+)
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from tandem.api.openai.plan import GenerationPlan, StreamedUsage
+from tandem.api.openai.reading import ReadChoice, are_short
+from tandem.api.text.tokenizer import Tokenizer
+
+
+class ChatMessageMaker:
+    """Makes one choice's message deltas from pieces. `reasoning`: whether the client wants to see the
+    reasoning."""
+
+    def __init__(self, *, reasoning: bool = True) -> None:
+        self._reasoning = reasoning
+        self.calls = 0
+
+    def deltas(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            match piece:
+                case Text(text):
+                    deltas.append({"content": text})
+                case Reasoning(text):
+                    if self._reasoning:
+                        deltas.append({"reasoning_content": text})
+                case CallBegins(call_id, name):
+                    function = {"name": name, "arguments": ""}
+                    call = {
+                        "index": self.calls,
+                        "id": call_id or new_call_id(),
+                        "type": "function",
+                        "function": function,
+                    }
+                    deltas.append({"tool_calls": [call]})
+                    self.calls += 1
+                case Arguments(text):
+                    more = {"index": self.calls - 1, "function": {"arguments": text}}
+                    deltas.append({"tool_calls": [more]})
+        return deltas
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Returns "tool_calls" if the answer made calls and was not cut off: a cut one may be an incomplete
+        set of calls."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
+def whole_message(pieces: Sequence[Piece], *, reasoning: bool = True) -> dict[str, Any]:
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls: list[dict[str, Any]] = []
+    written: list[list[str]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegins):
+            calls.append(
+                {"id": piece.id or new_call_id(), "type": "function", "function": {"name": piece.name}}
+            )
+            written.append([])
+        elif isinstance(piece, Arguments):
+            written[-1].append(piece.text)
+    for call, arguments in zip(calls, written, strict=True):
+        call["function"]["arguments"] = "".join(arguments)
+    beside = bool(calls or thought)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if beside and not content.strip() else content,
+        "refusal": None,
+    }
+    if thought and reasoning:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+OBJECT = "chat.completion"
+CHUNK = "chat.completion.chunk"
+
+
+def whole_chat(
+    head: AnswerHead,
+    plan: GenerationPlan,
+    request: ChatRequest,
+    read: Sequence[ReadChoice],
+    tokenizer: Tokenizer,
+) -> bytes | Iterator[bytes]:
+    """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
+    choices = (_choice(plan, request, one, tokenizer) for one in read)
+    is_short = are_short(plan, read)
+    body = {
+        **head.fields(OBJECT),
+        "choices": list(choices) if is_short else choices,
+        "usage": plan.usage([one.choice for one in read]),
+    }
+    if plan.return_token_ids:
+        body["prompt_token_ids"] = plan.prompts[0]
+    if plan.prompt_logprobs is not None:
+        found = read[0].choice.life.prompt_logprobs or []
+        body["prompt_logprobs"] = prompt_logprobs(plan.prompts[0], found, tokenizer, plan.prompt_logprobs)
+    return json_at_once(body) if is_short else json_pieces(body)
+
+
+def _choice(
+    plan: GenerationPlan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    message, finish_reason = _message(plan, request, one)
+    logprobs = None
+    if request.logprobs:
+        store = one.choice.life.ledger.logprobs
+        as_ids = bool(request.return_tokens_as_token_ids)
+        logprobs = chat_logprobs(store, one.tokens, tokenizer, request.top_logprobs or 0, as_ids=as_ids)
+    return {
+        "index": one.choice.index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        **({"token_ids": one.choice.token_ids} if plan.return_token_ids else {}),
+    }
+
+
+def _message(
+    plan: GenerationPlan, request: ChatRequest, one: ReadChoice
+) -> tuple[dict[str, Any], str | None]:
+    reader, reason = plan.reader(), one.choice.finish_reason
+    if reader is None:
+        return {"role": "assistant", "content": one.text, "refusal": None}, reason
+    pieces = reader.push(one.text) + reader.finish(cut=one.choice.cut)
+    message = whole_message(pieces, reasoning=request.include_reasoning is not False)
+    return message, "tool_calls" if "tool_calls" in message and reason == "stop" else reason
+
+
+class ChatStream:
+    """Writes a stream's events. The common event, one with nothing but text, is put together from two
+    prepared halves."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        plan: GenerationPlan,
+        request: ChatRequest,
+        choices: Sequence[Choice],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._head = head
+        self._request = request
+        self._tokenizer = tokenizer
+        self._usage = StreamedUsage(request.stream_options, plan, choices)
+        opening = msgspec.json.encode(head.fields(CHUNK))[:-1]
+        self._before = [
+            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (opening, choice.index)
+            for choice in choices
+        ]
+        self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
+        self._begun: set[int] = set()
+        self._plan = plan
+        self._readers = [plan.reader() for _ in choices]
+        shows = request.include_reasoning is not False
+        self._messages = [ChatMessageMaker(reasoning=shows) for _ in choices]
+
+    def events(self, choice: Choice, delta: Delta) -> bytes:
+        out = b""
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            out = self._event(choice, {"role": "assistant", "content": ""})
+        if (reader := self._readers[choice.index]) is not None:
+            return out + self._read(choice, delta, reader)
+        if delta.tokens or delta.token_ids or self._usage.continuous:
+            if delta.text or delta.tokens or delta.token_ids:
+                out += self._event(choice, {"content": delta.text}, delta=delta)
+        elif delta.text:
+            out += self._before[choice.index] + msgspec.json.encode(delta.text) + self._after
+        if delta.finish_reason is not None:
+            out += self._event(choice, {}, finish_reason=delta.finish_reason)
+        return out
+
+    def _read(self, choice: Choice, delta: Delta, reader: AnswerReader) -> bytes:
+        """Makes the events of a delta. Log-probabilities and ids are sent with their tokens, even if the text
+        is held back."""
+        out = b""
+        message = self._messages[choice.index]
+        pieces = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.finish(cut=delta.cut)
+        if delta.tokens or delta.token_ids:
+            out += self._event(choice, {}, delta=delta)
+        for content in message.deltas(pieces):
+            out += self._event(choice, content)
+        if delta.finish_reason is not None:
+            out += self._event(choice, {}, finish_reason=message.finish_reason(delta.finish_reason))
+        return out
+
+    def _event(
+        self,
+        choice: Choice,
+        content: dict[str, Any],
+        *,
+        delta: Delta | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        logprobs = None
+        if delta is not None and delta.tokens:
+            store, top = choice.life.ledger.logprobs, self._request.top_logprobs or 0
+            as_ids = bool(self._request.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top, as_ids=as_ids).joined()
+        entry = {
+            "index": choice.index,
+            "delta": content,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        body = {**self._head.fields(CHUNK), "choices": [entry], **self._usage.field()}
+        if self._plan.return_token_ids:
+            if delta is not None:
+                entry["token_ids"] = delta.token_ids
+            elif "role" in content:
+                body["prompt_token_ids"] = self._plan.prompts[0]
+        return event(body)
+
+    def closing(self) -> bytes:
+        return self._usage.closing(self._head.fields(CHUNK)) + b"data: [DONE]\n\n"

@@ -1,0 +1,154 @@
+"""The answer of POST /v1/completions, whole or as a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.api.openai.answer import (
+    AnswerHead,
+    Choice,
+    Delta,
+    RawPieces,
+    event,
+    json_at_once,
+    json_pieces,
+)
+from tandem.api.openai.logprobs import completion_logprobs, prompt_logprobs
+from tandem.api.openai.plan import GenerationPlan, StreamedUsage
+from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.reading import ReadChoice, are_short, keep_best
+from tandem.api.text.tokenizer import Tokenizer
+from tandem.wire.sampling import TokenLogprobs
+
+OBJECT = "text_completion"
+
+
+def whole_completion(
+    head: AnswerHead,
+    plan: GenerationPlan,
+    request: CompletionRequest,
+    read: Sequence[ReadChoice],
+    tokenizer: Tokenizer,
+) -> bytes | Iterator[bytes]:
+    """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
+    kept = keep_best(read, plan.choices_per_prompt, plan.keep)
+    choices = (_choice(plan, request, index, one, tokenizer) for index, one in enumerate(kept))
+    is_short = are_short(plan, read)
+    body = {
+        **head.fields(OBJECT),
+        "choices": list(choices) if is_short else choices,
+        "usage": plan.usage([one.choice for one in read]),
+    }
+    return json_at_once(body) if is_short else json_pieces(body)
+
+
+def _choice(
+    plan: GenerationPlan, request: CompletionRequest, index: int, one: ReadChoice, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    prompt = one.choice.index // plan.choices_per_prompt
+    shown = range(0) if plan.only_echo else one.tokens
+    logprobs = _logprobs(plan, request, one.choice, shown, tokenizer, first=True)
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": plan.prompt_texts[prompt] + ("" if plan.only_echo else one.text),
+        "logprobs": logprobs,
+        "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
+    }
+    if plan.return_token_ids:
+        choice |= {"prompt_token_ids": plan.shown_prompt(prompt), "token_ids": one.choice.token_ids}
+    if plan.prompt_logprobs is not None:
+        found = one.choice.life.prompt_logprobs or []
+        choice["prompt_logprobs"] = prompt_logprobs(
+            plan.prompts[prompt], found, tokenizer, plan.prompt_logprobs
+        )
+    return choice
+
+
+def _logprobs(
+    plan: GenerationPlan,
+    request: CompletionRequest,
+    choice: Choice,
+    shown: range,
+    tokenizer: Tokenizer,
+    *,
+    first: bool,
+) -> RawPieces | None:
+    if request.logprobs is None:
+        return None
+    prompt: Sequence[int] = ()
+    found: Sequence[TokenLogprobs | None] = ()
+    if first and request.echo:
+        prompt = plan.prompts[choice.index // plan.choices_per_prompt]
+        found = choice.life.prompt_logprobs or []
+    return completion_logprobs(
+        choice.life.ledger.logprobs,
+        shown,
+        choice.offsets,
+        tokenizer,
+        request.logprobs,
+        prompt,
+        found,
+        as_ids=bool(request.return_tokens_as_token_ids),
+    )
+
+
+class CompletionStream:
+    def __init__(
+        self,
+        head: AnswerHead,
+        plan: GenerationPlan,
+        request: CompletionRequest,
+        choices: Sequence[Choice],
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._head = head
+        self._plan = plan
+        self._request = request
+        self._choices = choices
+        self._tokenizer = tokenizer
+        self._usage = StreamedUsage(request.stream_options, plan, choices)
+        opening = msgspec.json.encode(head.fields(OBJECT))[:-1]
+        self._before = [b'data: %b,"choices":[{"index":%d,"text":' % (opening, c.index) for c in choices]
+        self._after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
+        self._begun: set[int] = set()
+
+    def events(self, choice: Choice, delta: Delta) -> bytes:
+        first = choice.index not in self._begun
+        plain = not delta.tokens and not delta.token_ids and not self._usage.continuous
+        if plain and not first and delta.finish_reason is None:
+            return self._before[choice.index] + msgspec.json.encode(delta.text) + self._after
+        self._begun.add(choice.index)
+        text, shown, finish = delta.text, delta.tokens, delta.finish_reason
+        if self._plan.only_echo:
+            text, shown, finish = "", range(0), "length" if finish is not None else None
+        if first:
+            text = self._plan.prompt_texts[choice.index // self._plan.choices_per_prompt] + text
+        logprobs = _logprobs(self._plan, self._request, choice, shown, self._tokenizer, first=first)
+        body = {
+            **self._head.fields(OBJECT),
+            "choices": [
+                {
+                    "index": choice.index,
+                    "text": text,
+                    "logprobs": logprobs.joined() if logprobs is not None else None,
+                    "finish_reason": finish,
+                    **self._token_ids(choice, delta, first=first),
+                }
+            ],
+            **self._usage.field(),
+        }
+        return event(body)
+
+    def _token_ids(self, choice: Choice, delta: Delta, *, first: bool) -> dict[str, Any]:
+        if not self._plan.return_token_ids:
+            return {}
+        shown: dict[str, Any] = {"token_ids": delta.token_ids}
+        if first:
+            shown["prompt_token_ids"] = self._plan.shown_prompt(choice.index // self._plan.choices_per_prompt)
+        return shown
+
+    def closing(self) -> bytes:
+        return self._usage.closing(self._head.fields(OBJECT)) + b"data: [DONE]\n\n"
