@@ -14,7 +14,7 @@
 #                    examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on nodes that die
 #                    (about 20 minutes)
 # make search   schedules of the whole cluster on one clock, each by a seed, with faults of networks, memory and processes: none may break a
-#                    promise; MINUTES=60 FIRST=1000, or MUTANTS=1 to see how soon it finds bugs that are put in
+#                    promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or MUTANTS=1 to see how soon it finds bugs that are put in
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -98,11 +98,12 @@ test-faults: install
 		tests/router/test_router_api_fuzz.py tests/kvtransfer/test_protocol_hostile.py tests/kvtransfer/test_protocol_model.py \
 		tests/integration/test_shared_tiers_random.py
 
-# Two processes, each with seeds of its own.
+# Two processes, each with seeds of its own, which follow those of the last search, unless FIRST says which.
 MINUTES_OF_SEARCH = $(or $(MINUTES),10)
 search: install
 	$(if $(MUTANTS),$(BIN)/python -m tests.world.mutants, \
-	$(BIN)/python -m tests.world.search --minutes '$(MINUTES_OF_SEARCH)' --first '$(or $(FIRST),0)' --processes 2)
+	$(BIN)/python -m tests.world.search --minutes '$(MINUTES_OF_SEARCH)' --processes 2 \
+		$(if $(FIRST),--first '$(FIRST)',--resume build/search.json))
 
 # Installed beside the environment, not in it: if Triton were in it, torch would compile for a GPU that is not there.
 test-gpu-packages: install

@@ -7,11 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.pooling import Pooling
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.requests import RequestFacts
 from tandem.wire.tracing import TracePhase
 
 
@@ -34,20 +31,10 @@ class KeptAnswer(msgspec.Struct, frozen=True):
 
 class SequenceSpec(msgspec.Struct, frozen=True):
     label: str  # the HTTP request's id, for logs
-    prompt_token_ids: list[int]
-    sampling: SamplingParams  # with a drawn seed: any node continues exactly where another stopped
+    facts: RequestFacts
     deadline: float  # by the dispatcher's clock
-    priority: int = 0
-    cache_salt: str | None = None
-    lora: str | None = None  # the adapter's identity: wire.adapters
-    media: list[MediaFeature] = []  # where images, or the rows of `embeds`, stand in the prompt
-    images: list[bytes] = []  # the images' files
-    embeds: PromptEmbeds | None = None  # replaces all of the prompt's tokens
     session: str | None = None
-    job_id: str | None = None  # the agent's job that this is a turn of, made distinct by tenant
-    is_last_step: bool = False  # this is the job's last turn
     trace: TraceNotes | None = None
     arrived: float | None = None  # when the HTTP request arrived; None means now
     keep: KeptAnswer | None = None
     reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
-    pooling: Pooling | None = None  # the result is a vector of the prompt instead of tokens

@@ -8,31 +8,27 @@
     reserve          what `scheduler.reserve` costs and saves under memory pressure
     agents           agents' jobs with tool calls, with and without pins (`scheduler.policy: continuum`)
     adapters         what LoRA adapters cost a decode step
-    speculation      what guessing tokens from the text, or with a draft model, gains
-    engine           the engine alone (engine_tandem, engine_vllm, engine_costs)
+    engine           the engine alone (engine_vllm)
     images           first tokens of texts while images are encoded, with an encoder node and without
     hybrid           what recurrent layers cost, compared with a dense model and with transformers
     parallel         what several ranks cost a step, compared with one rank (parallel_vllm)
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU, part by part (gpu_parts, gpu_report): its answers (gpu_parity), its speed (gpu_speed, gpu_alone,
                      gpu_profile, gpu_models), two engines on one card (gpu_handover)
-    tiers            what tiers of the cache cost and save, and (`tier_floors`) whether their floors hold
+    tiers            what tiers of the cache cost and save
     tier_parity      whether tiers evict what vLLM's would, and how fast
     failover         a long conversation whose decode node is killed, with a mirror of its KV and without; or one rank of its node
     transfer         KV through a connector, compared with the transport alone (transfer_nodes, transfer_ranks)
-    checksums        what checksums add to a handover, also over a link of some rate (transfer_link)
-    slow_link        how long requests wait for their KV when a link becomes slow
-    router, router_crowds, router_worst, router_peers
-                     the router alone; with clients that misbehave; with the largest requests, and with the worst
-                     that one key can do; compared with other routers
-                     (router_attacks, router_engines, router_load, router_relay)
+    links            what checksums add to a handover; how long requests wait for their KV when a link becomes slow
+    router, router_worst
+                     the router alone and beside published routers; with the largest requests, and with the worst that one key or a
+                     stranger can do (router_attacks). router_bed has the processes of both
     recompute        many long prompts at once in a running cluster: what is computed twice
-    policies         routing policies in a simulator
-    simulation       the simulator compared with real runs, with a thousand nodes, and with the autoscaler
-    routing          what a decision costs by the number of nodes, and what tracking their caches costs
+    simulation       the simulator compared with real runs, and the autoscaler in it
+    routing          what a decision costs by the number of nodes, what tracking their caches costs, and the policies in simulated pools
+                     (routing_world)
     tokenizing       what tokenizing a long chat costs, the first time and at its next turn
-    one_request      which files of Tandem one chat request runs through
-    load_generator   whether `tandem bench` measures correctly (paced_server)
+    load_generator   whether `tandem bench` measures correctly
 
-`machine` measures the machine's limits; `ending` is how a benchmark's command ends.
+`lib` has what all of them need: flags and files, tables and floors, processes, servers, engines, the machine's limits.
 """

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,59 +20,59 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
-from benchmarks.engine_tandem import EngineBench
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.engines import EngineBench, load_engine, random_prompts, save_random_model
+from benchmarks.lib.tables import at_most, floors_table, table_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.core import Engine
 from tandem.engine.model.attention.cpu import CpuAttention
-from tandem.engine.model.loading import load_runner
-from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
 from tandem.wire.adapters import identity_of
 
-CONTEXT, DECODES = 256, 24
+VOCAB, CONTEXT, DECODES = 49_152, 256, 24
 CEILING = 1.3  # the most that a step with all adapters may take, in steps without adapters
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+COLUMNS = {
+    "": "{requests}",
+    "ms": "{ms:.1f}",
+    "the least": "{least_ms:.1f}",
+    "of the model alone": "{of_base:.2f}",
+    "meetings of threads": "{meetings}",
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), options)
-    print_table(found)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        rows = measure(Path(folder), options)
+    write_figures(rows, options.json)
+    title = f"a decode step of {options.adapters} requests, rank {options.rank}, {options.dtype}"
+    floors = [at_most("one adapter each, of the model alone", rows[-1]["of_base"], CEILING, "×")]
+    show(table_of(f"{title}, {options.threads} threads", rows, COLUMNS), floors_table(floors))
+    return 0
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    model = folder / "model"
+def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     config = transformers.LlamaConfig(
-        vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        vocab_size=VOCAB, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
-    made.save_pretrained(model)
+    model = folder / "model"
+    made = save_random_model(config, model, options.dtype)
     adapters = {
         f"a{number}": str(write_adapter(folder / f"a{number}", made, options.rank, number))
         for number in range(options.adapters)
     }
-    alone, alone_met, loras = engine_of(model, {}, 0, options)
-    assert not loras
-    both, both_met, loras = engine_of(model, adapters, options.adapters, options)
-    rng = random.Random(0)
-    prompts = [[rng.randrange(49_152) for _ in range(CONTEXT)] for _ in range(options.adapters)]
+    alone, alone_met, _ = bench_of(model, {}, options)
+    both, both_met, loras = bench_of(model, adapters, options)
+    prompts = random_prompts(options.adapters, CONTEXT, VOCAB)
     kinds: dict[str, tuple[EngineBench, Callable[[], int], list[str]]] = {
         "the model alone": (alone, alone_met, []),
         "adapters served, none asked for": (both, both_met, []),
@@ -82,54 +82,54 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for name, (bench, _met, wanted) in kinds.items():
             times[name].append(bench.decode(prompts, DECODES, wanted))
-    meetings = {}
-    for name, (bench, met, wanted) in kinds.items():
-        before = met()
-        bench.decode(prompts, DECODES, wanted)
-        shorter = met()
-        bench.decode(prompts, DECODES + 10, wanted)
-        meetings[name] = (met() - shorter - (shorter - before)) // 10
-    seconds = {name: statistics.median(taken) for name, taken in times.items()}
-    base = seconds["the model alone"]
-    return {
-        "adapters": options.adapters, "rank": options.rank, "dtype": options.dtype, "threads": options.threads,
-        "ms": {name: 1e3 * taken for name, taken in seconds.items()},
-        "least_ms": {name: 1e3 * min(taken) for name, taken in times.items()},
-        "meetings": meetings,
-        "of_base": {name: taken / base for name, taken in seconds.items()},
-        "ceiling": CEILING,
-    }  # fmt: skip
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    return [
+        {
+            "requests": name,
+            "ms": 1e3 * medians[name],
+            "least_ms": 1e3 * min(times[name]),
+            "of_base": medians[name] / medians["the model alone"],
+            "meetings": meetings(bench, met, prompts, wanted),
+        }
+        for name, (bench, met, wanted) in kinds.items()
+    ]
 
 
-def engine_of(
-    model: Path, adapters: dict[str, str], max_loras: int, options: argparse.Namespace
+def meetings(bench: EngineBench, met: Callable[[], int], prompts: list[list[int]], loras: list[str]) -> int:
+    """Returns how often the kernels' threads meet in one more step."""
+    counts = [met()]
+    for steps in (DECODES, DECODES + 10):
+        bench.decode(prompts, steps, loras)
+        counts.append(met())
+    return (counts[2] - counts[1] - (counts[1] - counts[0])) // 10
+
+
+def bench_of(
+    model: Path, adapters: dict[str, str], options: argparse.Namespace
 ) -> tuple[EngineBench, Callable[[], int], list[str]]:
     """Returns an engine, a counter of how often its kernels' threads have met, and the adapters that it serves."""
+    described = ModelConfig(
+        path=str(model),
+        dtype=options.dtype,
+        threads=options.threads,
+        adapters=adapters,
+        max_lora_rank=options.rank,
+    )
     cache = CacheConfig(memory_bytes=512 << 20, prefix_caching=False)
     # All prompts are processed in chunks of one length, so that all runs have equally many steps.
-    scheduler = SchedulerConfig(max_model_len=1024, max_loras=max_loras, step_target_ms=0)
-    runner = load_runner(
-        ModelConfig(
-            path=str(model),
-            dtype=options.dtype,
-            threads=options.threads,
-            adapters=adapters,
-            max_lora_rank=options.rank,
-        ),
-        cache,
-        scheduler,
-        native=False,
-    )
-    info = runner.info
-    made = Scheduler(scheduler, cache, info.groups, info.num_blocks, info.max_model_len)
+    scheduling = SchedulerConfig(max_model_len=1024, max_loras=len(adapters), step_target_ms=0)
+    engine, runner = load_engine(described, cache, scheduling, native=False)
     served = runner.adapters.served if runner.adapters is not None else {}
-    attention = runner.forward.attention
+    attention = getattr(runner.forward, "attention", None)
     if not isinstance(attention, CpuAttention):
         raise SystemExit(
             "this measures our CPU kernels, which do not run here: `python -m tandem.kernels.build` says why"
         )
-    bench = EngineBench(Engine(made, runner, None))
-    return bench, lambda: attention.pieces.meetings, [identity_of(*one) for one in served.items()]
+    return (
+        EngineBench(engine),
+        lambda: attention.pieces.meetings,
+        [identity_of(*one) for one in served.items()],
+    )
 
 
 def write_adapter(folder: Path, model: torch.nn.Module, rank: int, seed: int) -> Path:
@@ -147,18 +147,5 @@ def write_adapter(folder: Path, model: torch.nn.Module, rank: int, seed: int) ->
     return folder
 
 
-def print_table(found: dict[str, Any]) -> None:
-    table = Table(
-        title=f"a decode step of {found['adapters']} requests, rank {found['rank']}, {found['dtype']}, {found['threads']} threads"
-    )
-    for column in ("", "ms", "the least", "of the model alone", "at most", "meetings of threads"):
-        table.add_column(column)
-    for name, taken in found["ms"].items():
-        limit = f"{found['ceiling']}" if name == "one adapter each" else ""
-        least, met = found["least_ms"][name], found["meetings"][name]
-        table.add_row(name, f"{taken:.1f}", f"{least:.1f}", f"{found['of_base'][name]:.2f}", limit, str(met))
-    Console().print(table)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

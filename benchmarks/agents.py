@@ -11,19 +11,16 @@ No figure depends on the machine. Figures are means over several traces of the s
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import sys
 from collections import Counter
-from pathlib import Path
 from statistics import fmean
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import table_of
 from tandem.base.errors import InternalError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, SchedulerConfig, SchedulingPolicy
@@ -188,11 +185,7 @@ class Play:
             is_last = index == len(turns) - 1
             request_id = f"{number}-{index}"
             self._names += 1
-            submit = Submit(
-                request_id, "", history,
-                SamplingParams(temperature=0.0, max_tokens=turn.answer_tokens, ignore_eos=True, seed=self._names),
-                timeout_s=1e6, job_id=f"job {number}", is_last_step=is_last,
-            )  # fmt: skip
+            submit = Submit(request_id, "", prompt_token_ids=history, sampling=SamplingParams(temperature=0.0, max_tokens=turn.answer_tokens, ignore_eos=True, seed=self._names), timeout_s=1e6, job_id=f"job {number}", is_last_step=is_last)  # fmt: skip
             ended = self._waiting[request_id] = self._loop.create_future()
             self._answers[request_id] = []
             self._log.live[request_id] = AnswerTimes(self._loop.time(), len(history))
@@ -214,62 +207,52 @@ class Play:
                 self._waiting.pop(chunk.request_id).set_result(None)
 
 
-def mean_of(outcomes: list[AgentOutcome]) -> AgentOutcome:
+def row_of(outcomes: list[AgentOutcome], trace: str) -> dict[str, object]:
+    """Means of times, and sums of all else."""
     first, ended = outcomes[0], Counter[str]()
     for outcome in outcomes:
         ended.update(outcome.pins_ended)
-    means = {
-        field: fmean(getattr(outcome, field) for outcome in outcomes)
-        for field in ("mean_s", "p95_s", "total_s")
+    times = ("mean_s", "p95_s", "total_s")
+    sums = ("prompt_tokens_computed", "preemptions", "pins_made", "pins_met")
+    return {
+        "prompts": trace,
+        "policy": first.policy,
+        "prefix cache": "yes" if first.caching else "no",
+        **{field: fmean(getattr(outcome, field) for outcome in outcomes) for field in times},
+        **{field: sum(getattr(outcome, field) for outcome in outcomes) for field in sums},
+        "ended": ", ".join(f"{why} {count}" for why, count in ended.items()),
     }
-    sums = {
-        field: sum(getattr(outcome, field) for outcome in outcomes)
-        for field in (
-            "prompt_tokens_computed", "prompt_tokens_cached", "preemptions", "pins_made", "pins_met",
-        )
-    }  # fmt: skip
-    return msgspec.structs.replace(first, **means, **sums, pins_ended=dict(ended))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     fcfs, continuum = SchedulingPolicy.FCFS, SchedulingPolicy.CONTINUUM
     plays = (
         ("again", fcfs, False), ("again", fcfs, True), ("again", continuum, True), ("never", fcfs, True), ("never", continuum, True),
     )  # fmt: skip
-    table = Table(title=f"{JOBS} jobs, {JOBS_THAT_FIT + MORE} at a time where {JOBS_THAT_FIT} fit")
-    for name in (
-        "prompts", "policy", "prefix cache", "job mean s", "p95 s", "all s", "prompt tokens computed", "preempted", "pins", "met", "ended",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
-    results = {}
-    for trace, policy, caching in plays:
-        each = [
+    results = {
+        (trace, policy, caching): [
             Play(seed, policy, caching=caching, repeats=trace == "again").run()
             for seed in range(options.seeds)
         ]
-        outcome = mean_of(each)
-        results[trace, policy, caching] = each
-        table.add_row(
-            trace, policy.value, "yes" if caching else "no", f"{outcome.mean_s:.1f}", f"{outcome.p95_s:.1f}", f"{outcome.total_s:.0f}",
-            f"{outcome.prompt_tokens_computed:,}", str(outcome.preemptions), str(outcome.pins_made), str(outcome.pins_met),
-            ", ".join(f"{why} {count}" for why, count in outcome.pins_ended.items()),
-        )  # fmt: skip
-    Console(width=170).print(table)
+        for trace, policy, caching in plays
+    }
+    rows = [row_of(outcomes, trace) for (trace, _, _), outcomes in results.items()]
+    show(
+        table_of(f"{JOBS} jobs, {JOBS_THAT_FIT + MORE} at a time where {JOBS_THAT_FIT} fit", rows), width=170
+    )
     for trace in ("again", "never"):
         ratios = [
             ours.mean_s / theirs.mean_s - 1
             for ours, theirs in zip(results[trace, continuum, True], results[trace, fcfs, True], strict=True)
         ]
-        print(
+        show(
             f"{trace}: mean job time {fmean(ratios):+.1%} against fcfs with a prefix cache, {max(ratios):+.1%} at worst"
         )
-    if options.json is not None:
-        everything = [msgspec.to_builtins(one) for each in results.values() for one in each]
-        options.json.write_text(json.dumps(everything, indent=1))
+    write_figures([one for each in results.values() for one in each], options.json)
+    return 0
 
 
 if __name__ == "__main__":

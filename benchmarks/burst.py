@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.bursting import (
     BurstClient,
@@ -34,20 +30,21 @@ from benchmarks.bursting import (
     measure,
     tokens_computed,
 )
-from benchmarks.ending import exit_status
-from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
-from benchmarks.side_by_side.processes import adopt_orphans
-from benchmarks.side_by_side.systems import (
-    VLLM_AGGREGATED,
+from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.machine import warn_of_bystanders
+from benchmarks.lib.processes import adopt_orphans
+from benchmarks.lib.servers import (
+    VLLM_PD,
     RunningSystem,
     System,
+    add_system_flags,
+    asked_systems,
     check_alive,
+    model_folder,
     running,
-    tandem_systems,
-    vllm_systems,
 )
+from benchmarks.lib.tables import table_of
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.load import poisson
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
@@ -90,15 +87,8 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
-    parser.add_argument(
-        "--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM: try it too"
-    )
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the scripts that start vLLM")
-    parser.add_argument("--systems", nargs="+", metavar="KEY", help="only these (all that there are)")
+    parser = parser_of(__doc__, out="results/burst")
+    add_system_flags(parser)
     parser.add_argument("--quick", action="store_true", help="a burst of 20 s: two minutes a system")
     parser.add_argument("--times", type=float, default=3.0, metavar="X", help="of the capacity (%(default)g)")
     parser.add_argument(
@@ -120,9 +110,6 @@ def _parse() -> argparse.Namespace:
         help="of the time to the first token: as long may a request wait, or it is turned away (%(default)g)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/burst"), metavar="FOLDER", help="(%(default)s)"
-    )
     options = parser.parse_args()
     for name in ("times", "share", "patience", "within"):
         if getattr(options, name) <= 0:
@@ -133,14 +120,14 @@ def _parse() -> argparse.Namespace:
 def _run(options: argparse.Namespace, console: Console) -> int:
     slo = parse_service_level(options.slo)
     lasting = _QUICK if options.quick else _FULL
-    model = Path(prepare_model(options.model, lambda what, share: None).path)
-    systems = _systems(options, model)
+    model = model_folder(options.model)
+    systems = _systems(options, asked_systems(options, model))
     folder = results_folder(options.out)
     vocabulary = TextVocabulary(load_tokenizer(model))
     outcome = Bursts(
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        made_at=now(),
         machine=MachineDescription.here(),
-        command=shlex.join(["python", "-m", "benchmarks.burst", *sys.argv[1:]]),
+        command=command_line("burst"),
         settings={
             "model": model.name, "slo": str(slo), "lasting": lasting, "times": options.times, "share": options.share,
             "input": options.input, "output": options.output, "patience_s": options.patience, "seed": options.seed,
@@ -148,11 +135,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     )  # fmt: skip
     adopt_orphans()
     for system in systems:
-        bystanders = busy_cores()
-        if bystanders > QUIET_CORES:
-            console.print(
-                f"others are using {bystanders:.1f} of the machine's cores", style="yellow", highlight=False
-            )
+        warn_of_bystanders(console, system.title)
         try:
             with running(system, folder / system.key) as started:
                 console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
@@ -163,30 +146,20 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             outcome.absences[system.title] = str(error)
             console.print(f"{system.title}: {error}", style="yellow", markup=False)
     write_json(outcome, folder / "burst.json")
-    show(Console(width=_WIDTH), outcome)
-    with (folder / "burst.txt").open("w", encoding="utf-8") as text:
-        show(Console(file=text, width=_WIDTH), outcome)
+    write_text(lambda to: show(to, outcome), folder / "burst.txt", _WIDTH)
     return 0 if outcome.measured else 1
 
 
-def _systems(options: argparse.Namespace, model: Path) -> list[System]:
-    # The rest of the service level is for computing the prompt itself, along with other requests' answers.
-    ttft, systems = parse_service_level(options.slo).ttft, tandem_systems(model)
-    if ttft is not None:
-        door = ("--set", f"router.admit_within={ttft * options.within:g}")
-        systems = [replace(system, command=(*system.command, *door)) for system in systems]
-    if options.vllm is not None:
-        if options.peers is None:
-            raise ConfigurationError("--vllm needs --peers FOLDER: the scripts that start it")
-        peers = vllm_systems(model, options.vllm.resolve(), options.peers.resolve())
-        systems += [system for system in peers if system.key == VLLM_AGGREGATED]
-    if options.systems is None:
-        return systems
-    unknown = set(options.systems) - {system.key for system in systems}
-    if unknown:
-        known = ", ".join(system.key for system in systems)
-        raise ConfigurationError(f"--systems {' '.join(sorted(unknown))}: there are only {known}")
-    return [system for system in systems if system.key in options.systems]
+def _systems(options: argparse.Namespace, systems: list[System]) -> list[System]:
+    """Leaves vLLM's 1P+1D out, and has Tandem turn away who would wait too long. The rest of the service level is for computing the prompt
+    itself, along with other requests' answers."""
+    ttft = parse_service_level(options.slo).ttft
+    door = ("--set", f"router.admit_within={ttft * options.within:g}") if ttft is not None else ()
+    return [
+        replace(system, command=(*system.command, *door)) if system.key.startswith("tandem") else system
+        for system in systems
+        if system.key != VLLM_PD
+    ]
 
 
 class Trial:
@@ -271,21 +244,24 @@ class Trial:
         return poisson(self._rng, count, rate)
 
 
+_COLUMNS = {
+    "system": "{system}",
+    "capacity /s": "{capacity:.2f}",
+    "goodput before": "{goodput[before]:.2f}",
+    "during": "{goodput[burst]:.2f}",
+    "after": "{goodput[after]:.2f}",
+    "during, of capacity": "{during_share:.0%}",
+    "recovered after s": "{recovered_after_s:.0f}",
+    "turned away": "{turned_away}",
+    "with Retry-After": "{with_retry_after}",
+    "otherwise failed": "{failed}",
+    "prompt tokens thrown away": "{thrown_prompt_share:.1%}",
+    "output tokens": "{thrown_output_share:.1%}",
+}
+
+
 def show(console: Console, outcome: Bursts) -> None:
-    table = Table(title="Three times the capacity, and what came of it", title_justify="left")
-    for name in (
-        "system", "capacity /s", "goodput before", "during", "after", "during, of capacity", "recovered after s",
-        "turned away", "with Retry-After", "otherwise failed", "prompt tokens thrown away", "output tokens",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name == "system" else "right")
-    for one in outcome.measured:
-        recovered = "never" if one.recovered_after_s is None else f"{one.recovered_after_s:.0f}"
-        table.add_row(
-            one.system, f"{one.capacity:.2f}", *(f"{one.goodput[name]:.2f}" for name in ("before", "burst", "after")),
-            f"{one.during_share:.0%}", recovered, str(one.turned_away), str(one.with_retry_after), str(one.failed),
-            f"{one.thrown_prompt_share:.1%}", f"{one.thrown_output_share:.1%}",
-        )  # fmt: skip
-    console.print(table)
+    console.print(table_of("Three times the capacity, and what came of it", outcome.measured, _COLUMNS))
     for one in outcome.measured:
         for name, floor in msgspec.structs.asdict(floors_of(one)).items():
             mark, style = ("✓", "green") if floor else ("✗", "red")

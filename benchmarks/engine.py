@@ -12,66 +12,58 @@ longer the time to read all weights and all requests' KV once at the measured me
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import statistics
 import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.engine_costs import (
-    MAX_BATCHED_TOKENS,
-    MAX_MODEL_LEN,
-    Costs,
-    Times,
-    Work,
-    random_work,
-    read_costs,
-)
-from benchmarks.engine_tandem import Say, run_tandem
-from benchmarks.machine import MachineLimits, measure_limits
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.costs import Costs, read_costs
+from benchmarks.lib.engines import EngineBench, load_engine, random_prompts
+from benchmarks.lib.machine import MachineLimits, measure_limits
+from benchmarks.lib.tables import table_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.core import Engine
-from tandem.engine.model.loading import load_runner
-from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
 
 PREFILLS = (128, 512, 2048)
 DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (1, 4, 8, 32))
 QUICK_DECODES = ((1, 128), (8, 128), (1, 1024), (8, 1024))
+MAX_MODEL_LEN = 4608
+MAX_BATCHED_TOKENS = 2048
+COLUMNS = {
+    "step": "{what}",
+    "tandem ms": "{tandem_ms:.1f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "limit ms": "{limit_ms:.1f}",
+    "x limit": "{over_limit:.2f}",
+    "vllm ms": "{vllm_ms:.1f}",
+    "vllm / tandem": "{vllm_over_tandem:.2f}",
+}
+
+Times = dict[str, float]
+"""Seconds by step: "prefill 512", "decode 8 x 1024" (requests and their contexts)."""
 
 
-def main() -> None:
-    arguments = _arguments()
-    threads = arguments.threads or usable_cores()
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    os.sched_setaffinity(0, cores)
-    console = Console(stderr=True)
-
-    def say(what: str) -> None:
-        console.print(what, highlight=False)
-
-    times, work, costs = measure_tandem(arguments, threads, say)
-    say("the machine's limits")
-    limits = measure_limits(getattr(torch, work.dtype), torch.device("cpu"), threads)
-    peer = measure_vllm(arguments.vllm, work, cores, say) if arguments.vllm else None
-    rows = compare(times, peer, limits, costs)
-    figures = {"threads": threads, "dtype": work.dtype, "limits": msgspec.to_builtins(limits), "rows": rows}
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
-    Console().print(
-        table_of(rows, f"{Path(work.model).name}, {work.dtype}, {threads} cores; {_said(limits)}")
-    )
+class Work(msgspec.Struct, frozen=True):
+    model: str
+    dtype: str
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    repeats: int  # of each prefill
+    decode_steps: int
+    prefill: list[list[int]]  # prompts, each alone
+    decode: list[list[list[int]]]  # batches of prompts, each as long as its context
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.engine", description=(__doc__ or "").splitlines()[0])
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("model", help="a local model folder")
     parser.add_argument("--vllm", help="a virtual environment with vLLM, to run beside")
     parser.add_argument("--threads", type=int, default=0, help="cores for every side; all by default")
@@ -79,46 +71,67 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-memory", type=int, help="bytes for our KV cache")
     parser.add_argument("--general", action="store_true", help="through transformers, not the native library")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--json", help="a file for the figures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    threads = options.threads or usable_cores()
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    os.sched_setaffinity(0, cores)
+    times, work, costs = measure_tandem(options, threads)
+    say("the machine's limits")
+    limits = measure_limits(getattr(torch, work.dtype), torch.device("cpu"), threads)
+    peer = measure_vllm(options.vllm, work, cores) if options.vllm else {}
+    rows = [row(what, seconds, limits, costs, peer.get(what)) for what, seconds in times.items()]
+    figures = {"threads": threads, "dtype": work.dtype, "limits": limits, "rows": rows}
+    write_figures(figures, options.json)
+    title = f"{Path(work.model).name}, {work.dtype}, {threads} cores; limits {limits}"
+    show(table_of(title, rows, dict(list(COLUMNS.items())[: None if peer else 5])))
+    return 0
 
 
-def measure_tandem(arguments: argparse.Namespace, threads: int, say: Say) -> tuple[Times, Work, Costs]:
-    decodes = QUICK_DECODES if arguments.quick else DECODES
-    cache = CacheConfig(prefix_caching=False, memory_bytes=arguments.kv_memory)
-    scheduler = SchedulerConfig(
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def measure_tandem(options: argparse.Namespace, threads: int) -> tuple[Times, Work, Costs]:
+    decodes = QUICK_DECODES if options.quick else DECODES
+    cache = CacheConfig(prefix_caching=False, memory_bytes=options.kv_memory)
+    scheduling = SchedulerConfig(
         max_num_seqs=max(batch for batch, _ in decodes),
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         step_target_ms=0,  # all requests of a batch must have begun before the first one ends
     )
-    model = ModelConfig(path=arguments.model, dtype=arguments.dtype, device="cpu", threads=threads)
+    model = ModelConfig(path=options.model, dtype=options.dtype, device="cpu", threads=threads)
     say("tandem: loading")
-    runner = load_runner(model, cache, scheduler, native=not arguments.general)
-    info = runner.info
-    work = random_work(
-        arguments.model,
-        info.dtype,
-        info.vocab_size,
-        info.max_model_len,
-        PREFILLS[:2] if arguments.quick else PREFILLS,
-        decodes,
-        repeats=2 if arguments.quick else 5,
-        decode_steps=8 if arguments.quick else 24,
+    engine, runner = load_engine(model, cache, scheduling, native=not options.general)
+    info, prefills = runner.info, PREFILLS[: 2 if options.quick else None]
+    work = Work(
+        model=options.model,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        max_num_seqs=scheduling.max_num_seqs,
+        repeats=2 if options.quick else 5,
+        decode_steps=8 if options.quick else 24,
+        prefill=[random_prompts(1, length, info.vocab_size)[0] for length in prefills],
+        decode=[random_prompts(batch, context, info.vocab_size) for batch, context in decodes],
     )
-    engine = Engine(
-        Scheduler(scheduler, cache, info.groups, info.num_blocks, info.max_model_len), runner, None
-    )
-    times = run_tandem(engine, work, say)
-    kv_bytes = runner.kv_cache[0].numel() * runner.kv_cache.element_size() // cache.block_size
-    return (
-        times,
-        work,
-        read_costs(Path(arguments.model), getattr(torch, info.dtype), kv_bytes * len(info.groups)),
-    )
+    times, bench = Times(), EngineBench(engine)
+    for prompt in work.prefill:
+        say(f"tandem: prefill of {len(prompt)}")
+        taken = [bench.prefill(prompt) for _ in range(work.repeats + 1)]
+        times[f"prefill {len(prompt)}"] = statistics.median(taken[1:])
+    for prompts in work.decode:
+        say(f"tandem: {len(prompts)} decodes at {len(prompts[0])}")
+        times[_decode(prompts)] = bench.decode(prompts, work.decode_steps)
+    kv_bytes = runner.kv_cache[0].nbytes // cache.block_size * len(info.groups)
+    return times, work, read_costs(Path(options.model), getattr(torch, info.dtype), kv_bytes)
 
 
-def measure_vllm(folder: str, work: Work, cores: list[int], say: Say) -> Times:
+def _decode(prompts: Sequence[Sequence[int]]) -> str:
+    return f"decode {len(prompts)} x {len(prompts[0])}"
+
+
+def measure_vllm(folder: str, work: Work, cores: list[int]) -> Times:
     environment = {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -127,97 +140,39 @@ def measure_vllm(folder: str, work: Work, cores: list[int], say: Say) -> Times:
     }
     command = [f"{folder}/bin/python", str(Path(__file__).with_name("engine_vllm.py"))]
     say("vllm: starting; it compiles for minutes")
-    times = Times({}, {})
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile("w+") as complaints:
-        asked.write(msgspec.json.encode(work))
-        asked.seek(0)
-        run = subprocess.Popen(
-            command, env=environment, stdin=asked, stdout=subprocess.PIPE, stderr=complaints, text=True
-        )
-        for line in run.stdout or ():
-            row = _result(line)
-            if "prefill" in row:
-                times.prefill[row["prefill"]] = row["seconds"]
-                say(f"vllm: prefill of {row['prefill']}")
-            elif "decode" in row:
-                batch, context = row["decode"]
-                times.decode[batch, context] = row["seconds"]
-                say(f"vllm: {batch} decodes at {context}")
-        if run.wait() != 0:
-            complaints.seek(0)
-            sys.exit("vLLM ended with an error:\n" + "".join(complaints.readlines()[-20:]))
+    ran = subprocess.run(
+        command, env=environment, input=msgspec.json.encode(work), capture_output=True, check=False
+    )
+    if ran.returncode != 0:
+        sys.exit("vLLM ended with an error:\n" + ran.stderr.decode(errors="replace")[-2000:])
+    times = Times()
+    for line in ran.stdout.splitlines():
+        try:  # it prints much else
+            times |= msgspec.json.decode(line, type=Times)
+        except msgspec.MsgspecError:
+            continue
     return times
 
 
-def _result(line: str) -> dict[str, Any]:
-    """Returns the result in a line of vLLM's output, which prints much else."""
-    if not line.startswith("{"):
-        return {}
-    try:
-        row: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {}
-    return row
-
-
-def compare(ours: Times, peer: Times | None, limits: MachineLimits, costs: Costs) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-
-    def row(what: str, tokens: int, seconds: float, limit: float, theirs: float | None) -> None:
-        rows.append(
-            {
-                "what": what,
-                "tandem_ms": seconds * 1e3,
-                "tokens_per_s": tokens / seconds,
-                "limit_ms": limit * 1e3,
-                "over_limit": seconds / limit,
-                "vllm_ms": None if theirs is None else theirs * 1e3,
-                "vllm_over_tandem": None if theirs is None else theirs / seconds,
-            }
-        )
-
-    for length, seconds in ours.prefill.items():
-        flops = costs.prefill_flops(length)
-        theirs = peer.prefill.get(length) if peer else None
-        row(f"prefill {length}", length, seconds, flops / limits.gemm_flops, theirs)
-    for (batch, context), seconds in ours.decode.items():
-        flops, read = costs.decode_flops(batch, context), costs.decode_bytes(batch, context)
+def row(
+    what: str, seconds: float, limits: MachineLimits, costs: Costs, theirs: float | None
+) -> dict[str, Any]:
+    kind, size, *context = what.replace(" x ", " ").split()
+    if kind == "prefill":
+        limit = costs.prefill_flops(int(size)) / limits.gemm_flops
+    else:
+        flops, read = (find(int(size), int(context[0])) for find in (costs.decode_flops, costs.decode_bytes))
         limit = max(flops / limits.gemm_flops, read / limits.read_bytes)
-        theirs = peer.decode.get((batch, context)) if peer else None
-        row(f"decode {batch} x {context}", batch, seconds, limit, theirs)
-    return rows
-
-
-def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    beside = any(row["vllm_ms"] is not None for row in rows)
-    columns = [
-        "step",
-        "tandem ms",
-        "tokens/s",
-        "limit ms",
-        "x limit",
-        *(["vllm ms", "vllm / tandem"] if beside else []),
-    ]
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        cells = [
-            row["what"],
-            f"{row['tandem_ms']:.1f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['limit_ms']:.1f}",
-            f"{row['over_limit']:.2f}",
-        ]
-        if beside and row["vllm_ms"] is not None:
-            cells += [f"{row['vllm_ms']:.1f}", f"{row['vllm_over_tandem']:.2f}"]
-        table.add_row(*cells)
-    return table
-
-
-def _said(limits: MachineLimits) -> str:
-    return f"limits {limits.gemm_flops / 1e9:.0f} GFLOP/s, {limits.read_bytes / 1e9:.1f} GB/s"
+    return {
+        "what": what,
+        "tandem_ms": seconds * 1e3,
+        "tokens_per_s": int(size) / seconds,
+        "limit_ms": limit * 1e3,
+        "over_limit": seconds / limit,
+        "vllm_ms": None if theirs is None else theirs * 1e3,
+        "vllm_over_tandem": None if theirs is None else theirs / seconds,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,14 +12,12 @@ with a link of 10 Gbit between them, and runs this benchmark on it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,10 +28,11 @@ from typing import Any
 
 import httpx
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from tandem.cluster.saving import write_json
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.processes import adopt_orphans
+from benchmarks.lib.servers import model_folder, running, tandem_system
+from benchmarks.lib.tables import at_most, floors_table, table_of
 
 ANSWER, KILLED_AT = 240, 120
 PATIENCE_S = 240.0
@@ -51,6 +50,15 @@ cache: {{memory_bytes: 256MiB}}
 """
 
 
+COLUMNS = {
+    "": "{what}",
+    "stream stands still": "{still_s:.2f} s",
+    "until another node has it": "{elsewhere_s:.2f} s",
+    "usually": "{usual_s:.3f} s",
+    "computed again": "{computed_again} of {of_tokens} tokens",
+}
+
+
 class Failover(msgspec.Struct):
     what: str
     still_s: float  # from the kill to the next token
@@ -61,28 +69,18 @@ class Failover(msgspec.Struct):
 
 
 @contextmanager
-def serving(model: str, settings_text: str, pools: dict[str, int]) -> Iterator[httpx.Client]:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder) / "tandem.yaml"
-        settings.write_text(settings_text)
-        command = [
-            sys.executable, "-m", "tandem.cluster.cli", "serve", "--config", str(settings), "--model", model, "--port", "0",
-            *(word for pool, size in pools.items() for word in (f"--{pool}", str(size))), "-o", "json",
-        ]  # fmt: skip
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as process:
-            try:
-                assert process.stdout is not None
-                document = "".join(itertools.takewhile(lambda line: line != "}\n", process.stdout)) + "}"
-                with httpx.Client(
-                    base_url=json.loads(document)["url"], timeout=PATIENCE_S, trust_env=False
-                ) as client:
-                    until_ready(client, sum(pools.values()))
-                    yield client
-            finally:
-                process.send_signal(signal.SIGINT)
-                process.wait(PATIENCE_S)
+def serving(model: str, settings: str, pools: dict[str, int]) -> Iterator[httpx.Client]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tandem.yaml").write_text(settings)
+        flags = [word for pool, size in pools.items() for word in (f"--{pool}", str(size))]
+        flags += ["--config", str(folder / "tandem.yaml")]
+        with (
+            running(tandem_system("tandem", "Tandem", model_folder(model), *flags), folder) as started,
+            httpx.Client(base_url=started.system.url, timeout=PATIENCE_S, trust_env=False) as client,
+        ):
+            until_ready(client, sum(pools.values()))
+            yield client
 
 
 def nodes(client: httpx.Client) -> list[dict[str, Any]]:
@@ -192,42 +190,30 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=7000)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--url", help="of a cluster that serves already, with cache.mirror")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.url is not None:
-        with httpx.Client(base_url=arguments.url, timeout=PATIENCE_S, trust_env=False) as client:
-            found = [measure(client, "mirror", arguments.tokens, mirror=True)]
-    elif arguments.ranks > 1:
-        found = [served(arguments.model, arguments.tokens, ranks=arguments.ranks)]
+    options = parser.parse_args()
+    adopt_orphans()
+    if options.url is not None:
+        with httpx.Client(base_url=options.url, timeout=PATIENCE_S, trust_env=False) as client:
+            found = [measure(client, "mirror", options.tokens, mirror=True)]
+    elif options.ranks > 1:
+        found = [served(options.model, options.tokens, ranks=options.ranks)]
     else:
-        found = [served(arguments.model, arguments.tokens, mirror=mirror) for mirror in (True, False)]
-    table = Table(box=None)
-    for column in ("", "stream stands still", "until another node has it", "usually", "computed again"):
-        table.add_column(column)
-    for one in found:
-        share = 100 * one.computed_again / one.of_tokens
-        table.add_row(
-            one.what,
-            f"{one.still_s:.2f} s",
-            f"{one.elsewhere_s:.2f} s",
-            f"{one.usual_s * 1e3:.0f} ms",
-            f"{one.computed_again} of {one.of_tokens} tokens ({share:.1f}%)",
-        )
-    Console().print(table)
+        found = [served(options.model, options.tokens, mirror=mirror) for mirror in (True, False)]
     first = found[0]
-    if arguments.ranks > 1:
-        held, floor = first.still_s <= MAX_ELSEWHERE_S, f"its requests go on within {MAX_ELSEWHERE_S:g} s"
-    else:
-        held = first.still_s <= MAX_STILL_S and first.computed_again < MAX_AGAIN * first.of_tokens
-        floor = f"with a mirror within {MAX_STILL_S:g} s and under {MAX_AGAIN:.0%} again"
-    print(f"{floor}: {'held' if held else 'missed'}")
-    if arguments.json:
-        write_json(found, arguments.json)
+    floors = [at_most("its requests go on", first.still_s, MAX_ELSEWHERE_S, "s")]
+    if options.ranks == 1:
+        again = first.computed_again / first.of_tokens
+        floors = [
+            at_most("with a mirror: the stream stands still", first.still_s, MAX_STILL_S, "s"),
+            at_most("with a mirror: computed again, of the conversation", again, MAX_AGAIN),
+        ]
+    show(table_of("A node is killed in the middle of an answer", found, COLUMNS), floors_table(floors))
+    write_figures(found, options.json)
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-import random
 import statistics
 import threading
 import time
@@ -18,16 +17,15 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpu_report import Report
+from benchmarks.gpu_report import Dtype, Report
+from benchmarks.lib.engines import greedy, random_prompts, request_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
-from tandem.wire.sampling import SamplingParams
 
 _PATIENCE_S = 60.0  # for answers
 _TO_LOAD_S = 150.0
@@ -51,14 +49,10 @@ class Told(msgspec.Struct):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    path: str
-    dtype: str
-    device: str
+    model: ModelConfig
+    cache: CacheConfig
+    scheduling: SchedulerConfig
     native: bool
-    kv_bytes: int
-    max_requests: int
-    max_model_len: int
-    tokens_per_step: int
 
 
 def missing() -> str | None:
@@ -80,9 +74,8 @@ def drive(
         while waiting and now >= began + waiting[0].after_s:
             ask = waiting.pop(0)
             told[ask.name] = Told(now)
-            sampling = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True)
             transfer = transfers.get(ask.name)
-            engine.add_request(Request(ask.name, ask.prompt, sampling, transfer=transfer))
+            engine.add_request(request_of(ask.name, ask.prompt, greedy(ask.tokens), transfer=transfer))
         wake.clear()
         result = engine.step()
         now = time.monotonic()
@@ -107,16 +100,8 @@ def serve(name: str, epoch: int, plan: Plan, pipe: Connection) -> None:
     from tandem.kvtransfer.registry import find_connector
 
     role = TransferRole.PRODUCE if name == "prefill" else TransferRole.CONSUME
-    cache = CacheConfig(prefix_caching=False, memory_bytes=plan.kv_bytes)
-    config = SchedulerConfig(
-        max_num_seqs=plan.max_requests,
-        max_num_batched_tokens=plan.tokens_per_step,
-        max_model_len=plan.max_model_len,
-        step_target_ms=0,
-    )
-    runner = load_runner(
-        ModelConfig(path=plan.path, dtype=plan.dtype, device=plan.device), cache, config, native=plan.native
-    )
+    cache, config = plan.cache, plan.scheduling
+    runner = load_runner(plan.model, cache, config, native=plan.native)
     wake = threading.Event()
     context = ConnectorContext(name, epoch, "127.0.0.1", cache.block_size, TransferConfig(), wake.set)
     planner, mover = find_connector("nixl")(context)
@@ -174,14 +159,8 @@ class Pair:
 
 
 def prompts(vocab: int, lengths: list[int], tokens: int, apart_s: float, begins_with: str) -> list[Ask]:
-    rng = random.Random(len(lengths))
     return [
-        Ask(
-            f"{begins_with}{index}",
-            [rng.randrange(3, vocab) for _ in range(length)],
-            tokens,
-            index * apart_s,
-        )
+        Ask(f"{begins_with}{index}", random_prompts(1, length, vocab, index)[0], tokens, index * apart_s)
         for index, length in enumerate(lengths)
     ]
 
@@ -244,6 +223,12 @@ def compare_pair(
         pair.close()
 
 
-def plan_of(path: Path, dtype: str, device: str, kv_bytes: int, *, native: bool, asks: list[Ask]) -> Plan:
-    longest = max(len(ask.prompt) + ask.tokens for ask in asks) + 16
-    return Plan(str(path), dtype, device, native, kv_bytes, max(8, len(asks)), longest, 2048)
+def plan_of(path: Path, dtype: Dtype, device: str, kv_bytes: int, *, native: bool, asks: list[Ask]) -> Plan:
+    scheduling = SchedulerConfig(
+        max_num_seqs=max(8, len(asks)),
+        max_num_batched_tokens=2048,
+        max_model_len=max(len(ask.prompt) + ask.tokens for ask in asks) + 16,
+        step_target_ms=0,
+    )
+    cache = CacheConfig(prefix_caching=False, memory_bytes=kv_bytes)
+    return Plan(ModelConfig(path=str(path), dtype=dtype, device=device), cache, scheduling, native)

@@ -11,11 +11,10 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu_report import Dtype
+from benchmarks.lib.engines import load_engine, request_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.core import Engine
-from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
-from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import SamplingParams
 
 _LENGTHS = (1, 7, 33, 64, 150, 301)
@@ -34,59 +33,45 @@ class Parity(msgspec.Struct, frozen=True):
 class ParitySide:
     """One engine. Prompts are cut into chunks and mixed with decodes."""
 
-    def __init__(self, path: Path, dtype: str, device: str, *, native: bool) -> None:
+    def __init__(self, path: Path, dtype: Dtype, device: str, *, native: bool) -> None:
         cache = CacheConfig(memory_bytes=256 << 20, prefix_caching=False)
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96, max_model_len=1024)
         model = ModelConfig(path=str(path), dtype=dtype, device=device)
-        runner = load_runner(model, cache, config, native=native)
-        info = runner.info
-        self._engine = Engine(
-            Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len),
-            runner,
-            None,
-            ahead=config.plans_ahead(info.device),
-        )
+        self._engine, _ = load_engine(model, cache, config, native=native)
         self._count = 0
 
-    def answers(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
-        """Returns the answers to all prompts, which are sent at once."""
-        names = [self._add(prompt, sampling) for prompt in prompts]
-        tokens: dict[str, list[int]] = {name: [] for name in names}
+    def _updates(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[TokenChunk]]:
+        """Sends all prompts at once. Returns what each request's steps said."""
+        found: dict[str, list[TokenChunk]] = {}
+        for prompt in prompts:
+            self._count += 1
+            found[f"r{self._count}"] = []
+            self._engine.add_request(request_of(f"r{self._count}", prompt, sampling))
         while self._engine.scheduler.has_unfinished_requests():
             for update in self._engine.step().updates:
-                tokens[update.request_id] += update.token_ids
-        return [tokens[name] for name in names]
+                found[update.request_id].append(update)
+        return list(found.values())
+
+    def answers(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
+        return [
+            [token for update in updates for token in update.token_ids]
+            for updates in self._updates(prompts, sampling)
+        ]
 
     def logprobs(self, texts: list[list[int]]) -> torch.Tensor:
         """Returns the log-probability of every token after each text's first."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        names = [self._add(text, sampling) for text in texts]
-        found: dict[str, list[float]] = {}
-        while self._engine.scheduler.has_unfinished_requests():
-            for update in self._engine.step().updates:
-                if update.prompt_logprobs is not None:
-                    entries = update.prompt_logprobs
-                    found[update.request_id] = [entry.logprob for entry in entries if entry is not None]
-        return torch.tensor([value for name in names for value in found[name]])
+        said = [update for updates in self._updates(texts, sampling) for update in updates]
+        entries = [entry for update in said for entry in update.prompt_logprobs or ()]
+        return torch.tensor([entry.logprob for entry in entries if entry is not None])
 
     def chosen_logprobs(self, prompts: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
         """Returns answers, and the log-probabilities that decode steps gave their tokens."""
         sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True, logprobs=0)
-        names = [self._add(prompt, sampling) for prompt in prompts]
-        tokens: dict[str, list[int]] = {name: [] for name in names}
-        values: dict[str, list[float]] = {name: [] for name in names}
-        while self._engine.scheduler.has_unfinished_requests():
-            for update in self._engine.step().updates:
-                tokens[update.request_id] += update.token_ids
-                values[update.request_id] += [entry.logprob for entry in update.logprobs or []]
-        answers = [tokens[name] for name in names]
-        return answers, torch.tensor([value for name in names for value in values[name]])
-
-    def _add(self, prompt: list[int], sampling: SamplingParams) -> str:
-        self._count += 1
-        name = f"r{self._count}"
-        self._engine.add_request(Request(name, prompt, sampling))
-        return name
+        said = self._updates(prompts, sampling)
+        answers = [[token for update in updates for token in update.token_ids] for updates in said]
+        values = [entry.logprob for updates in said for update in updates for entry in update.logprobs or ()]
+        return answers, torch.tensor(values)
 
 
 def check_parity(path: Path, device: torch.device) -> list[Parity]:
@@ -94,7 +79,8 @@ def check_parity(path: Path, device: torch.device) -> list[Parity]:
     prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in _LENGTHS]
     exact = ParitySide(path, "float32", "cpu", native=False)
     found = [_same_tokens(exact, ParitySide(path, "float32", str(device), native=True), prompts)]
-    for dtype in ("bfloat16", "float16") if device.type == "cuda" else ("bfloat16",):
+    halves: tuple[Dtype, ...] = ("bfloat16", "float16")
+    for dtype in halves if device.type == "cuda" else halves[:1]:
         cpu = ParitySide(path, dtype, "cpu", native=False)
         found.append(
             _near_enough(dtype, exact, cpu, ParitySide(path, dtype, str(device), native=True), prompts)
@@ -118,7 +104,7 @@ def _same_tokens(exact: ParitySide, tried: ParitySide, prompts: list[list[int]])
 
 
 def _near_enough(
-    dtype: str, exact: ParitySide, cpu: ParitySide, tried: ParitySide, prompts: list[list[int]]
+    dtype: Dtype, exact: ParitySide, cpu: ParitySide, tried: ParitySide, prompts: list[list[int]]
 ) -> Parity:
     """Compares prompts, and decode steps: the other engine computes the device's own answers as prompts."""
     answers, decoded = tried.chosen_logprobs(prompts)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -22,12 +22,9 @@ from benchmarks.gpu_handover import compare_pair, one_engine, prompts
 from benchmarks.gpu_models import DRY_SHAPES, PARITY_SHAPE, SPEED_SHAPES, make_model
 from benchmarks.gpu_parity import check_against_transformers, check_parity
 from benchmarks.gpu_profile import sampling_times
-from benchmarks.gpu_report import Report, note
+from benchmarks.gpu_report import Dtype, Report, note
 from benchmarks.gpu_speed import DRY, QUICK, Sizes, SpeedBench
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.core import Engine
-from tandem.engine.model.loading import load_runner
-from tandem.engine.scheduling.scheduler import Scheduler
+from benchmarks.lib.engines import load_engine
 
 
 class Left(Exception):
@@ -40,7 +37,7 @@ class WrongAnswer(Exception):
 
 class Setting(msgspec.Struct, frozen=True):
     device: str
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Dtype
     models: Path  # where models are made
     model: Path | None = None  # a model that is measured and compared with transformers, too
     kv_memory: int | None = None
@@ -216,23 +213,12 @@ def pair(setting: Setting, report: Report) -> None:
     kv_bytes = max(64 << 20, token_bytes * sum(len(ask.prompt) + ask.tokens + 64 for ask in asks))
     native = not setting.dry
     plan = gpu_handover.plan_of(path, setting.dtype, setting.device, kv_bytes, native=native, asks=asks)
-    cache = CacheConfig(prefix_caching=False, memory_bytes=kv_bytes)
-    scheduling = SchedulerConfig(
-        max_num_seqs=plan.max_requests,
-        max_num_batched_tokens=plan.tokens_per_step,
-        max_model_len=plan.max_model_len,
-        step_target_ms=0,
-    )
-    model = ModelConfig(path=str(path), dtype=setting.dtype, device=setting.device)
-    runner = load_runner(model, cache, scheduling, native=native)
-    info = runner.info
-    scheduler = Scheduler(scheduling, cache, info.groups, info.num_blocks, info.max_model_len)
-    engine = Engine(scheduler, runner, None, ahead=scheduling.plans_ahead(info.device))
+    engine, _ = load_engine(plan.model, plan.cache, plan.scheduling, native=native)
     alone: dict[str, gpu_handover.Told] = {}
     for ask in singles:
         alone |= one_engine(engine, [ask])
     load = one_engine(engine, loaded)
-    del engine, scheduler, runner
+    del engine, _
     if not setting.dry:
         torch.cuda.empty_cache()
     note("two engines, and what goes from one to the other")

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.engines import EngineBench, random_prompts
 from tandem.engine.core import Engine
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
-from tandem.engine.request import Request
 from tandem.wire.sampling import SamplingParams
 
 MODES = {
@@ -61,45 +61,32 @@ def decode_parts(
 ) -> list[dict[str, Any]]:
     """Runs decode steps under torch's profiler. Returns the time of all kernels compared with the time between steps, the number of kernels,
     and how long the host was busy with a step."""
-    rows = []
-    for batch in batches:
-        names = [f"parts-{batch}-{index}" for index in range(batch)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=4 * steps + batch + 8, ignore_eos=True)
-        for index, name in enumerate(names):
-            prompt = [(7 * index + 3 * place) % (vocab - 3) + 3 for place in range(64)]
-            engine.add_request(Request(name, prompt, sampling))
-        begun: set[str] = set()
-        while len(begun) < batch:
-            begun.update(update.request_id for update in engine.step().updates)
+    return [_parts_of(engine, batch, vocab, device, steps) for batch in batches]
+
+
+def _parts_of(engine: Engine, batch: int, vocab: int, device: torch.device, steps: int) -> dict[str, Any]:
+    on_device = device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if on_device else torch.profiler.ProfilerActivity.CPU
+    with EngineBench(engine).decoding(random_prompts(batch, 64, vocab), 4 * steps + batch + 8):
         for _ in range(3):
             engine.step()
         began = time.perf_counter()
         for _ in range(steps):
             engine.step()
         wall = (time.perf_counter() - began) / steps
-        on_device = device.type == "cuda"
-        kind = torch.profiler.ProfilerActivity.CUDA if on_device else torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[kind]) as profiled:
             for _ in range(steps):
                 engine.step()
-        events = profiled.key_averages()
-        spent = sum(
-            event.self_device_time_total if on_device else event.self_cpu_time_total for event in events
-        )
-        count = sum(event.count for event in events)
-        rows.append(
-            {
-                "what": f"decode {batch} x 64",
-                "wall_ms": wall * 1e3,
-                "kernels_ms": spent / steps / 1e3,
-                "kernels": count / steps,
-                "host_ms": host_time(engine, steps) * 1e3,
-            }
-        )
-        engine.abort_requests(names)
-        while engine.step().progressed:
-            pass
-    return rows
+        host = host_time(engine, steps)
+    events = profiled.key_averages()
+    spent = sum(event.self_device_time_total if on_device else event.self_cpu_time_total for event in events)
+    return {
+        "what": f"decode {batch} x 64",
+        "wall_ms": wall * 1e3,
+        "kernels_ms": spent / steps / 1e3,
+        "kernels": sum(event.count for event in events) / steps,
+        "host_ms": host * 1e3,
+    }
 
 
 def host_time(engine: Engine, steps: int) -> float:

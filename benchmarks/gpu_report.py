@@ -6,7 +6,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class Report:

@@ -11,21 +11,18 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.engine_costs import Costs, random_work, read_costs
-from benchmarks.engine_tandem import EngineBench, Say
 from benchmarks.gpu_alone import Products, attention_seconds
 from benchmarks.gpu_profile import decode_parts
-from benchmarks.gpu_report import Report, note
-from benchmarks.machine import MachineLimits, measure_limits
+from benchmarks.gpu_report import Dtype, Report, note
+from benchmarks.lib.costs import Costs, read_costs
+from benchmarks.lib.engines import EngineBench, Say, engine_of, greedy, random_prompts, request_of
+from benchmarks.lib.machine import MachineLimits, measure_limits
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.request import Request
-from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.wire.sampling import SamplingParams
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -50,7 +47,7 @@ class SpeedBench:
     def __init__(
         self,
         path: Path,
-        dtype: str,
+        dtype: Dtype,
         device: torch.device,
         kv_memory: int | None,
         sizes: Sizes,
@@ -92,16 +89,12 @@ class SpeedBench:
         info = self._runner.info
         room = (info.num_blocks - 1) * self._cache.block_size // len(info.groups)
         decodes = [(batch, context) for batch, context in sizes.decodes if batch * (context + 320) <= room]
-        work = random_work(
-            str(self._path), info.dtype, info.vocab_size, info.max_model_len, sizes.prefills, decodes, 1, 1
-        )
-        for prompts in work.decode:
-            batch, context = len(prompts), len(prompts[0])
-            seconds = bench.decode(prompts, sizes.decode_steps)
+        for batch, context in decodes:
+            seconds = bench.decode(random_prompts(batch, context, info.vocab_size), sizes.decode_steps)
             self._step(f"decode {batch} x {context}", seconds, [1] * batch, [context] * batch)
-        for prompt in work.prefill:
+        for length in sizes.prefills:
+            (prompt,) = random_prompts(1, length, info.vocab_size)
             taken = [bench.prefill(prompt) for _ in range(sizes.repeats + 1)][1:]
-            length = len(prompt)
             self._step(f"prefill {length}", statistics.median(taken), [length], [length])
         self._behind(*sizes.behind)
         self._beside(*sizes.beside)
@@ -113,10 +106,8 @@ class SpeedBench:
 
     def _engine(self, *, prefix_caching: bool) -> Engine:
         self._runner.forget_requests()
-        info = self._runner.info
         cache = msgspec.structs.replace(self._cache, prefix_caching=prefix_caching)
-        scheduler = Scheduler(self._config, cache, info.groups, info.num_blocks, info.max_model_len)
-        return Engine(scheduler, self._runner, None, ahead=self._config.plans_ahead(info.device))
+        return engine_of(self._runner, cache, self._config)
 
     def _behind(self, chunk: int, before: int) -> None:
         """A chat's next turn: new tokens behind those that the cache has."""
@@ -132,19 +123,9 @@ class SpeedBench:
     def _beside(self, chunk: int, decodes: int, context: int) -> None:
         """The step in which a prompt's chunk and decodes are computed together, from the prompt's arrival to its first token."""
         engine, vocab = self._engine(prefix_caching=False), self._runner.info.vocab_size
-        begun: set[str] = set()
-        names = [f"d{index}" for index in range(decodes)]
-        for index, name in enumerate(names):
-            prompt = [3 + (5 * place + index) % (vocab - 3) for place in range(context)]
-            sampling = SamplingParams(temperature=0.0, max_tokens=512, ignore_eos=True)
-            engine.add_request(Request(name, prompt, sampling))
-        while len(begun) < decodes:
-            begun.update(update.request_id for update in engine.step().updates)
         prompt = [3 + 11 * place % (vocab - 3) for place in range(chunk)]
-        taken = [answer(engine, f"chunk-{turn}", prompt, 1) for turn in range(self._sizes.repeats)]
-        engine.abort_requests(names)
-        while engine.step().progressed:
-            pass
+        with EngineBench(engine).decoding(random_prompts(decodes, context, vocab), 512):
+            taken = [answer(engine, f"chunk-{turn}", prompt, 1) for turn in range(self._sizes.repeats)]
         what = f"{chunk} beside {decodes} x {context}"
         counts, contexts = [1] * decodes + [chunk], [context] * decodes + [chunk]
         self._step(what, statistics.median(taken), counts, contexts)
@@ -195,9 +176,7 @@ def limit_of(limits: MachineLimits, costs: Costs, counts: list[int], contexts: l
 def answer(engine: Engine, name: str, prompt: list[int], tokens: int) -> float:
     """Returns the seconds from a request to its last token, beside whatever else runs."""
     began = time.perf_counter()
-    engine.add_request(
-        Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-    )
+    engine.add_request(request_of(name, prompt, greedy(tokens)))
     while True:
         for update in engine.step().updates:
             if update.request_id == name and update.error is not None:

@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
-import random
 import statistics
+import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from benchmarks.engine_tandem import EngineBench
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.engines import EngineBench, load_engine, random_prompts, save_random_model
+from benchmarks.lib.tables import at_most, floors_table, table_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.core import Engine
 from tandem.engine.model.caches import cache_parameter
-from tandem.engine.model.loading import load_runner
-from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.machine.resources import usable_cores
 
 VOCAB = 32_000
@@ -46,6 +43,13 @@ SHARED: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "initializer_range": 0.05,
+}
+COLUMNS = {
+    "model": "{model}",
+    "parameters": "{parameters:.0f}M",
+    "prompt ms": "{prompt_ms:.0f}",
+    "of the dense": "{of_dense:.2f}x",
+    "decode ms": "{decode_ms:.1f}",
 }
 
 
@@ -66,92 +70,74 @@ def configurations() -> dict[str, Any]:
     return {"hybrid": hybrid, "dense": dense}
 
 
-def main() -> None:
-    arguments = _arguments()
-    threads = arguments.threads or usable_cores()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    chance = random.Random(0)
-    prompt = [chance.randrange(VOCAB) for _ in range(arguments.tokens)]
-    figures: dict[str, Any] = {"threads": threads, "dtype": arguments.dtype, "tokens": arguments.tokens}
-    with tempfile.TemporaryDirectory() as folder:
-        paths, peers, benches = {}, {}, {}
-        for name, config in configurations().items():
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config).to(getattr(torch, arguments.dtype)).eval()
-            paths[name] = Path(folder) / name
-            model.save_pretrained(paths[name])
-            figures[f"{name} parameters"] = sum(weight.numel() for weight in model.parameters())
-            benches[name] = EngineBench(_engine(paths[name], arguments.dtype, threads, arguments.tokens))
-            peers[name] = model
-        prefills: dict[str, list[float]] = {}
-        decodes: dict[str, list[float]] = {}
-        for _ in range(arguments.rounds + 1):  # the first warms up
-            for name in paths:
-                prefills.setdefault(name, []).append(benches[name].prefill(prompt))
-                decodes.setdefault(name, []).append(benches[name].decode([prompt[:CONTEXT]], DECODES))
-                torch.set_num_threads(threads)
-                taken = _transformers(peers[name], prompt)
-                prefills.setdefault(f"{name}, transformers", []).append(taken[0])
-                decodes.setdefault(f"{name}, transformers", []).append(taken[1])
-    figures["prefill_s"] = {name: statistics.median(taken[1:]) for name, taken in prefills.items()}
-    figures["decode_s"] = {name: statistics.median(taken[1:]) for name, taken in decodes.items()}
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
-    Console().print(_table(figures))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.hybrid", description=(__doc__ or "").splitlines()[0])
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="of the prompt")
-    parser.add_argument("--threads", type=int, default=0, help="cores for every side; all by default")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="cores for every side")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="a file for the figures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder), options)
+    write_figures(rows, options.json)
+    show(
+        table_of(f"{options.tokens} tokens, {options.dtype}, {options.threads} cores", rows, COLUMNS),
+        floors_table([at_most("the hybrid's prompt, of the dense model's", rows[0]["of_dense"], FLOOR, "×")]),
+    )
+    return 0
 
 
-def _engine(path: Path, dtype: str, threads: int, tokens: int) -> Engine:
-    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=tokens, max_model_len=tokens + 64)
+def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    (prompt,) = random_prompts(1, options.tokens, VOCAB)
+    scheduling = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=options.tokens, max_model_len=options.tokens + 64
+    )
     cache = CacheConfig(block_size=16, memory_bytes=512 << 20, prefix_caching=False)
-    model = ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=threads)
-    runner = load_runner(model, cache, config)
-    info = runner.info
-    return Engine(Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len), runner, None)
+    models, benches = {}, {}
+    for name, config in configurations().items():
+        models[name] = save_random_model(config, folder / name, options.dtype)
+        described = ModelConfig(
+            path=str(folder / name), dtype=options.dtype, device="cpu", threads=options.threads
+        )
+        benches[name] = EngineBench(load_engine(described, cache, scheduling)[0])
+    taken: dict[str, list[tuple[float, float]]] = defaultdict(list)  # seconds of the prompt, and of a decode
+    for _ in range(options.rounds + 1):  # the first warms up
+        for name, bench in benches.items():
+            taken[name].append((bench.prefill(prompt), bench.decode([prompt[:CONTEXT]], DECODES)))
+            torch.set_num_threads(options.threads)
+            taken[f"{name}, transformers"].append(_transformers(models[name], prompt))
+    medians = {
+        name: tuple(map(statistics.median, zip(*runs[1:], strict=True))) for name, runs in taken.items()
+    }
+    sizes = {name: sum(weight.numel() for weight in model.parameters()) for name, model in models.items()}
+    return [
+        {
+            "model": name,
+            "parameters": sizes[name.partition(",")[0]] / 1e6,
+            "prompt_ms": 1e3 * whole,
+            "of_dense": whole / medians["dense"][0],
+            "decode_ms": 1e3 * decode,
+        }
+        for name, (whole, decode) in medians.items()
+    ]
 
 
+@torch.inference_mode()
 def _transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
     """Returns the seconds for the prompt, and per token after 256 of its tokens."""
     name = cache_parameter(inspect.signature(model.forward).parameters) or ""
-    with torch.inference_mode():
+
+    def forward(tokens: list[int], cache: DynamicCache) -> float:
         start = time.perf_counter()
-        model(
-            input_ids=torch.tensor([prompt]),
-            logits_to_keep=1,
-            **{name: DynamicCache(config=model.config)},
-        )
-        whole = time.perf_counter() - start
-        cache = DynamicCache(config=model.config)
-        model(input_ids=torch.tensor([prompt[:CONTEXT]]), logits_to_keep=1, **{name: cache})
-        taken = []
-        for token in prompt[:DECODES]:
-            start = time.perf_counter()
-            model(input_ids=torch.tensor([[token]]), **{name: cache})
-            taken.append(time.perf_counter() - start)
-    return whole, statistics.median(taken)
+        model(input_ids=torch.tensor([tokens]), logits_to_keep=1, **{name: cache})
+        return time.perf_counter() - start
 
-
-def _table(figures: dict[str, Any]) -> Table:
-    title = f"{figures['tokens']} tokens, {figures['dtype']}, {figures['threads']} cores"
-    table = Table("model", "parameters", "prompt, ms", "of the dense", "decode, ms", title=title)
-    dense = figures["prefill_s"]["dense"]
-    for name, taken in figures["prefill_s"].items():
-        parameters = figures[f"{name.partition(',')[0]} parameters"] / 1e6
-        share = f"{taken / dense:.2f}x" + (f" (floor {FLOOR}x)" if name == "hybrid" else "")
-        table.add_row(
-            name, f"{parameters:.0f}M", f"{1e3 * taken:.0f}", share, f"{1e3 * figures['decode_s'][name]:.1f}"
-        )
-    return table
+    whole = forward(prompt, DynamicCache(config=model.config))
+    cache = DynamicCache(config=model.config)
+    forward(prompt[:CONTEXT], cache)
+    return whole, statistics.median(forward([token], cache) for token in prompt[:DECODES])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,11 +17,8 @@ import asyncio
 import base64
 import io
 import random
-import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 
@@ -31,15 +28,21 @@ import tokenizers
 import torch
 from PIL import Image
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
 from benchmarks.bursting import BurstClient
-from benchmarks.ending import exit_status
-from benchmarks.side_by_side.processes import adopt_orphans
-from benchmarks.side_by_side.systems import RunningSystem, System, check_alive, running, tandem_system
+from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.processes import adopt_orphans
+from benchmarks.lib.servers import (
+    RunningSystem,
+    System,
+    check_alive,
+    model_folder,
+    running,
+    tandem_system,
+)
+from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
-from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.metrics import percentile
 from tandem.loadgen.report import MachineDescription
@@ -83,9 +86,7 @@ class Outcome(msgspec.Struct):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, out="results/images")
     parser.add_argument(
         "--texts", type=int, default=24, metavar="N", help="alone, and as many beside images (%(default)s)"
     )
@@ -96,9 +97,6 @@ def main() -> int:
     parser.add_argument(
         "--apart", action="store_true", help="a prefill and a decode node, not an aggregated one"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/images"), metavar="FOLDER", help="(%(default)s)"
-    )
     options = parser.parse_args()
     console = Console(stderr=True)
     return exit_status(lambda: _run(options, console), console)
@@ -106,11 +104,7 @@ def main() -> int:
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     folder = results_folder(options.out)
-    outcome = Outcome(
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        MachineDescription.here(),
-        shlex.join(["python", "-m", "benchmarks.images", *sys.argv[1:]]),
-    )
+    outcome = Outcome(now(), MachineDescription.here(), command_line("images"))
     adopt_orphans()
     with tempfile.TemporaryDirectory() as model:
         write_model(Path(model))
@@ -120,9 +114,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
                 outcome.measured.append(asyncio.run(measure(started, options)))
                 check_alive(started)
             write_json(outcome, folder / "images.json")
-    show(Console(width=120), outcome)
-    with (folder / "images.txt").open("w", encoding="utf-8") as text:
-        show(Console(file=text, width=120), outcome)
+    write_text(lambda to: show(to, outcome), folder / "images.txt", 120)
     return 0
 
 
@@ -137,9 +129,7 @@ def _systems(model: Path, *, apart: bool) -> list[System]:
 
 def write_model(folder: Path) -> None:
     """Writes a model with SmolVLM-256M's sizes and SmolLM2's words. An image stays one tile, which takes a core long enough."""
-    words = tokenizers.Tokenizer.from_file(
-        str(Path(prepare_model("smollm2", lambda what, share: None).path) / "tokenizer.json")
-    )
+    words = tokenizers.Tokenizer.from_file(str(model_folder("smollm2") / "tokenizer.json"))
     words.add_special_tokens([tokenizers.AddedToken(one, special=True, normalized=False) for one in _SPECIAL])
     words.save(str(folder / "tokenizer.json"))
     config = SmolVLMConfig(
@@ -213,7 +203,9 @@ async def _texts(client: BurstClient, rng: random.Random, number: int, every_s: 
     firsts = sorted(timeline.ttft for timeline in whole)
     gaps = sorted(gap for timeline in whole for gap in timeline.inter_token)
     return Texts(
-        *(1e3 * percentile(firsts, at) for at in (50, 90, 100)),
+        ttft_p50=1e3 * percentile(firsts, 50),
+        ttft_p90=1e3 * percentile(firsts, 90),
+        ttft_max=1e3 * firsts[-1],
         gap_p99=1e3 * percentile(gaps, 99) if gaps else 0.0,
         failed=len(asked) - len(whole),
     )
@@ -255,24 +247,28 @@ async def _until_encoder(http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.2)
 
 
+_COLUMNS = {
+    "system": "{system}",
+    "texts": "{beside}",
+    "TTFT p50 ms": "{ttft_p50:.0f}",
+    "p90": "{ttft_p90:.0f}",
+    "max": "{ttft_max:.0f}",
+    "gaps p99 ms": "{gap_p99:.0f}",
+    "images/s": "{images_per_s:.2f}",
+    "image p50 ms": "{image_ms_p50:.0f}",
+}
+
+
 def show(console: Console, outcome: Outcome) -> None:
-    table = Table(title="Texts, alone and while images are encoded", title_justify="left")
-    for name in ("system", "texts", "TTFT p50 ms", "p90", "max", "gaps p99 ms", "images/s", "image p50 ms"):
-        table.add_column(name, justify="left" if name in ("system", "texts") else "right")
+    rows = []
     for one in outcome.measured:
-        for name, texts, more in (
-            ("alone", one.alone, ("", "")),
-            ("beside images", one.beside_images, (f"{one.images_per_s:.2f}", f"{one.image_ms_p50:.0f}")),
-        ):
-            table.add_row(one.system, name, *_row(texts), *more)
-    console.print(table)
+        of_images = {"images_per_s": one.images_per_s, "image_ms_p50": one.image_ms_p50}
+        rows.append({"system": one.system, "beside": "alone", **msgspec.to_builtins(one.alone)})
+        beside = {"beside": "beside images", **msgspec.to_builtins(one.beside_images), **of_images}
+        rows.append({"system": one.system, **beside})
+    console.print(table_of("Texts, alone and while images are encoded", rows, _COLUMNS, left=2))
     for one in outcome.measured:
         console.print(f"{one.system}: tokens of images encoded by {one.encoded_by}", highlight=False)
-
-
-def _row(texts: Texts) -> Sequence[str]:
-    values = (texts.ttft_p50, texts.ttft_p90, texts.ttft_max, texts.gap_p99)
-    return [f"{value:.0f}" for value in values]
 
 
 if __name__ == "__main__":

@@ -10,26 +10,23 @@ runs `vllm bench serve` and prints its report.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.paced_server import FIRST_TOKEN_S, GAP_S, LONG_GAP_EVERY, LONG_GAP_S
-from tandem.base.errors import DeadlineExceeded, TandemError, Unavailable
-from tandem.cluster.saving import write_json
+from benchmarks.lib.command import exit_status, parser_of, show, write_figures
+from benchmarks.lib.processes import child
+from benchmarks.lib.tables import table_of
+from tandem.base.errors import DeadlineExceeded, Unavailable
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import LoadStream
@@ -37,8 +34,9 @@ from tandem.loadgen.metrics import Summary, summarize
 from tandem.loadgen.vocabulary import GuessedVocabulary
 from tandem.loadgen.workload import Lengths, random_prompts
 
+# The paced server's moments: most gaps are 12 ms, every tenth is 45 ms, and the first token comes after 160 ms.
+FIRST_TOKEN_S, GAP_S, LONG_GAP_S, LONG_GAP_EVERY = 0.160, 0.012, 0.045, 10
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
-_SERVER_WITHIN_S = 20.0
 _PEER_WITHIN_S = 300.0
 # Figures that both report, by the names in vLLM's output.
 _PEERS_LINES = {
@@ -53,11 +51,21 @@ _PEERS_LINES = {
 }
 
 
+_COLUMNS = {
+    "figure": "{figure}",
+    "known": "{known:.2f}",
+    "tandem bench": "{ours:.2f}",
+    "vLLM's generator": "{theirs:.2f}",
+    "tandem bench / vLLM's": "{ratio:.3f}",
+}
+
+
 class GeneratorComparison(msgspec.Struct, frozen=True):
     figure: str
     known: float
     ours: float
     theirs: float | None = None
+    ratio: float | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -67,61 +75,34 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM in it")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the script that runs its generator")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="any model's folder, for vLLM's prompts"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     peer = (options.vllm, options.peers, options.tokenizer)
     if any(peer) and not all(peer):
         parser.error("--vllm, --peers and --tokenizer belong together")
-    try:
-        with _paced_server() as port:
+
+    def run() -> int:
+        # In a process of its own, so that its time is not counted as the generator's.
+        with child(serve_paced) as pipe:
+            port = pipe.recv()
             summary, our_cost = asyncio.run(_ours(port))
             their_cost = asyncio.run(_httpx_cost(port))
             theirs = _vllms(port, *peer) if all(peer) else {}
-    except TandemError as error:
-        print(error, file=sys.stderr)
-        return 1
-    result = Result(_compare(summary, theirs), our_cost, their_cost)
-    _show(result)
-    if options.json is not None:
-        write_json(result, options.json)
-    return 0
+        result = Result(_compare(summary, theirs), our_cost, their_cost)
+        title = f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time"
+        show(
+            table_of(title, result.compared, _COLUMNS),
+            f"Processor time for each chunk: {our_cost:.0f} µs; httpx: {their_cost:.0f} µs",
+        )
+        write_figures(result, options.json)
+        return 0
 
-
-@contextmanager
-def _paced_server() -> Iterator[int]:
-    """Runs the server in a process of its own, so that its time is not counted as the generator's."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    server = subprocess.Popen([sys.executable, "-m", "benchmarks.paced_server", str(port)])
-    try:
-        _wait_until_it_listens(port, server)
-        yield port
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _wait_until_it_listens(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _SERVER_WITHIN_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-            return
-        except OSError:
-            if server.poll() is not None:
-                raise Unavailable("the paced server does not start") from None
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("the paced server does not listen") from None
-            time.sleep(0.05)
+    return exit_status(run, Console(stderr=True))
 
 
 async def _ours(port: int) -> tuple[Summary, float]:
@@ -201,27 +182,86 @@ def _compare(summary: Summary, theirs: dict[str, float]) -> list[GeneratorCompar
         "output tokens/s": (_USERS * _OUTPUT / a_request, summary.output_tokens_per_s),
     }
     return [
-        GeneratorComparison(name, known, ours, theirs.get(_PEERS_LINES[name]))
+        GeneratorComparison(name, known, ours, peer, ours / peer if peer else None)
         for name, (known, ours) in figures.items()
+        for peer in (theirs.get(_PEERS_LINES[name]),)
     ]
 
 
-def _show(result: Result) -> None:
-    console = Console()
-    table = Table(
-        title=f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", title_justify="left"
-    )
-    table.add_column("figure")
-    for column in ("known", "tandem bench", "vLLM's generator", "tandem bench / vLLM's"):
-        table.add_column(column, justify="right")
-    for each in result.compared:
-        theirs = "–" if each.theirs is None else f"{each.theirs:.2f}"
-        ratio = "–" if each.theirs is None else f"{each.ours / each.theirs:.3f}"
-        table.add_row(each.figure, f"{each.known:.2f}", f"{each.ours:.2f}", theirs, ratio)
-    console.print(table)
-    console.print(
-        f"Processor time for each chunk: {result.ours_us_per_chunk:.0f} µs; httpx: {result.httpx_us_per_chunk:.0f} µs"
-    )
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+_TOKEN = (
+    b'{"id":"cmpl-8f7c2b1e5d6a4c3b","object":"text_completion","created":1790000000,"model":"paced",'
+    b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}],"usage":null}'
+)
+
+
+class _PacedRequest(msgspec.Struct):
+    max_tokens: int
+
+
+class _PacedConnection(asyncio.Protocol):
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+        self._answers: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for answer in self._answers:
+            answer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, end, body = self._received.partition(b"\r\n\r\n")
+        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        length = int(lengths[0].partition(b":")[2]) if lengths else 0
+        if not end or len(body) < length:
+            return
+        self._received = body[length:]
+        if head.startswith(b"POST /v1/completions "):
+            answer = asyncio.create_task(self._answer(msgspec.json.decode(body[:length], type=_PacedRequest)))
+            self._answers.add(answer)
+            answer.add_done_callback(self._answers.discard)
+        else:
+            self._write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    async def _answer(self, asked: _PacedRequest) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + FIRST_TOKEN_S
+        self._write(_HEAD)
+        for index in range(asked.max_tokens):
+            await asyncio.sleep(due - loop.time())
+            self._event(_TOKEN)
+            due += LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S
+        usage = {"completion_tokens": asked.max_tokens}
+        self._event(msgspec.json.encode({"choices": [], "usage": usage}))
+        self._event(b"[DONE]")
+        self._write(b"0\r\n\r\n")
+
+    def _event(self, data: bytes) -> None:
+        self._write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
+
+    def _write(self, raw: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(raw)
+
+
+def serve_paced(pipe: Connection) -> None:
+    """A server that only keeps time: the tokens of every answer come at moments that are known beforehand. So what a load generator reports can
+    be checked, and the time that the generator itself takes is not hidden by a model's."""
+
+    async def serve() -> None:
+        server = await asyncio.get_running_loop().create_server(_PacedConnection, "127.0.0.1", 0)
+        pipe.send(server.sockets[0].getsockname()[1])
+        try:
+            await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

@@ -8,20 +8,18 @@ which weights are read. Attention in decodes is shown as the rate at which KV is
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig
 
-from benchmarks.machine import measure_limits
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.machine import measure_limits
+from benchmarks.lib.tables import table_of
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.memory import allocate_cache
@@ -44,37 +42,33 @@ class KernelStep(msgspec.Struct, frozen=True):
     phases: dict[str, float]  # seconds, the mean
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.native_kernels", description=(__doc__ or "").splitlines()[0]
-    )
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("model", help="a local model folder")
     parser.add_argument("--threads", type=int, default=0, help="all cores of this process by default")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--limit", default="", help="no instruction set better than this one")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", help="also write the figures to this file")
-    arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    config = AutoConfig.from_pretrained(arguments.model)
+    options = parser.parse_args()
+    dtype = getattr(torch, options.dtype)
+    config = AutoConfig.from_pretrained(options.model)
     forward = NativeLlamaForward(
         config,
-        Checkpoint(Path(arguments.model)).take,
+        Checkpoint(Path(options.model)).take,
         dtype=dtype,
-        threads=arguments.threads,
-        instruction_set=arguments.limit,
+        threads=options.threads,
+        instruction_set=options.limit,
     )
     architecture = describe(config)
     shapes = [(f"prefill {n}", 1, n, n) for n in PREFILLS]
     shapes += [(f"decode {batch} x {context}", batch, 1, context) for batch, context in DECODES]
-    steps = [measure(forward, architecture, dtype, arguments.repeats, *shape) for shape in shapes]
+    steps = [measure(forward, architecture, dtype, options.repeats, *shape) for shape in shapes]
     forward.close()
-    limits = measure_limits(dtype, torch.device("cpu"), arguments.threads or torch.get_num_threads())
-    if arguments.json:
-        figures = {"limits": msgspec.to_builtins(limits), "steps": msgspec.to_builtins(steps)}
-        Path(arguments.json).write_text(json.dumps(figures, indent=1) + "\n")
-    said = f"torch's best: {limits.gemm_flops / 1e9:.0f} GFLOP/s, {limits.read_bytes / 1e9:.1f} GB/s"
-    Console().print(table_of(steps, architecture, dtype.itemsize, said))
+    limits = measure_limits(dtype, torch.device("cpu"), options.threads or torch.get_num_threads())
+    write_figures({"limits": limits, "steps": steps}, options.json)
+    rows = [row_of(step, architecture, dtype.itemsize) for step in steps]
+    show(table_of(f"milliseconds a step; torch's best: {limits}", rows))
+    return 0
 
 
 def measure(
@@ -130,32 +124,24 @@ def make_batch(a: Architecture, requests: int, queries: int, context: int, block
     )
 
 
-def table_of(steps: list[KernelStep], a: Architecture, element_bytes: int, limits: str) -> Table:
-    table = Table(title=f"milliseconds a step; {limits}")
-    for column in ("", "in all", *steps[0].phases, "products", "attention"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    weights = _matrix_elements(a)
-    for step in steps:
-        products = sum(step.phases[name] for name in PRODUCTS)
-        attention = step.phases["attention"]
-        tokens = step.requests * step.queries
-        row: list[Any] = [step.name, f"{step.seconds * 1e3:.1f}"]
-        row += [f"{seconds * 1e3:.2f}" for seconds in step.phases.values()]
-        if step.queries > 1:
-            pairs = step.queries * (2 * step.context - step.queries + 1) / 2 * step.requests
-            flops = 4 * pairs * a.heads * a.head_dim * a.layers
-            row += [
-                f"{2 * tokens * weights / products / 1e9:.0f} GFLOP/s",
-                f"{flops / attention / 1e9:.0f} GFLOP/s",
-            ]
-        else:
-            kv = 2 * step.requests * step.context * a.kv_heads * a.head_dim * a.layers * element_bytes
-            row += [
-                f"{weights * element_bytes / products / 1e9:.1f} GB/s",
-                f"{kv / attention / 1e9:.1f} GB/s",
-            ]
-        table.add_row(*row)
-    return table
+def row_of(step: KernelStep, a: Architecture, element_bytes: int) -> dict[str, str]:
+    weights, products = _matrix_elements(a), sum(step.phases[name] for name in PRODUCTS)
+    attention = step.phases["attention"]
+    row = {"step": step.name, "in all": f"{step.seconds * 1e3:.1f}"}
+    row |= {name: f"{seconds * 1e3:.2f}" for name, seconds in step.phases.items()}
+    if step.queries > 1:
+        pairs = step.queries * (2 * step.context - step.queries + 1) / 2 * step.requests
+        flops = 4 * pairs * a.heads * a.head_dim * a.layers
+        of_products = 2 * step.requests * step.queries * weights
+        return row | {
+            "products at": f"{of_products / products / 1e9:.0f} GFLOP/s",
+            "attention at": f"{flops / attention / 1e9:.0f} GFLOP/s",
+        }
+    kv = 2 * step.requests * step.context * a.kv_heads * a.head_dim * a.layers * element_bytes
+    return row | {
+        "products at": f"{weights * element_bytes / products / 1e9:.1f} GB/s",
+        "attention at": f"{kv / attention / 1e9:.1f} GB/s",
+    }
 
 
 def _matrix_elements(a: Architecture) -> int:
@@ -165,4 +151,4 @@ def _matrix_elements(a: Architecture) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

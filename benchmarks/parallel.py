@@ -3,7 +3,7 @@
 Runs a small model with random weights, many requests that decode, and real processes. On a machine with fewer cores than ranks the ranks take
 turns on a core, so only `telling` is meaningful there: the time that rank 0 takes to write a step's arrays and to wake the others.
 
-    python -m benchmarks.parallel [--requests 256] [--context 512] [--widths 1 2] [--vllm DIR]
+    python -m benchmarks.parallel [--requests 256] [--context 512] [--widths 1 2] [--vllm DIR] [--json FILE]
 
 `--vllm DIR` is an environment with vLLM 0.32. Its multiprocessing executor then tells the same number of workers a step of the same requests.
 The workers compute nothing and answer with a token for each. There the scheduler's process writes and reads; here rank 0 computes, so no answer
@@ -12,12 +12,11 @@ comes back.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,15 +26,15 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.engine_tandem import EngineBench
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.engines import EngineBench, engine_of, random_prompts, save_random_model
+from benchmarks.lib.tables import table_of
 from tandem.base.errors import InternalError
 from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Collectives, Lead
-from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
 
@@ -61,7 +60,13 @@ class TimedCollectives:
         return gathered
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._inner.broadcast(tensor)  # not timed: ranks on a CPU need none
+        self._inner.broadcast(tensor)  # not timed, as what follows: ranks on a CPU need none
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self._inner.send(tensor, rank)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._inner.receive(tensor, rank)
 
 
 class TimedLead:
@@ -83,24 +88,39 @@ class TimedLead:
 
 
 class WidthCosts(msgspec.Struct):
-    """The costs of one decode step: medians, except for collectives, which are a mean."""
+    """The costs of one decode step: medians, except for collectives, which are a mean. Of the time in sums and gathers the most is waiting for
+    other ranks."""
 
-    width: int
+    ranks: int
     step_ms: float
-    telling_us: float = 0.0
-    told_bytes: int = 0
-    collectives: int = 0
-    collectives_ms: float = 0.0
+    telling_us: float | None = None
+    told_bytes: int | None = None
+    collectives: int | None = None
+    collectives_ms: float | None = None
+    vllm_telling_us: float | None = None
+    vllm_answered_us: float | None = None
+
+
+COLUMNS = {
+    "ranks": "{ranks}",
+    "step ms": "{step_ms:.1f}",
+    "telling µs": "{telling_us:.0f}",
+    "bytes": "{told_bytes:,}",
+    "sums and gathers": "{collectives}",
+    "ms": "{collectives_ms:.1f}",
+    "vLLM's telling µs": "{vllm_telling_us:.0f}",
+    "until its answer µs": "{vllm_answered_us:.0f}",
+}
 
 
 def save_model(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=4096,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_random_model(config, folder)
 
 
 def measure(folder: Path, width: int, requests: int, context: int) -> WidthCosts:
@@ -146,69 +166,43 @@ def measure(folder: Path, width: int, requests: int, context: int) -> WidthCosts
         ranks.stop()
 
 
-class TellingOfVllm(msgspec.Struct):
-    """Seconds of one step, as medians."""
-
-    telling: float
-    answered: float  # until the first worker's answer has come
-
-
-def measure_vllm(environment: Path, folder: Path, width: int, requests: int) -> TellingOfVllm:
+def measure_vllm(environment: Path, folder: Path, width: int, requests: int) -> tuple[float, float]:
+    """Returns the microseconds of one step: of telling the workers, and until the first one's answer has come."""
     script = Path(__file__).with_name("parallel_vllm.py")
     command = [str(environment / "bin" / "python"), str(script), str(folder), str(width), str(requests)]
     done = subprocess.run(command, capture_output=True, timeout=_VLLM_S, check=False)
     if done.returncode:
         raise SystemExit(f"vLLM's executor did not run: {done.stderr.decode(errors='replace')[-2000:]}")
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=TellingOfVllm)
+    told = msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, float])
+    return 1e6 * told["telling"], 1e6 * told["answered"]
 
 
 def _step_seconds(config: EngineConfig, runner: TorchRunner, requests: int, context: int) -> float:
-    info = runner.info
-    scheduler = Scheduler(
-        config.scheduler,
-        config.cache,
-        groups=info.groups,
-        num_blocks=info.num_blocks,
-        max_model_len=info.max_model_len,
-        eos_token_ids=info.eos_token_ids,
-        connector=None,
-    )
-    draw = random.Random(1)
-    prompts = [[draw.randrange(10, 4000) for _ in range(context)] for _ in range(requests)]
-    return EngineBench(Engine(scheduler, runner, None)).decode(prompts, STEPS)
+    engine = engine_of(runner, config.cache, config.scheduler)
+    return EngineBench(engine).decode(random_prompts(requests, context, 4000), STEPS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
     options = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)
-        print(
-            f"{options.requests} requests at {options.context} tokens, one token each a step; load {os.getloadavg()[0]:.1f}"
-        )
         for width in options.widths:
-            costs = measure(folder, width, options.requests, options.context)
-            if width == 1:
-                print(f"1 rank: step {costs.step_ms:.1f} ms")
-                continue
-            print(
-                f"{width} ranks: step {costs.step_ms:.1f} ms; telling {costs.telling_us:.0f} us for {costs.told_bytes:,} bytes; "
-                f"{costs.collectives} sums and gathers {costs.collectives_ms:.1f} ms, waiting for other ranks in them"
-            )
-            if options.vllm is not None:
+            rows.append(measure(folder, width, options.requests, options.context))
+            if options.vllm is not None and width > 1:
                 peer = measure_vllm(options.vllm, folder, width, options.requests)
-                print(
-                    f"vLLM's executor, {width} workers: telling {1e6 * peer.telling:.0f} us, "
-                    f"until the answer is here {1e6 * peer.answered:.0f} us"
-                )
+                rows[-1].vllm_telling_us, rows[-1].vllm_answered_us = peer
+    write_figures(rows, options.json)
+    title = f"{options.requests} requests at {options.context} tokens, one token each a step"
+    show(table_of(f"{title}; load {os.getloadavg()[0]:.1f}", rows, COLUMNS, left=0))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

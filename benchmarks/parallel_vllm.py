@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import time
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,14 +25,14 @@ STEPS = 300
 BLOCK_SIZE = 16
 
 
-class IdleWorker(WorkerBase):
-    def init_device(self):
+class IdleWorker(WorkerBase):  # type: ignore[misc]
+    def init_device(self) -> None:
         pass
 
-    def load_model(self, *, load_dummy_weights=False):
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
         pass
 
-    def execute_model(self, scheduler_output):
+    def execute_model(self, scheduler_output: Any) -> Any:
         names = scheduler_output.scheduled_cached_reqs.req_ids
         return ModelRunnerOutput(
             req_ids=names,
@@ -40,7 +41,7 @@ class IdleWorker(WorkerBase):
         )
 
 
-def step_of(requests, number):
+def step_of(requests: int, number: int) -> Any:
     """Makes the step that the scheduler makes when all requests decode: one in sixteen gets a new block."""
     from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
@@ -62,7 +63,7 @@ def step_of(requests, number):
     return step
 
 
-def main():
+def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

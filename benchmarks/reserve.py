@@ -9,21 +9,20 @@ machine that runs this.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-from pathlib import Path
 from statistics import mean
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import table_of
+from benchmarks.scheduler import answer_to
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig
 from tandem.engine.request import Request
-from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -96,17 +95,15 @@ def _run(
             at, name, prompt, answer = waiting.pop()
             came[name] = at
             sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
-            scheduler.add_request(Request(name, prompt, sampling, arrival_time=at))
+            scheduler.add_request(
+                Request(name, RequestFacts(prompt_token_ids=prompt, sampling=sampling), arrival_time=at)
+            )
         step = scheduler.schedule()
         computed += step.total_num_scheduled_tokens
         now += STEP_S + step.total_num_scheduled_tokens / TOKENS_PER_S
-        sampled = {}
-        for name in step.num_scheduled_tokens:
-            request = scheduler.requests[name]
-            if request.num_computed_tokens == request.num_tokens:
-                sampled[name] = [7]
-        scheduler.update_from_output(step, ModelOutput(sampled))
-        for name in sampled:
+        output = answer_to(step, scheduler)
+        scheduler.update_from_output(step, output)
+        for name in output.sampled_token_ids:
             if name in last:
                 gaps[name] = max(gaps.get(name, 0.0), now - last[name])
             else:
@@ -137,21 +134,13 @@ def measure(runs: int) -> list[ReserveOutcome]:
     return outcomes
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def main() -> int:
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     outcomes = measure(options.runs)
-    table = Table(title=f"scheduler.reserve, {options.runs} random runs of {REQUESTS} requests")
-    for name in ReserveOutcome.__struct_fields__:
-        table.add_column(name.replace("_", " "), justify="left" if name == "reserve" else "right")
-    for outcome in outcomes:
-        values = msgspec.structs.astuple(outcome)
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
-    Console(width=140).print(table)
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.encode(outcomes))
+    show(table_of(f"{options.runs} random runs of {REQUESTS} requests", outcomes), width=140)
+    write_figures(outcomes, options.json)
     return 0
 
 

@@ -2,121 +2,189 @@
 
     python -m benchmarks.router [--quick] [--json FILE]
     python -m benchmarks.router --processes 1,2,4    # only requests per second, by the number of router processes on one port
+    python -m benchmarks.router --peer path/to/vllm-router [--peer path/to/sglang-router]    # beside published routers
 
 Router, engines and clients are three processes. Costs are the router's own CPU time, so that other work on the machine does not change them; times
 are what a client sees. Both are also given without what the same messages cost without a router: over bare sockets, and through a relay that
 only receives and sends. On a virtual machine that sleeps between two tokens, waking up can cost more than everything that a router does. What an
 idle router costs (pings, clocks) is measured first, and is not counted as the cost of tokens.
+
+With --peer each router has one prefill node and one decode node behind it, which answer at once: Tandem's in messages of `wire/`, the peers' over
+HTTP, as they expect. The same clients ask each for the same whole answers, then for the same streams. Tandem's router does what a peer leaves to
+its engines: chat templates, tokenizing, detokenizing, stop strings, checking requests.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
-import resource
+import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import tokenizers
 import uvloop
-from rich.console import Console
-from rich.table import Table
-from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.router_beat import LoopBeat
-from benchmarks.router_engines import MODEL, Engines, serve_engines
-from benchmarks.router_load import RouterAnswer, requests, streams
-from benchmarks.router_relay import read_relay, serve_relay
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.connections import HttpConnection
+from benchmarks.lib.processes import child, cpu_of, free_port
+from benchmarks.lib.tables import at_most, floors_table, missed, table_of
+from benchmarks.router_bed import (
+    MODEL,
+    PROMPT,
+    Engines,
+    Probe,
+    answered,
+    make_tokenizer,
+    read_relay,
+    running_engines,
+    running_router,
+    serve_relay,
+    serve_router,
+    streams,
+)
 from tandem.loadgen.metrics import percentile
-from tandem.router.config import Limits, LocalPrefill, RouterConfig
-from tandem.router.hosting import RouterHost
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
-from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
+from tandem.wire.nodes import NodeInfo, RouterInfo
 from tandem.wire.requests import Submit, TokenBatch, ToRouter
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import Inbox, Outbox, admit, public_key
 
 IDLE_S = 3.0
-START_S = 10.0
 FLOOR_TTFT_MS = 3.0
 FLOOR_TOKEN_US = 100.0
-PROMPT = "the quick brown fox jumps over the lazy dog " * 12
+PEER_START_S = 60.0
+CONNECTIONS, EACH, TOKENS, STREAMS, STREAM_TOKENS = 32, 60, 16, 64, 32  # beside published routers
+COLUMNS = {
+    "streams": "{streams}",
+    "CPU µs/token": "{cpu_us_per_token:.0f}",
+    "of a relay": "{relay_us_per_token:.0f}",
+    "added": "{added_us_per_token:.0f}",
+    "CPU µs/request": "{cpu_us_per_request:.0f}",
+    "events/token": "{events_per_token:.2f}",
+    "TTFT ms p50": "{ttft_ms_p50:.1f}",
+    "TTFT ms p99": "{ttft_ms_p99:.1f}",
+}
+PEER_COLUMNS = {
+    "router": "{router}",
+    "requests/s": "{requests_per_s:.0f}",
+    "CPU µs/request": "{cpu_us_per_request:.0f}",
+    "streamed tokens/s": "{streamed_tokens_per_s:.0f}",
+    "CPU µs/stream": "{cpu_us_per_stream:.0f}",
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.router", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
-    parser.add_argument("--profile", metavar="FILE", help="where to write the router's profile")
-    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="where to write the router's profile")
     parser.add_argument(
         "--processes", metavar="N,...", help="how many share a port, each number in turn; as many clients"
     )
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="COMMAND", help="vllm-router or sglang-router"
+    )
     options = parser.parse_args()
-    if options.processes:
-        rows = [
-            throughput(int(count), 200 if options.quick else 1000) for count in options.processes.split(",")
-        ]
-        if options.json:
-            Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
-        for row in rows:
-            Console().print(row)
+    if options.processes or options.peer:
+        each = 200 if options.quick else 1000
+        rows = [throughput(int(count), each) for count in (options.processes or "").split(",") if count]
+        if rows:
+            show(table_of("Router processes on one port", rows))
+        peers = beside(options.peer) if options.peer else []
+        if peers:
+            show(
+                table_of("Routers on the same work, before engines that answer at once", peers, PEER_COLUMNS)
+            )
+        write_figures(rows + peers, options.json)
         return 0
     figures = measure(tokens=32 if options.quick else 128, profile=options.profile)
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
-    show(figures)
-    kept = figures["added_ttft_ms"] < FLOOR_TTFT_MS and all(
-        row["added_us_per_token"] < FLOOR_TOKEN_US for row in figures["streams"]
+    write_figures(figures, options.json)
+    floors = [at_most("added to the first token", figures["added_ttft_ms"], FLOOR_TTFT_MS, "ms")]
+    floors += [
+        at_most(f"CPU per token, {row['streams']} streams", row["added_us_per_token"], FLOOR_TOKEN_US, "µs")
+        for row in figures["streams"]
+    ]
+    requests = [{"requests": name, **row} for name, row in figures["requests"].items()]
+    show(
+        table_of("The router, before engines that answer instantly", figures["streams"], COLUMNS, left=0),
+        table_of("Requests for one token, 32 at once", requests),
+        f"first token: {figures['ttft_ms']:.2f} ms, {figures['bare_ttft_ms']:.2f} ms without a router; "
+        f"{figures['idle_ms_per_s']:.2f} ms of CPU per second when idle",
+        floors_table(floors),
     )
-    return 0 if kept else 1
+    return int(missed(floors))
 
 
-def measure(tokens: int, profile: str | None) -> dict[str, Any]:
-    figures: dict[str, Any] = {"streams": []}
+def measure(tokens: int, profile: Path | None) -> dict[str, Any]:
+    figures: dict[str, Any] = {"streams": [], "requests": {}}
     with running_engines(step_s=0.02) as nodes:
         nodes.admit(public_key())
         admit(key_of(node.request_endpoint) for node in nodes)
         bare = statistics.median(bare_first_token_s(nodes[0]) for _ in range(200)) * 1000
         with running_router(nodes, profile) as (url, cpu_s):
-            asyncio.run(streams(url, 4, 8, PROMPT))  # warm-up: everything has been used once
-            one = [asyncio.run(streams(url, 1, 2, PROMPT))[0].first_s * 1000 for _ in range(100)]
-            figures["bare_ttft_ms"] = bare
-            figures["ttft_ms"] = statistics.median(one)
-            figures["added_ttft_ms"] = statistics.median(one) - bare
+            asyncio.run(streams(url, 4, 8))  # warm-up: everything has been used once
+            one = statistics.median(asyncio.run(streams(url, 1, 2))[0].first_s * 1000 for _ in range(100))
             idle = idle_share(cpu_s)
-            figures["idle_ms_per_s"] = idle * 1000
+            figures |= {
+                "bare_ttft_ms": bare,
+                "ttft_ms": one,
+                "added_ttft_ms": one - bare,
+                "idle_ms_per_s": idle * 1000,
+            }
             for count in (1, 64, 512):
                 row = measure_streams(url, cpu_s, count, tokens, idle)
                 row["relay_us_per_token"] = relay_us_per_token(nodes, count, tokens)
                 row["added_us_per_token"] = row["cpu_us_per_token"] - row["relay_us_per_token"]
                 figures["streams"].append(row)
-            each = 40
-            for name, prompt, new_prompts, chats in (
-                ("", PROMPT, False, False),
-                ("_of_a_new_prompt", PROMPT, True, False),
-                ("_of_a_new_chat", PROMPT, True, True),
-                ("_of_a_short_new_chat", PROMPT[:90], True, True),
+            for name, prompt, new, chats in (
+                ("the prompt was met before", PROMPT, False, False),
+                ("new prompts", PROMPT, True, False),
+                ("new chats", PROMPT, True, True),
+                ("short new chats", PROMPT[:90], True, True),
             ):
                 before = cpu_s()
-                rate = asyncio.run(requests(url, 32, each, prompt, 1, new_prompts=new_prompts, chats=chats))
-                figures[f"requests_per_s{name}"] = rate
-                figures[f"cpu_us_per_request{name}"] = (cpu_s() - before) / (32 * each) * 1e6
+                rate = asyncio.run(requests(url, 32, 40, prompt, 1, new=new, chats=chats))
+                spent = (cpu_s() - before) / (32 * 40)
+                figures["requests"][name] = {"per_s": rate, "cpu_us_per_request": spent * 1e6}
     return figures
+
+
+async def requests(
+    url: str,
+    connections: int,
+    each: int,
+    prompt: str = PROMPT,
+    tokens: int = 1,
+    *,
+    new: bool = False,
+    chats: bool = False,
+) -> float:
+    """Returns how many whole answers per second come over this many connections. `new`: no two prompts are alike. `chats`: each is a user's
+    message."""
+
+    async def one() -> None:
+        connection = await HttpConnection.to(url)
+        for _ in range(each):
+            text = f"{secrets.token_hex(8)} {prompt}" if new else prompt
+            body: dict[str, Any] = {"model": MODEL, "max_tokens": tokens}
+            body |= {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+            await answered(connection, "/v1/chat/completions" if chats else "/v1/completions", body)
+        connection.abort()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(connections)))
+    return connections * each / (time.perf_counter() - began)
 
 
 def throughput(processes: int, each: int) -> dict[str, float]:
@@ -137,9 +205,9 @@ def throughput(processes: int, each: int) -> dict[str, float]:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context) as clients:
             # Warm-up: everything has been used once
-            list(clients.map(ask, [url] * processes, [20] * processes))
+            list(clients.map(_client, [url] * processes, [20] * processes))
             before = [_asked(pipe, "cpu") for pipe in pipes]
-            rates = list(clients.map(ask, [url] * processes, [each] * processes))
+            rates = list(clients.map(_client, [url] * processes, [each] * processes))
         cpu_s = [_asked(pipe, "cpu") - earlier for pipe, earlier in zip(pipes, before, strict=True)]
     return {
         "processes": processes,
@@ -149,8 +217,8 @@ def throughput(processes: int, each: int) -> dict[str, float]:
     }
 
 
-def ask(url: str, each: int) -> float:
-    return float(asyncio.run(requests(url, 16, each, PROMPT, 1)))
+def _client(url: str, each: int) -> float:
+    return asyncio.run(requests(url, 16, each))
 
 
 def _asked(pipe: Connection, what: str) -> float:
@@ -158,31 +226,26 @@ def _asked(pipe: Connection, what: str) -> float:
     return float(pipe.recv())
 
 
-def idle_share(cpu_s: Any) -> float:
+def idle_share(cpu_s: Probe) -> float:
     """Returns the share of a core that a router without requests takes."""
     before, began = cpu_s(), time.perf_counter()
     time.sleep(IDLE_S)
-    return float((cpu_s() - before) / (time.perf_counter() - began))
+    return (cpu_s() - before) / (time.perf_counter() - began)
 
 
-def measure_streams(url: str, cpu_s: Any, count: int, tokens: int, idle: float) -> dict[str, Any]:
-    answers: list[RouterAnswer] = []
-
-    def cost_of(tokens: int) -> float:
-        nonlocal answers
+def measure_streams(url: str, cpu_s: Probe, count: int, tokens: int, idle: float) -> dict[str, Any]:
+    costs = []
+    # First the same requests with two tokens each: a request's cost must not count as its tokens' cost.
+    for length in (2, tokens):
         before, began = cpu_s(), time.perf_counter()
-        answers = asyncio.run(streams(url, count, tokens, PROMPT))
-        return float(cpu_s() - before - idle * (time.perf_counter() - began))
-
-    # The same requests with one token each: a request's cost must not count as its tokens' cost.
-    without = cost_of(2)
-    with_streams = cost_of(tokens)
+        answers = asyncio.run(streams(url, count, length))
+        costs.append(cpu_s() - before - idle * (time.perf_counter() - began))
     first = sorted(answer.first_s for answer in answers)
     return {
         "streams": count,
         "tokens": tokens,
-        "cpu_us_per_token": (with_streams - without) / (count * (tokens - 2)) * 1e6,
-        "cpu_us_per_request": without / count * 1e6,
+        "cpu_us_per_token": (costs[1] - costs[0]) / (count * (tokens - 2)) * 1e6,
+        "cpu_us_per_request": costs[0] / count * 1e6,
         "events_per_token": sum(answer.events for answer in answers) / (count * tokens),
         "ttft_ms_p50": percentile(first, 50) * 1000,
         "ttft_ms_p99": percentile(first, 99) * 1000,
@@ -195,11 +258,9 @@ def relay_us_per_token(nodes: Engines, count: int, tokens: int) -> float:
         nodes.admit(key)
         costs = []
         for _ in range(2):  # the first one is a warm-up
-            pipe.send("cpu")
-            before = float(pipe.recv())
+            before = _asked(pipe, "cpu")
             asyncio.run(read_relay(port, count))
-            pipe.send("cpu")
-            costs.append(float(pipe.recv()) - before)
+            costs.append(_asked(pipe, "cpu") - before)
     return costs[-1] / (count * tokens) * 1e6
 
 
@@ -219,181 +280,165 @@ def bare_first_token_s(node: NodeInfo) -> float:
     lines.endpoint = inbox.endpoint
     lines.meet(node.request_endpoint, node.epoch)
     try:
-        for warm in (True, False):
+        for _ in range(2):  # the first one is a warm-up
             arrived.clear()
             began = time.perf_counter()
             sampling = SamplingParams(max_tokens=1)
-            lines.send(node.request_endpoint, Submit("bare", inbox.endpoint, [1] * 128, sampling, 5.0))
+            lines.send(
+                node.request_endpoint,
+                Submit("bare", inbox.endpoint, 5.0, prompt_token_ids=[1] * 128, sampling=sampling),
+            )
             if not arrived.wait(5):
                 raise RuntimeError("the engine did not answer")
-            if not warm:
-                return time.perf_counter() - began
+        return time.perf_counter() - began
     finally:
         outbox.close()
         inbox.close()
-    raise AssertionError
 
 
-@contextmanager
-def running_engines(step_s: float) -> Iterator[Engines]:
-    with child(serve_engines, step_s) as pipe:
-        yield Engines(pipe)
+# --- beside published routers ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def running_router(
-    nodes: Engines,
-    profile: str | None,
-    settings: dict[str, Any] | None = None,
-    special: Sequence[str] = (),
-) -> Iterator[tuple[str, Any]]:
-    """`settings`: the router's, besides those of all benchmarks. `special`: the tokenizer's special tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        make_tokenizer(folder, special)
-        with child(serve_router, folder, list(nodes), profile, "", settings or {}) as pipe:
-            info: RouterInfo = pipe.recv()
-            url, nodes.router_inbox = info.url, info.inbox_endpoint
-            nodes.admit(key_of(info.inbox_endpoint))
-            until_ready(url)
-
-            def probe(what: str = "cpu") -> float:
-                """Returns the router's CPU time in seconds, its memory in bytes, or ("hold") the longest time for which its event
-                loop was held since this was asked last."""
-                pipe.send(what)
-                return float(pipe.recv())
-
-            yield url, probe
+class PeerFailed(Exception):
+    """The peer did not start, or not in time. The others are still measured."""
 
 
-def until_ready(url: str) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
+def beside(peers: list[str]) -> list[dict[str, Any]]:
+    with running_engines(step_s=0.0) as nodes, running_router(nodes) as (url, probe):
+        rows = [compared("tandem", url, probe)]
+    for peer in peers:
         try:
-            urllib.request.urlopen(f"{url}/health").close()
-            return
-        except urllib.error.HTTPError as error:  # its nodes have not reported yet
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the router is not ready: {error.read()!r}") from error
-            time.sleep(0.01)
+            with running_peer(peer) as (url, cpu):
+                rows.append(compared(Path(peer).name, url, cpu))
+        except PeerFailed as error:
+            print(error, file=sys.stderr)
+    return rows
+
+
+def compared(name: str, url: str, cpu: Callable[[], float]) -> dict[str, Any]:
+    asyncio.run(requests(url, 4, 10, tokens=TOKENS))  # warm-up: everything has been used once
+    before = cpu()
+    per_s = asyncio.run(requests(url, CONNECTIONS, EACH, tokens=TOKENS))
+    whole = cpu() - before
+    before, began = cpu(), time.perf_counter()
+    asyncio.run(streams(url, STREAMS, STREAM_TOKENS))
+    took = time.perf_counter() - began
+    return {
+        "router": name,
+        "requests_per_s": per_s,
+        "cpu_us_per_request": whole / (CONNECTIONS * EACH) * 1e6,
+        "streamed_tokens_per_s": STREAMS * STREAM_TOKENS / took,
+        "cpu_us_per_stream": (cpu() - before) / STREAMS * 1e6,
+    }
 
 
 @contextmanager
-def child(work: Any, *arguments: Any) -> Iterator[Connection]:
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=work, args=(theirs, *arguments), daemon=True
-    )
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        process.join(10)
-        if process.is_alive():
+def running_peer(command: str) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Runs the peer in its mode for disaggregation: a request goes to the prefill server for one token, then to the decode server."""
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(child(serve_http_engine)) for _ in range(2)]
+        prefill, decode = (f"http://127.0.0.1:{pipe.recv()}" for pipe in pipes)
+        port = free_port()
+        vllm = "vllm" in Path(command).name
+        mode = ["--vllm-pd-disaggregation"] if vllm else ["launch", "--pd-disaggregation"]
+        process = subprocess.Popen(
+            [
+                command, *mode, "--prefill", prefill, "--decode", decode, "--host", "127.0.0.1",
+                "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(free_port()),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        url = f"http://127.0.0.1:{port}"
+        try:
+            until_it_answers(url, process)
+            yield url, lambda: cpu_of(process.pid)  # a peer starts no other processes
+        finally:
             process.terminate()
+            process.wait(20)
 
 
-def make_tokenizer(folder: str, special: Sequence[str] = ()) -> None:
-    """Writes a tokenizer of bytes only. Encoding with it costs about what any byte-level model's tokenizer costs, within a factor."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(special))
-    backend.save(str(Path(folder) / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    Path(folder, "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-
-
-def serve_router(
-    pipe: Connection,
-    folder: str,
-    nodes: list[NodeInfo],
-    profile: str | None,
-    door: str = "",
-    settings: dict[str, Any] | None = None,
-) -> None:
-    if profile is None:
-        uvloop.run(_serve_router(pipe, folder, nodes, door, settings or {}))
-        return
-    import cProfile
-
-    profiler = cProfile.Profile()
-    profiler.runcall(uvloop.run, _serve_router(pipe, folder, nodes, door, settings or {}))
-    profiler.dump_stats(profile)
-
-
-async def _serve_router(
-    pipe: Connection, folder: str, nodes: list[NodeInfo], door: str, settings: dict[str, Any]
-) -> None:
-    config = RouterConfig(
-        tokenizer_path=folder,
-        model_name=MODEL,
-        port=0,
-        local_prefill=LocalPrefill.NEVER,
-        **{"limits": Limits(inflight_per_node=4096), **settings},
-    )
-    host = RouterHost(msgspec.msgpack.encode(config))
-    info = msgspec.msgpack.decode(await host.start(door), type=RouterInfo)
-    await host.set_members(msgspec.msgpack.encode(nodes))
-    pipe.send(info)
-    beat: LoopBeat | None = None  # from the first question on, because beating is work
+def until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PEER_START_S
     while True:
         try:
-            asked = await asyncio.to_thread(pipe.recv)
-        except EOFError:
-            break
-        if asked == "accepts":
-            queue = await host.set_members(msgspec.msgpack.encode(nodes))
-            pipe.send(msgspec.msgpack.decode(queue, type=RouterQueue).accepts)
-            continue
-        if asked == "hold":
-            beat = beat or LoopBeat()
-            pipe.send(beat.take())
-            continue
-        pipe.send(time.process_time() if asked == "cpu" else _resident_bytes())
-    await host.stop()
+            asyncio.run(requests(url, 1, 1, tokens=2))
+            return
+        except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise PeerFailed(f"{process.args!r} does not answer: {error}") from error
+            time.sleep(0.2)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+class HttpEngine(asyncio.Protocol):
+    """The part of a vLLM server that a router uses. It answers at once."""
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self._data = b""
 
-def show(figures: dict[str, Any]) -> None:
-    table = Table(title="The router, before engines that answer instantly", title_justify="left")
-    for name in (
-        "streams",
-        "CPU µs/token",
-        "of a relay",
-        "added",
-        "CPU µs/request",
-        "events/token",
-        "TTFT ms p50",
-        "TTFT ms p99",
-    ):
-        table.add_column(name, justify="right")
-    for row in figures["streams"]:
-        table.add_row(
-            str(row["streams"]),
-            f"{row['cpu_us_per_token']:.0f}",
-            f"{row['relay_us_per_token']:.0f}",
-            f"{row['added_us_per_token']:.0f}",
-            f"{row['cpu_us_per_request']:.0f}",
-            f"{row['events_per_token']:.2f}",
-            f"{row['ttft_ms_p50']:.1f}",
-            f"{row['ttft_ms_p99']:.1f}",
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while b"\r\n\r\n" in self._data:
+            head, _, rest = self._data.partition(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            if len(rest) < length:
+                return
+            body, self._data = rest[:length], rest[length:]
+            words = head.split(b" ", 2)
+            if len(words) < 3 or words[1] == b"*":  # a peer asks whether this speaks HTTP/2
+                self._transport.close()
+                return
+            self._answer(words[1], body)
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        if not path.startswith(b"/v1/completions"):
+            models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+            self._whole(models if b"models" in path else {"status": "ok", "model_id": MODEL})
+            return
+        asked = json.loads(body)
+        count = asked.get("max_tokens", 1)
+        if not asked.get("stream"):
+            self._whole(_choice("x" * count, "length") | {"kv_transfer_params": {}})
+            return
+        self._transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"first token: {figures['ttft_ms']:.2f} ms, {figures['bare_ttft_ms']:.2f} ms without a router, "
-        f"so {figures['added_ttft_ms']:.2f} ms added (floor {FLOOR_TTFT_MS:g} ms); "
-        f"floor per token {FLOOR_TOKEN_US:g} µs; {figures['idle_ms_per_s']:.2f} ms of CPU per second when idle; "
-        f"{figures['requests_per_s']:.0f} requests/s of one token, {figures['cpu_us_per_request']:.0f} µs of CPU each; with prompts "
-        f"that are new {figures['requests_per_s_of_a_new_prompt']:.0f} and {figures['cpu_us_per_request_of_a_new_prompt']:.0f}, "
-        f"with new chats {figures['cpu_us_per_request_of_a_new_chat']:.0f}, short ones {figures['cpu_us_per_request_of_a_short_new_chat']:.0f} µs"
-    )
+        for index in range(count):
+            self._chunk(json.dumps(_choice("x", "length" if index == count - 1 else None)).encode())
+        self._chunk(b"[DONE]")
+        self._transport.write(b"0\r\n\r\n")
+
+    def _chunk(self, event: bytes) -> None:
+        self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(event) + 8, event))
+
+    def _whole(self, answer: dict[str, Any]) -> None:
+        body = json.dumps(answer).encode()
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+
+
+def _choice(text: str, finish: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [choice],
+    }
+
+
+def serve_http_engine(pipe: Connection) -> None:
+    async def serve() -> None:
+        server = await asyncio.get_running_loop().create_server(HttpEngine, "127.0.0.1", 0)
+        pipe.send(server.sockets[0].getsockname()[1])
+        try:
+            await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+
+    uvloop.run(serve())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What other clients notice of the largest requests that are allowed: the gaps between the tokens of their streams.
 
-    python -m benchmarks.router_worst [--tokens 1500] [--holds] [--json FILE]
-    python -m benchmarks.router_worst --attacks [--seconds 10] [--json FILE]
+    python -m benchmarks.router_worst [--tokens 1500] [--holds] [--only NAME] [--json FILE]
+    python -m benchmarks.router_worst --attacks [--seconds 10] [--only NAME] [--json FILE]
 
 32 streams of 20 ms per token are read as they come. In turn they run with: 128 plain requests; one request for 128 choices of as many tokens with
 20 alternatives each, whole and as a stream, to either endpoint; bodies of the largest size that are expensive to parse. The limit: the gap at the
@@ -11,7 +11,7 @@ their time is not counted as the router's.
 With --attacks, one key or a stranger does the worst that limits allow (`router_attacks`), for so many seconds each, beside another key's
 streams and small requests. The limits: the gap at the 99th percentile is at most 50 ms above a quiet run's, every small request of the other
 key is answered, and the router takes no more memory than its limits say together. Beside them stands the longest time for which the
-router's event loop was held (`router_beat`), which other work on the machine changes little.
+router's event loop was held, which other work on the machine changes little.
 
 With --holds the router runs in this process, and the figures are the CPU times of single turns of its event loop. They show what the router
 itself adds to others' gaps, even on a busy machine.
@@ -19,40 +19,46 @@ itself adds to others' gaps, even on a busy machine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.router import PROMPT, child, make_tokenizer, running_engines, running_router, until_ready
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.connections import connected
+from benchmarks.lib.processes import child
+from benchmarks.lib.tables import table_of
 from benchmarks.router_attacks import (
     ATTACKS,
     CONNECTIONS,
     GREEDY,
+    LARGE_BODIES,
     OTHER,
     SPECIAL,
     attack_for,
-    connected,
-    head,
-    read_answer,
+    large_body,
 )
-from benchmarks.router_crowds import ask
-from benchmarks.router_engines import MODEL, Engines
+from benchmarks.router_bed import (
+    MODEL,
+    PROMPT,
+    Engines,
+    Probe,
+    make_tokenizer,
+    router_config,
+    running_engines,
+    running_router,
+    until_ready,
+)
 from tandem.loadgen.metrics import percentile
-from tandem.router.config import ApiKey, Limits, LocalPrefill, RouterConfig
+from tandem.router.config import ApiKey, Limits
 from tandem.router.hosting import RouterHost
 from tandem.wire.nodes import RouterInfo
 from tandem.wire.sockets import public_key
@@ -60,77 +66,182 @@ from tandem.wire.sockets import public_key
 STREAMS, WIDE, TOP = 32, 128, 20
 STEP_S = 0.02
 BAR_MS = 50.0
-BODY_BYTES = (16 << 20) - 1024
 BODIES = 4
-
-Crowd = Callable[[str, int], Coroutine[Any, Any, None]]
+Crowd = Callable[[str, int], Awaitable[None]]
+GAPS = {"gap ms p50": "{gap_ms_p50:.1f}", "p99": "{gap_ms_p99:.1f}", "longest": "{gap_ms_max:.0f}"}
+COLUMNS = {
+    "beside": "{crowd}",
+    **GAPS,
+    "p99 above plain": "{above_plain_ms:+.1f}",
+    "CPU s": "{cpu_s:.1f}",
+    "memory MiB": "{memory_mib:+.1f}",
+}
+HELD_COLUMNS = {
+    "beside": "{crowd}",
+    "turns": "{turns}",
+    "ms p99": "{p99_ms:.2f}",
+    "longest": "{longest_ms:.1f}",
+}
+ATTACK_COLUMNS = {
+    "beside": "{attack}",
+    "answered": "{answered} of {asked}",
+    "gap p99, quiet": "{quiet_ms_p99:.0f}",
+    "ms above": "{above_quiet_ms:+.0f}",
+    "times": "{times_quiet:.2f}",
+    "longest": "{gap_ms_max:.0f}",
+    "loop held": "{longest_hold_ms:.0f}",
+    "memory MiB": "{memory_mib:+.0f}",
+    "held": "{verdict}",
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.router_worst", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--tokens", type=int, default=1500, help="of each choice")
-    parser.add_argument(
-        "--only", metavar="NAME", help="beside the plain requests, only what has this in its name"
-    )
-    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    parser = parser_of(__doc__)
+    parser.add_argument("--tokens", type=int, default=1500, help="of each choice (%(default)s)")
+    parser.add_argument("--only", metavar="NAME", default="", help="only what has this in its name")
     parser.add_argument("--holds", action="store_true", help="CPU time of the event loop's turns, not gaps")
     parser.add_argument("--attacks", action="store_true", help="one key, or a stranger, against another key")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack (%(default)g)")
     options = parser.parse_args()
     if options.attacks:
-        attacked = measure_attacks(options.seconds, options.only or "")
-        if options.json:
-            Path(options.json).write_text(json.dumps(attacked, indent=1) + "\n")
-        show_attacks(attacked)
-        return 0 if all(row["held"] for row in attacked) else 1
-    if options.holds:
-        holds = measure_holds(options.tokens, options.only or "")
-        if options.json:
-            Path(options.json).write_text(json.dumps(holds, indent=1) + "\n")
-        show_holds(holds)
-        return 0 if all(row["longest_ms"] <= BAR_MS for row in holds) else 1
-    rows = measure(options.tokens, options.only or "")
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
-    show(rows)
-    return 0 if all(row["above_plain_ms"] <= BAR_MS for row in rows) else 1
+        rows = measure_attacks(options.seconds, options.only)
+        title, columns = "Another key's streams and requests, beside one key or a stranger", ATTACK_COLUMNS
+        held = all(row["verdict"] == "yes" for row in rows)
+    elif options.holds:
+        rows = measure_holds(options.tokens, options.only)
+        title, columns = "CPU time of single turns of the router's event loop", HELD_COLUMNS
+        held = all(row["longest_ms"] <= BAR_MS for row in rows)
+    else:
+        rows = measure(options.tokens, options.only)
+        title, columns = "Others' streams, beside the largest requests", COLUMNS
+        held = all(row["above_plain_ms"] <= BAR_MS for row in rows)
+    write_figures(rows, options.json)
+    show(table_of(title, rows, columns))
+    return int(not held)
+
+
+# --- others' streams ------------------------------------------------------------------------------------------
+
+
+async def read(url: str, found: list[float], key: str) -> None:
+    """Reads a stream without an end, and adds the gaps between its events."""
+    async with connected(url) as connection:
+        await connection.send("/v1/completions", completion(1_000_000, stream=True), key=key)
+        last = 0.0
+        async for _ in connection.pieces():
+            now = time.perf_counter()
+            if last:
+                found.append(now - last)
+            last = now
+
+
+@asynccontextmanager
+async def beside_streams(url: str, key: str = "") -> AsyncIterator[tuple[list[float], list[int]]]:
+    """While it is entered, collects the gaps between two events of one stream, over all streams. Afterwards the second list has a zero for
+    each stream that broke."""
+    found: list[float] = []
+    broken: list[int] = []
+    streams = [asyncio.create_task(read(url, found, key)) for _ in range(STREAMS)]
+    await asyncio.sleep(10 * STEP_S)
+    found.clear()
+    try:
+        yield found, broken
+    finally:
+        broken += [0] * sum(task.done() for task in streams)
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+def gaps_of(found: list[float]) -> dict[str, float]:
+    ascending = sorted(found)
+    return {
+        "gap_ms_p50": percentile(ascending, 50) * 1000,
+        "gap_ms_p99": percentile(ascending, 99) * 1000,
+        "gap_ms_max": ascending[-1] * 1000,
+    }
+
+
+# --- the largest requests -------------------------------------------------------------------------------------
+
+
+def completion(tokens: int, **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "seed": 1, **fields}
+
+
+def chat(tokens: int, **fields: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": PROMPT}]
+    return {"model": MODEL, "messages": messages, "max_tokens": tokens, "seed": 1, **fields}
+
+
+async def exchange(
+    url: str, body: dict[str, object] | bytes, path: str = "/v1/completions", refused: bool = False
+) -> None:
+    async with connected(url, limit=1 << 20) as connection:
+        await connection.send(path, body)
+        status = (await connection.answer()).status
+    if status // 100 != (4 if refused else 2):
+        raise RuntimeError(f"the router answered with status {status}")
+
+
+async def plain(url: str, tokens: int) -> None:
+    await asyncio.gather(*(exchange(url, completion(tokens)) for _ in range(WIDE)))
+
+
+def wide(path: str, body: Callable[..., dict[str, object]], **fields: object) -> Crowd:
+    async def crowd(url: str, tokens: int) -> None:
+        await exchange(url, body(tokens, n=WIDE, **fields), path)
+
+    return crowd
+
+
+def bodies(kind: str) -> Crowd:
+    async def crowd(url: str, tokens: int) -> None:
+        data = large_body(kind)
+        await asyncio.gather(*(exchange(url, data, refused=True) for _ in range(BODIES)))
+
+    return crowd
+
+
+CROWDS: dict[str, Crowd] = {
+    "plain": plain,
+    "completions, whole": wide("/v1/completions", completion, logprobs=TOP),
+    "completions, streamed": wide("/v1/completions", completion, logprobs=TOP, stream=True),
+    "chat, whole": wide("/v1/chat/completions", chat, logprobs=True, top_logprobs=TOP),
+    "chat, streamed": wide("/v1/chat/completions", chat, logprobs=True, top_logprobs=TOP, stream=True),
+    **{f"body of {kind}": bodies(kind) for kind in LARGE_BODIES},
+}
+
+
+def wait_for_crowd(name: str, url: str, tokens: int) -> None:
+    with child(crowd_process, name, url, tokens) as pipe:
+        pipe.recv()
+
+
+def crowd_process(pipe: Connection, name: str, url: str, tokens: int) -> None:
+    async def crowd() -> None:
+        await CROWDS[name](url, tokens)
+
+    asyncio.run(crowd())
+    pipe.send("done")
 
 
 def measure(tokens: int, only: str) -> list[dict[str, Any]]:
+    async def beside(name: str, tokens: int) -> list[float]:
+        async with beside_streams(url) as (found, _):
+            await asyncio.to_thread(wait_for_crowd, name, url, tokens)
+        return found
+
     rows: list[dict[str, Any]] = []
-    with running_engines(step_s=STEP_S) as nodes, running_router(nodes, None) as (url, probe):
-        asyncio.run(beside(url, "plain", 20))  # warm-up: everything has been used once
+    with running_engines(step_s=STEP_S) as nodes, running_router(nodes) as (url, probe):
+        asyncio.run(beside("plain", 20))  # warm-up: everything has been used once
         for name in ("plain", *(name for name in CROWDS if name != "plain" and only in name)):
             memory, cpu = probe("memory"), probe()
-            found = sorted(asyncio.run(beside(url, name, tokens)))
-            p99 = percentile(found, 99) * 1000
-            rows.append(
-                {
-                    "crowd": name,
-                    "gap_ms_p50": percentile(found, 50) * 1000,
-                    "gap_ms_p99": p99,
-                    "gap_ms_max": found[-1] * 1000,
-                    "above_plain_ms": p99 - (rows[0]["gap_ms_p99"] if rows else p99),
-                    "cpu_s": probe() - cpu,
-                    "memory_mib": (probe("memory") - memory) / 2**20,
-                }
-            )
+            row: dict[str, Any] = {"crowd": name, **gaps_of(asyncio.run(beside(name, tokens)))}
+            row["above_plain_ms"] = row["gap_ms_p99"] - (rows[0] if rows else row)["gap_ms_p99"]
+            row |= {"cpu_s": probe() - cpu, "memory_mib": (probe("memory") - memory) / 2**20}
+            rows.append(row)
     return rows
-
-
-async def beside(url: str, name: str, tokens: int) -> list[float]:
-    """Returns the gaps between two events of one stream, over all streams, until the crowd has its answers."""
-    found: list[float] = []
-    streams = [asyncio.create_task(read(url, found)) for _ in range(STREAMS)]
-    await asyncio.sleep(10 * STEP_S)
-    found.clear()
-    await asyncio.to_thread(wait_for_crowd, name, url, tokens)
-    for task in streams:
-        task.cancel()
-    await asyncio.gather(*streams, return_exceptions=True)
-    return found
 
 
 def measure_holds(tokens: int, only: str) -> list[dict[str, Any]]:
@@ -142,88 +253,70 @@ def measure_holds(tokens: int, only: str) -> list[dict[str, Any]]:
 async def _measure_holds(folder: str, nodes: Engines, tokens: int, only: str) -> list[dict[str, Any]]:
     """Uses asyncio's own loop, because every turn of it goes through one method."""
     held: list[float] = []
-    run = asyncio.Handle._run
+    turns: Any = asyncio.Handle
+    run = turns._run
 
     def timed(handle: asyncio.Handle) -> None:
         began = time.thread_time()
         run(handle)
         held.append(time.thread_time() - began)
 
-    config = RouterConfig(
-        tokenizer_path=folder,
-        model_name=MODEL,
-        port=0,
-        local_prefill=LocalPrefill.NEVER,
-        limits=Limits(inflight_per_node=4096),
-    )
-    host = RouterHost(msgspec.msgpack.encode(config))
+    host = RouterHost(msgspec.msgpack.encode(router_config(folder)))
     url = msgspec.msgpack.decode(await host.start(), type=RouterInfo).url
     nodes.admit(public_key())
     await host.set_members(msgspec.msgpack.encode(list(nodes)))
     await asyncio.to_thread(until_ready, url)
     rows: list[dict[str, Any]] = []
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    turns._run = timed
     try:
         for name in (name for name in CROWDS if only in name):
             await asyncio.to_thread(wait_for_crowd, name, url, 20)  # warm-up: everything has been used once
             held.clear()
             await asyncio.to_thread(wait_for_crowd, name, url, tokens)
             found = sorted(held)
-            rows.append(
-                {
-                    "crowd": name,
-                    "turns": len(found),
-                    "p99_ms": percentile(found, 99) * 1000,
-                    "longest_ms": found[-1] * 1000,
-                }
-            )
+            p99 = percentile(found, 99) * 1000
+            rows.append({"crowd": name, "turns": len(found), "p99_ms": p99, "longest_ms": found[-1] * 1000})
     finally:
-        asyncio.Handle._run = run  # type: ignore[method-assign]
+        turns._run = run
         await host.stop()
     return rows
 
 
-def wait_for_crowd(name: str, url: str, tokens: int) -> None:
-    with child(crowd_process, name, url, tokens) as pipe:
-        pipe.recv()
+# --- attacks --------------------------------------------------------------------------------------------------
 
 
 def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
     limits = Limits(connections=CONNECTIONS)
-    keys = (ApiKey("greedy", GREEDY), ApiKey("other", OTHER))
     most_mib = (limits.body_bytes_at_once + limits.kept_bytes + limits.responses_bytes) / 2**20
+    keys = (ApiKey("greedy", GREEDY), ApiKey("other", OTHER))
+    settings = {"limits": limits, "api_keys": keys, "log_level": "error"}
+    rows: list[dict[str, Any]] = []
     for name in (name for name in ATTACKS if only in name):
         # A router of its own for each: what one attack leaves behind is not the next one's.
         with (
             running_engines(step_s=STEP_S) as nodes,
-            running_router(
-                nodes, None, {"limits": limits, "api_keys": keys, "log_level": "error"}, [SPECIAL]
-            ) as (url, probe),
+            running_router(nodes, settings=settings, special=[SPECIAL]) as (url, probe),
         ):
-            quiet, _, _, _ = asyncio.run(attacked_by(url, "", seconds / 2, probe))
+            doors = [nodes[1].request_endpoint, nodes.router_inbox]
+            quiet, *_ = asyncio.run(attacked_by(url, doors, "", seconds / 2, probe))
             before = probe("memory")
-            found, statuses, peak, hold = asyncio.run(attacked_by(url, name, seconds, probe))
-        found.sort()
-        quiet_ms, p99 = percentile(sorted(quiet), 99) * 1000, percentile(found, 99) * 1000
-        refused = sum(status != 200 for status in statuses)
-        memory_mib = (peak - before) / 2**20
+            found, statuses, peak, hold = asyncio.run(attacked_by(url, doors, name, seconds, probe))
+        quiet_ms, gaps = gaps_of(quiet)["gap_ms_p99"], gaps_of(found)
+        above, memory_mib = gaps["gap_ms_p99"] - quiet_ms, (peak - before) / 2**20
+        answered = statuses.count(200)
+        held = 0 < answered == len(statuses) and above <= BAR_MS and memory_mib <= most_mib
         rows.append(
             {
                 "attack": name,
                 "quiet_ms_p99": quiet_ms,
-                "gap_ms_p50": percentile(found, 50) * 1000,
-                "gap_ms_p99": p99,
-                "gap_ms_max": found[-1] * 1000,
-                "above_quiet_ms": p99 - quiet_ms,
+                **gaps,
+                "above_quiet_ms": above,
+                "times_quiet": gaps["gap_ms_p99"] / quiet_ms,
                 "longest_hold_ms": hold * 1000,
                 "asked": len(statuses),
-                "answered": len(statuses) - refused,
+                "answered": answered,
                 "memory_mib": memory_mib,
-                "held": bool(statuses)
-                and not refused
-                and p99 - quiet_ms <= BAR_MS
-                and memory_mib <= most_mib,
+                "verdict": "yes" if held else "NO",
             }
         )
         print(json.dumps(rows[-1]), flush=True)
@@ -231,207 +324,40 @@ def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
 
 
 async def attacked_by(
-    url: str, name: str, seconds: float, probe: Callable[[str], float]
+    url: str, doors: list[str], name: str, seconds: float, probe: Probe
 ) -> tuple[list[float], list[int], float, float]:
     """Returns the other key's gaps, the statuses of its small requests (0: none came), the most memory, and the longest time for
     which the router's event loop was held."""
-    found: list[float] = []
     statuses: list[int] = []
     peak = 0.0
-    streams = [asyncio.create_task(read(url, found, OTHER)) for _ in range(STREAMS)]
-    await asyncio.sleep(10 * STEP_S)
-    found.clear()
-    await asyncio.to_thread(probe, "hold")
-    with child(attack_process, name, url, seconds) as pipe:
-        while not pipe.poll():
-            statuses.append(await ask_once(url))
-            peak = max(peak, await asyncio.to_thread(probe, "memory"))
-            await asyncio.sleep(0.1)
-    hold = await asyncio.to_thread(probe, "hold")
-    broken = sum(task.done() for task in streams)
-    statuses += [0] * broken
-    for task in streams:
-        task.cancel()
-    await asyncio.gather(*streams, return_exceptions=True)
-    return found, statuses, peak, hold
+    async with beside_streams(url, OTHER) as (found, broken):
+        await asyncio.to_thread(probe, "hold")
+        with child(attack_process, url, doors, name, seconds) as pipe:
+            while not pipe.poll():
+                statuses.append(await ask_once(url))
+                peak = max(peak, await asyncio.to_thread(probe, "memory"))
+                await asyncio.sleep(0.1)
+        hold = await asyncio.to_thread(probe, "hold")
+    return found, statuses + broken, peak, hold
 
 
 async def ask_once(url: str) -> int:
     """Asks for two tokens on a new connection, as the other key."""
-    data = json.dumps(completion(2)).encode()
     try:
-        async with asyncio.timeout(30), connected(url) as (reader, writer):
-            writer.write(head("POST", "/v1/completions", len(data), OTHER) + data)
-            return await read_answer(reader)
+        async with asyncio.timeout(30), connected(url) as connection:
+            await connection.send("/v1/completions", completion(2), key=OTHER)
+            return (await connection.answer()).status
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         return 0
 
 
-def attack_process(pipe: Connection, name: str, url: str, seconds: float) -> None:
+def attack_process(pipe: Connection, url: str, doors: list[str], name: str, seconds: float) -> None:
     async def attack() -> None:
-        await (attack_for(url, name, seconds) if name else asyncio.sleep(seconds))
+        await (attack_for(url, doors, name, seconds) if name else asyncio.sleep(seconds))
         pipe.send("done")
         os._exit(0)  # cancelling hundreds of clients takes time, in which they would go on
 
     asyncio.run(attack())
-
-
-def show_attacks(rows: list[dict[str, Any]]) -> None:
-    table = Table(
-        title="Another key's streams and requests, beside one key or a stranger", title_justify="left"
-    )
-    for name in (
-        "beside",
-        "answered",
-        "gap p99, quiet",
-        "ms above",
-        "longest",
-        "loop held",
-        "memory MiB",
-        "held",
-    ):
-        table.add_column(name, justify="left" if name == "beside" else "right")
-    for row in rows:
-        table.add_row(
-            row["attack"],
-            f"{row['answered']} of {row['asked']}",
-            f"{row['quiet_ms_p99']:.0f}",
-            f"{row['above_quiet_ms']:+.0f}",
-            f"{row['gap_ms_max']:.0f}",
-            f"{row['longest_hold_ms']:.0f}",
-            f"{row['memory_mib']:+.0f}",
-            "yes" if row["held"] else "NO",
-        )
-    Console().print(table)
-
-
-async def read(url: str, found: list[float], key: str = "") -> None:
-    reader, writer = await ask(url, 1_000_000, key=key)
-    try:
-        await reader.readuntil(b"\r\n\r\n")
-        last = time.perf_counter()
-        while size := int((await reader.readline()).strip(), 16):
-            await reader.readexactly(size + 2)
-            now = time.perf_counter()
-            found.append(now - last)
-            last = now
-    finally:
-        writer.transport.abort()
-
-
-def crowd_process(pipe: Connection, name: str, url: str, tokens: int) -> None:
-    asyncio.run(CROWDS[name](url, tokens))
-    pipe.send("done")
-
-
-async def exchange(url: str, path: str, body: dict[str, object] | bytes, wanted: bytes = b"200") -> int:
-    """Reads the answer and returns its size."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 20)
-    start = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(start.encode() + data)
-    status = await reader.readline()
-    if wanted not in status:
-        raise RuntimeError(f"the router answered {status!r}: {await reader.read(2000)!r}")
-    size = 0
-    while piece := await reader.read(1 << 20):
-        size += len(piece)
-    writer.close()
-    return size
-
-
-def completion(tokens: int, **fields: object) -> dict[str, object]:
-    return {"model": "instant", "prompt": PROMPT, "max_tokens": tokens, "seed": 1, **fields}
-
-
-def chat(tokens: int, **fields: object) -> dict[str, object]:
-    messages = [{"role": "user", "content": PROMPT}]
-    return {"model": "instant", "messages": messages, "max_tokens": tokens, "seed": 1, **fields}
-
-
-async def plain(url: str, tokens: int) -> None:
-    await asyncio.gather(*(exchange(url, "/v1/completions", completion(tokens)) for _ in range(WIDE)))
-
-
-def wide(path: str, body: Callable[..., dict[str, object]], **fields: object) -> Crowd:
-    async def crowd(url: str, tokens: int) -> None:
-        await exchange(url, path, body(tokens, n=WIDE, **fields))
-
-    return crowd
-
-
-def bodies(text: Callable[[], bytes]) -> Crowd:
-    """Bodies of the largest size that is allowed. They are refused after they have been parsed."""
-
-    async def crowd(url: str, tokens: int) -> None:
-        data = text()
-        await asyncio.gather(*(exchange(url, "/v1/completions", data, b"HTTP/1.1 4") for _ in range(BODIES)))
-
-    return crowd
-
-
-def _one_text() -> bytes:
-    return b'{"model":"instant","max_tokens":0,"prompt":"' + b"a " * (BODY_BYTES // 2) + b'"}'
-
-
-def _escapes() -> bytes:
-    return b'{"model":"instant","max_tokens":0,"prompt":"' + rb"\u00e4" * (BODY_BYTES // 6) + b'"}'
-
-
-def _numbers() -> bytes:
-    return b'{"model":"instant","max_tokens":0,"prompt":[' + b"1," * (BODY_BYTES // 2) + b"1]}"
-
-
-def _brackets() -> bytes:
-    return b'{"model":"instant","max_tokens":0,"prompt":"' + b"[" * BODY_BYTES + b'"}'
-
-
-def _names() -> bytes:
-    names = b",".join(
-        b'"%06x":1' % number for number in itertools.islice(itertools.count(), BODY_BYTES // 11)
-    )
-    return b'{"model":"instant","max_tokens":0,"prompt":"x","logit_bias":{' + names + b"}}"
-
-
-CROWDS: dict[str, Crowd] = {
-    "plain": plain,
-    "completions, whole": wide("/v1/completions", completion, logprobs=TOP),
-    "completions, streamed": wide("/v1/completions", completion, logprobs=TOP, stream=True),
-    "chat, whole": wide("/v1/chat/completions", chat, logprobs=True, top_logprobs=TOP),
-    "chat, streamed": wide("/v1/chat/completions", chat, logprobs=True, top_logprobs=TOP, stream=True),
-    "body of one text": bodies(_one_text),
-    "body of escapes": bodies(_escapes),
-    "body of numbers": bodies(_numbers),
-    "body of brackets": bodies(_brackets),
-    "body of names": bodies(_names),
-}
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Others' streams, beside the largest requests", title_justify="left")
-    for name in ("beside", "gap ms p50", "p99", "longest", "p99 above plain", "CPU s", "memory MiB"):
-        table.add_column(name, justify="left" if name == "beside" else "right")
-    for row in rows:
-        table.add_row(
-            row["crowd"],
-            f"{row['gap_ms_p50']:.1f}",
-            f"{row['gap_ms_p99']:.1f}",
-            f"{row['gap_ms_max']:.0f}",
-            f"{row['above_plain_ms']:+.1f}",
-            f"{row['cpu_s']:.1f}",
-            f"{row['memory_mib']:+.1f}",
-        )
-    Console().print(table)
-
-
-def show_holds(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="CPU time of single turns of the router's event loop", title_justify="left")
-    for name in ("beside", "turns", "ms p99", "longest"):
-        table.add_column(name, justify="left" if name == "beside" else "right")
-    for row in rows:
-        table.add_row(row["crowd"], str(row["turns"]), f"{row['p99_ms']:.2f}", f"{row['longest_ms']:.1f}")
-    Console().print(table)
 
 
 if __name__ == "__main__":

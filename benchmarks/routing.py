@@ -1,32 +1,31 @@
 """What a router's decision costs by the number of nodes, and whether it is as good as one that ranks every node.
 
     python -m benchmarks.routing [--nodes N,N,...] [--requests N] [--json FILE]
+    python -m benchmarks.routing --policies    # every policy on three kinds of traffic: cache hits, balance, waiting times
 
 Cost: the router's own code (`tandem.router.policy.choose`, `tandem.router.pool`) chooses two nodes for each request, records what was sent and
 answered, and reads the nodes' statuses; half of the requests share a prefix with earlier ones. There are no sockets. Hashing a prompt is timed
 separately, because it happens with tokenizing, outside the event loop. Index: the messages in which nodes report the blocks that they store and
-evict, and what recording them adds to a node's step. Quality: the simulation of `benchmarks.policies`, with the router's choice and with one
-among all nodes, on the same requests.
+evict, and what recording them adds to a node's step. Quality: a simulation of pools (`routing_world`), with the router's choice and with one among
+all nodes, on the same requests.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import random
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.policies import BLOCK, TRACES, Simulation, words
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import table_of
+from benchmarks.routing_world import BLOCK, TRACES, Simulation, words
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
@@ -41,7 +40,7 @@ from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks, NodeBits, Overlaps, PrefixRecord, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus
+from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 APPLICATIONS = 50  # prompts with which many requests begin
@@ -50,6 +49,7 @@ PROMPTS = (4_096, 100_000)
 STEPS_PER_STATUS = 20
 COUNTED_EVERY = 4  # a node's statuses have its counters once a second (`tandem.node.routers`)
 QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
+POLICY_NODES = (4, 4)
 TELLING_S = 0.001  # how long a router process's report takes to reach a sibling
 
 
@@ -220,7 +220,13 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
         cache.pool.events = CacheEvents(1) if tells else None
         rng = random.Random(1)
         asked = [
-            Request(f"r{i}", list(words(rng, tokens)), SamplingParams(max_tokens=9), block_hasher=hasher)
+            Request(
+                f"r{i}",
+                RequestFacts(
+                    prompt_token_ids=list(words(rng, tokens)), sampling=SamplingParams(max_tokens=9)
+                ),
+                block_hasher=hasher,
+            )
             for i in range(requests)
         ]
         began = time.thread_time()
@@ -234,89 +240,91 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
     return {"requests": requests, "tokens_each": tokens, "noting_events_us": extra * 1e6}
 
 
-def quality(trace: str, seconds: float) -> dict[str, Any]:
-    prefill, decode = QUALITY_NODES
-    load = 0.75 * prefill / 4  # the traces are written for four prefill nodes
-
-    def mean_wait(chooser_of: Callable[[NodePool], Chooser]) -> float:
-        simulation = Simulation(chooser_of, prefill, decode)
-        return fmean(simulation.run(TRACES[trace](random.Random(7), seconds, load)).first_token_s)
-
-    few = mean_wait(lambda pool: Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER))
-    all_ = mean_wait(lambda pool: EveryNode(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER))
+def simulated(
+    trace: str,
+    seconds: float,
+    chooser_of: Callable[[NodePool], Chooser],
+    nodes: tuple[int, int] = QUALITY_NODES,
+    routers: int = 1,
+    telling_s: float | None = None,
+) -> dict[str, float]:
+    simulation = Simulation(chooser_of, *nodes, routers, telling_s)
+    load = (
+        0.75 * nodes[0] / 4 if nodes == QUALITY_NODES else 1.0
+    )  # the traces are written for four prefill nodes
+    outcome = simulation.run(TRACES[trace](random.Random(7), seconds, load))
+    waits = sorted(outcome.first_token_s)
     return {
-        "trace": trace,
-        "mean_wait_ms": few * 1e3,
-        "ranking_every_node_ms": all_ * 1e3,
-        "ratio": few / all_,
-    }
-
-
-def together(trace: str, seconds: float, routers: int, telling_s: float | None) -> dict[str, Any]:
-    """Compares routers that know of each other's requests by nodes' statuses and cache news with routers that also tell each other."""
-    prefill, decode = QUALITY_NODES
-
-    def chooser_of(pool: NodePool) -> Chooser:
-        return Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
-
-    simulation = Simulation(chooser_of, prefill, decode, routers, telling_s)
-    outcome = simulation.run(TRACES[trace](random.Random(7), seconds, 0.75 * prefill / 4))
-    busy = [node.busy_s for node in simulation.nodes.values() if node.info.role is Role.PREFILL]
-    return {
-        "trace": trace,
-        "routers": routers,
-        "telling": "no" if telling_s is None else f"{telling_s * 1e3:g} ms",
-        "mean_wait_ms": fmean(outcome.first_token_s) * 1e3,
-        "imbalance": max(busy) / fmean(busy),
+        "mean_wait_ms": fmean(waits) * 1e3,
+        "wait_ms_p50": percentile(waits, 50) * 1e3,
+        "wait_ms_p99": percentile(waits, 99) * 1e3,
+        "tpot_ms_p99": percentile(sorted(outcome.per_token_s), 99) * 1e3,
+        "imbalance": simulation.imbalance,
         "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
     }
 
 
+def least_wait(pool: NodePool) -> Chooser:
+    return Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
+
+
+def quality(trace: str, seconds: float) -> dict[str, Any]:
+    few = simulated(trace, seconds, least_wait)["mean_wait_ms"]
+    every = simulated(
+        trace, seconds, lambda pool: EveryNode(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
+    )["mean_wait_ms"]
+    return {"trace": trace, "mean_wait_ms": few, "ranking_every_node_ms": every, "ratio": few / every}
+
+
+def together(trace: str, seconds: float, routers: int, telling_s: float | None) -> dict[str, Any]:
+    """Compares routers that know of each other's requests by nodes' statuses and cache news with routers that also tell each other."""
+    found = simulated(trace, seconds, least_wait, routers=routers, telling_s=telling_s)
+    telling = "no" if telling_s is None else f"{telling_s * 1e3:g} ms"
+    return {"trace": trace, "routers": routers, "telling": telling, **found}
+
+
+def policies(seconds: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for trace in TRACES:
+        for policy in PolicyName:
+            chooser_of = functools.partial(Chooser, policy=policy, local_prefill=LocalPrefill.NEVER)
+            found = simulated(trace, seconds, chooser_of, POLICY_NODES)
+            rows.append({"trace": trace, "policy": policy.value, **found})
+    return rows
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.routing", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--nodes", default="4,100,1000,4000", help="how many, each in turn")
     parser.add_argument("--requests", type=int, default=1000, help="decisions of each kind")
     parser.add_argument("--seconds", type=float, default=60, help="of simulated time, for the quality")
-    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
+    parser.add_argument("--policies", action="store_true", help="only the policies, simulated")
     options = parser.parse_args()
-    costs = [
-        cost(int(nodes), tokens, options.requests) for tokens in PROMPTS for nodes in options.nodes.split(",")
-    ]
-    show("What one request's decision costs the event loop", costs)
-    indexes = [index(int(nodes), 1_000_000) for nodes in options.nodes.split(",")]
-    show("What nodes tell of their caches, read by one router", indexes)
-    steps = [step(2048, 1), step(16, 16), step(16, 256)]
-    show("What a node's step pays to tell it", steps)
-    qualities = [quality(trace, options.seconds) for trace in TRACES] if options.seconds else []
-    show(
-        f"Until the first token, {QUALITY_NODES[0]} prefill and {QUALITY_NODES[1]} decode nodes, simulated",
-        qualities,
-    )
-    shared = [
-        together(trace, options.seconds, routers, telling_s)
-        for trace in TRACES
-        for routers, telling_s in ((1, None), (2, None), (2, TELLING_S), (4, None), (4, TELLING_S))
-        if options.seconds
-    ]
-    show("Several routers, which take requests in turns, simulated", shared)
-    if options.json:
-        Path(options.json).write_text(
-            json.dumps(
-                {"cost": costs, "index": indexes, "step": steps, "quality": qualities, "together": shared},
-                indent=1,
-            )
-            + "\n"
-        )
+    if options.policies:
+        rows = policies(options.seconds)
+        write_figures(rows, options.json)
+        prefill, decode = POLICY_NODES
+        show(table_of(f"{prefill} prefill and {decode} decode nodes, simulated", rows, left=2))
+        return 0
+    nodes, seconds = [int(count) for count in options.nodes.split(",")], options.seconds
+    routers = ((1, None), (2, None), (2, TELLING_S), (4, None), (4, TELLING_S))
+    traces = TRACES if seconds else ()
+    found = {
+        "What one request's decision costs the event loop": [
+            cost(count, tokens, options.requests) for tokens in PROMPTS for count in nodes
+        ],
+        "What nodes tell of their caches, read by one router": [index(count, 1_000_000) for count in nodes],
+        "What a node's step pays to tell it": [step(2048, 1), step(16, 16), step(16, 256)],
+        f"Until the first token, {QUALITY_NODES[0]} prefill and {QUALITY_NODES[1]} decode nodes, simulated": [
+            quality(trace, seconds) for trace in traces
+        ],
+        "Several routers, which take requests in turns, simulated": [
+            together(trace, seconds, *each) for trace in traces for each in routers
+        ],
+    }
+    write_figures(found, options.json)
+    show(*(table_of(title, rows) for title, rows in found.items() if rows), width=150)
     return 0
-
-
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in rows[0] if rows else ():
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
 
 
 if __name__ == "__main__":

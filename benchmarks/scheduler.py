@@ -13,28 +13,27 @@ is `schedule` and `update_from_output`, and making the model's answer between th
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import median
+from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import at_least, floors_table, table_of
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
 from tandem.engine.request import Request
-from tandem.engine.scheduling.output import ModelOutput
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 BLOCK_SIZE = 16
@@ -106,8 +105,24 @@ def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> floa
     started = time.perf_counter()
     for i, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
-        scheduler.add_request(Request(str(i), prompt, sampling, block_hasher=scheduler.block_hasher))
+        scheduler.add_request(
+            Request(
+                str(i),
+                RequestFacts(prompt_token_ids=prompt, sampling=sampling),
+                block_hasher=scheduler.block_hasher,
+            )
+        )
     return time.perf_counter() - started
+
+
+def answer_to(step: SchedulerOutput, scheduler: Scheduler) -> ModelOutput:
+    """Returns what a model answers at once: a token for each request whose tokens this step computes to the end."""
+    requests, sampled = scheduler.requests, {}
+    for request_id in step.num_scheduled_tokens:
+        request = requests[request_id]
+        if request.num_computed_tokens >= request.num_tokens:
+            sampled[request_id] = [7]
+    return ModelOutput(sampled)
 
 
 def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
@@ -116,16 +131,11 @@ def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
         started = time.perf_counter()
         step = scheduler.schedule()
         planned = time.perf_counter()
-        requests = scheduler.requests
-        sampled = {}
-        for request_id in step.num_scheduled_tokens:
-            request = requests[request_id]
-            if request.num_computed_tokens >= request.num_tokens:
-                sampled[request_id] = [7]
+        output = answer_to(step, scheduler)
         answered = time.perf_counter()
-        scheduler.update_from_output(step, ModelOutput(sampled))
+        scheduler.update_from_output(step, output)
         ended = time.perf_counter()
-        yield ended - started, planned - started, ended - answered, len(sampled)
+        yield ended - started, planned - started, ended - answered, len(output.sampled_token_ids)
 
 
 def measure(work: SchedulerWorkload) -> Speed:
@@ -144,10 +154,9 @@ def measure(work: SchedulerWorkload) -> Speed:
 
 def best(measurements: list[Speed]) -> Speed:
     """The smallest value of each figure, because other load on the machine only adds time."""
-    fields: dict[str, float] = {}
-    for name in Speed.__struct_fields__:
-        fields[name] = min(getattr(each, name) for each in measurements)
-    return Speed(**fields)
+    return Speed(
+        **{name: min(getattr(one, name) for one in measurements) for name in Speed.__struct_fields__}
+    )
 
 
 def measure_decoding(scheduler: Scheduler, count: int) -> float:
@@ -166,7 +175,12 @@ def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> S
     while scheduler.stats().waiting_tokens:
         next(steps(scheduler))
     for i in range(waiting):
-        scheduler.add_request(Request(f"waits {i}", [i % VOCABULARY] * 8, SamplingParams(max_tokens=1)))
+        scheduler.add_request(
+            Request(
+                f"waits {i}",
+                RequestFacts(prompt_token_ids=[i % VOCABULARY] * 8, sampling=SamplingParams(max_tokens=1)),
+            )
+        )
     return scheduler
 
 
@@ -197,7 +211,10 @@ def measure_hashing(repeats: int) -> dict[str, float]:
     found = {}
     for algorithm in HashAlgorithm:
         hasher = make_block_hasher(algorithm, BLOCK_SIZE, "seed")
-        requests = [Request("a", prompt, SamplingParams()) for prompt in prompts]
+        requests = [
+            Request("a", RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams()))
+            for prompt in prompts
+        ]
         timed = []
         for request in requests:
             started = time.perf_counter()
@@ -207,9 +224,7 @@ def measure_hashing(repeats: int) -> dict[str, float]:
     return found
 
 
-def measure_peer(
-    python: str, model: str, script: str, say: Callable[[str], None]
-) -> dict[SchedulerWorkload, Speed]:
+def measure_peer(python: str, model: str, script: str) -> dict[SchedulerWorkload, Speed]:
     try:
         done = subprocess.run(
             [python, script, model], capture_output=True, text=True, timeout=900, check=False
@@ -227,104 +242,92 @@ def measure_peer(
     return found
 
 
-def show_workloads(ours: dict[SchedulerWorkload, Speed], peer: dict[SchedulerWorkload, Speed]) -> Table:
-    table = Table(title="microseconds; × is how many times faster than vLLM")
-    table.add_column("workload")
-    for name in ("step", "schedule", "update", "per token", "add a request"):
-        table.add_column(name, justify="right")
-    for name in ("vLLM step", "×", "vLLM add", "×"):
-        table.add_column(name, justify="right", style="dim")
-    for work, speed in ours.items():
-        row = [speed.step, speed.schedule or 0.0, speed.update or 0.0, speed.token, speed.add_request]
-        cells = [f"{value:,.1f}" if value < 100 else f"{value:,.0f}" for value in row]
-        if (other := peer.get(work)) is not None:
-            cells += [
-                f"{other.step:,.0f}",
-                f"{other.step / speed.step:.1f}",
-                f"{other.add_request:,.0f}",
-                f"{other.add_request / speed.add_request:.1f}",
-            ]
-        table.add_row(str(work), *cells)
-    return table
+def workload_row(work: SchedulerWorkload, speed: Speed, other: Speed | None) -> dict[str, Any]:
+    return {
+        **msgspec.structs.asdict(work),
+        "workload": str(work),
+        "tandem_us": msgspec.structs.asdict(speed),
+        "vllm_us": msgspec.structs.asdict(other) if other else None,
+        "times_faster": {"step": other.step / speed.step, "add": other.add_request / speed.add_request}
+        if other
+        else None,
+    }
 
 
-def show_growth(
+WORKLOAD_COLUMNS = {
+    "workload": "{workload}",
+    "step": "{tandem_us[step]:,.0f}",
+    "schedule": "{tandem_us[schedule]:,.0f}",
+    "update": "{tandem_us[update]:,.0f}",
+    "per token": "{tandem_us[token]:,.1f}",
+    "add a request": "{tandem_us[add_request]:,.1f}",
+    "vLLM step": "{vllm_us[step]:,.0f}",
+    "×": "{times_faster[step]:.1f}",
+    "vLLM add": "{vllm_us[add_request]:,.0f}",
+    "× ": "{times_faster[add]:.1f}",
+}
+
+
+GROWTH_COLUMNS = {"": "{what}", "µs per step": "{step:,.0f}", "to make": "{made}"}
+
+
+def growth_rows(
     pools: dict[int, dict[str, float]], lines: dict[int, float], hashing: dict[str, float]
-) -> Table:
-    table = Table(
-        title="what a step at 256 running requests must not depend on, and what a prompt's hashes cost"
-    )
-    table.add_column("")
-    table.add_column("µs per step", justify="right")
-    table.add_column("", justify="right")
-    for size, figures in pools.items():
-        table.add_row(
-            f"a pool of {size:,} blocks",
-            f"{figures['step_us']:,.0f}",
-            f"{figures['build_ms']:.0f} ms to make",
-        )
-    for length, step in lines.items():
-        table.add_row(f"{length:,} requests in line", f"{step:,.0f}", "")
-    for algorithm, cost in hashing.items():
-        table.add_row(f"hashing 512 tokens, {algorithm}", "", f"{cost:.0f} µs")
-    return table
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {
+            "what": f"a pool of {size:,} blocks",
+            "step": found["step_us"],
+            "made": f"{found['build_ms']:.0f} ms",
+        }
+        for size, found in pools.items()
+    ]
+    rows += [{"what": f"{length:,} requests in line", "step": step} for length, step in lines.items()]
+    rows += [
+        {"what": f"hashing 512 tokens, {name}", "made": f"{cost:.0f} µs"} for name, cost in hashing.items()
+    ]
+    return rows
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="one round, fewer steps")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--vllm-python", help="the Python of an environment with vLLM")
     parser.add_argument("--model", help="a local model folder, for vLLM's configuration")
     parser.add_argument("--peer-script", help="drives vLLM's scheduler")
     options = parser.parse_args()
-    console = Console(stderr=True)
     rounds, count = (1, 60) if options.quick else (3, 200)
-
-    def say(what: str) -> None:
-        console.print(what, markup=False, highlight=False)
-
     measured: dict[SchedulerWorkload, list[Speed]] = {work: [] for work in WORKLOADS}
     for i in range(rounds):
         for work in WORKLOADS:
             say(f"round {i + 1} of {rounds}: {work}")
             measured[work].append(measure(work))
-    ours = {work: best(speeds) for work, speeds in measured.items()}
     peer: dict[SchedulerWorkload, Speed] = {}
     if options.vllm_python and options.model and options.peer_script:
         say("vLLM's scheduler")
-        peer = measure_peer(options.vllm_python, options.model, options.peer_script, say)
+        peer = measure_peer(options.vllm_python, options.model, options.peer_script)
     else:
         say("vLLM is not in this run: give --vllm-python, --model and --peer-script")
+    rows = [workload_row(work, best(speeds), peer.get(work)) for work, speeds in measured.items()]
     say("pools, lines, hashes")
     pools = measure_pools((10_000, 100_000, 1_000_000), rounds, count)
     lines = measure_lines((100, 1_000, 10_000, 100_000), rounds, count)
     hashing = measure_hashing(count)
-
-    out = Console(width=150)
-    out.print(show_workloads(ours, peer))
-    out.print(show_growth(pools, lines, hashing))
-    figures = {
-        "workloads": [
-            {
-                **msgspec.structs.asdict(work),
-                "tandem_us": msgspec.structs.asdict(speed),
-                "vllm_us": msgspec.structs.asdict(peer[work]) if work in peer else None,
-            }
-            for work, speed in ours.items()
-        ],
-        "pools": {str(size): figures for size, figures in pools.items()},
-        "lines_us": {str(length): step for length, step in lines.items()},
-        "hashing_us": hashing,
-    }
-    if WORKLOADS[0] in peer:
-        other, speed = peer[WORKLOADS[0]], ours[WORKLOADS[0]]
-        step, add = other.step / speed.step, other.add_request / speed.add_request
-        out.print(f"step at 256 running: {step:.1f} times faster than vLLM (floor {STEP_FLOOR:.0f})")
-        out.print(f"adding a request: {add:.1f} times faster than vLLM (floor {ADD_FLOOR:.0f})")
-        figures["times_faster"] = {"step_at_256": step, "add_request": add}
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    growth = growth_rows(pools, lines, hashing)
+    show(
+        table_of("microseconds; × is how many times faster than vLLM", rows, WORKLOAD_COLUMNS),
+        table_of("what a step at 256 running requests must not depend on", growth, GROWTH_COLUMNS),
+        width=150,
+    )
+    if times := rows[0]["times_faster"]:
+        floors = at_least("a step at 256 running requests, beside vLLM's", times["step"], STEP_FLOOR, "×")
+        show(floors_table([floors, at_least("adding a request", times["add"], ADD_FLOOR, "×")]))
+    figures = {"workloads": rows, "pools": pools, "lines_us": lines, "hashing_us": hashing}
+    write_figures(figures, options.json)
     return 0
 
 

@@ -12,7 +12,7 @@ step that was taken back are forgotten.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import logging
 import os
 import random
@@ -39,11 +39,13 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from benchmarks.lib.command import parser_of
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig, SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 CONTEXT = 512
@@ -53,89 +55,109 @@ Groups = list[tuple[AttentionKind, int | None]]
 FULL, SLIDING = AttentionKind.FULL, AttentionKind.SLIDING
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What both schedulers are made with."""
+
+    groups: Groups
+    block_size: int
+    blocks: int
+    policy: str
+    seqs: int
+    budget: int
+    threshold: int
+    caching: bool
+    reserve: Reserve
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Settings:
+        two = [(FULL, None), (SLIDING, draw.choice([5, 8, 13]))]
+        choices: list[Groups] = [[(FULL, None)], [(FULL, None)], two, [(SLIDING, draw.choice([5, 9]))]]
+        groups = draw.choice(choices)
+        # With a window, vLLM's asks for blocks that become free again while the prompt is computed.
+        windowed = any(window is not None for _, window in groups)
+        return cls(
+            groups,
+            block_size=draw.choice([4, 8]),
+            blocks=draw.choice([12, 20, 40, 80]),
+            policy=draw.choice(["fcfs", "priority"]),
+            seqs=draw.choice([2, 4, 8]),
+            budget=draw.choice([8, 24, 64, 256]),
+            threshold=draw.choice([0, 0, 6]),
+            caching=len(groups) > 1 or draw.random() < 0.8,
+            reserve=Reserve.NONE if windowed else draw.choice([Reserve.NONE, Reserve.PROMPT]),
+        )
+
+
+def our_scheduler(given: Settings) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            policy=SchedulingPolicy(given.policy),
+            max_num_seqs=given.seqs,
+            max_num_batched_tokens=given.budget,
+            long_prefill_token_threshold=given.threshold,
+            reserve=given.reserve,
+        ),
+        CacheConfig(block_size=given.block_size, prefix_caching=given.caching),
+        [KVCacheGroup(kind, given.block_size, (i,), window) for i, (kind, window) in enumerate(given.groups)],
+        given.blocks,
+        CONTEXT,
+        frozenset({2}),
+    )
+
+
+def their_scheduler(given: Settings, model: theirs.ModelConfig) -> Any:
+    cache = theirs.CacheConfig(block_size=given.block_size, enable_prefix_caching=given.caching)
+    cache.num_gpu_blocks = given.blocks
+    config = theirs.VllmConfig(
+        model_config=model,
+        scheduler_config=theirs.SchedulerConfig(
+            max_num_seqs=given.seqs,
+            max_num_batched_tokens=given.budget,
+            max_model_len=CONTEXT,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            long_prefill_token_threshold=given.threshold,
+            policy=given.policy,
+            scheduler_reserve_full_isl=given.reserve is Reserve.PROMPT,
+        ),
+        cache_config=cache,
+        device_config=theirs.DeviceConfig("cpu"),
+    )
+    layout: dict[str, Any] = {"block_size": given.block_size, "num_kv_heads": 1, "head_size": 64}
+    layout["dtype"] = torch.bfloat16
+    specs = [
+        FullAttentionSpec(**layout) if kind is FULL else SlidingWindowSpec(sliding_window=window, **layout)
+        for kind, window in given.groups
+    ]
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    return TheirScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=given.blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        block_size=given.block_size,
+        log_stats=False,
+        structured_output_manager=StructuredOutputManager(config),
+    )
+
+
 class Pair:
     """Both schedulers, with the same requests and settings."""
 
     def __init__(self, draw: random.Random, model: theirs.ModelConfig) -> None:
-        groups: Groups = draw.choice(
-            [
-                [(FULL, None)],
-                [(FULL, None)],
-                [(FULL, None), (SLIDING, draw.choice([5, 8, 13]))],
-                [(SLIDING, draw.choice([5, 9]))],
-            ]
-        )
-        block_size, blocks = draw.choice([4, 8]), draw.choice([12, 20, 40, 80])
-        policy, seqs = draw.choice(["fcfs", "priority"]), draw.choice([2, 4, 8])
-        threshold, budget = draw.choice([0, 0, 6]), draw.choice([8, 24, 64, 256])
-        self.caching = len(groups) > 1 or draw.random() < 0.8
-        # With a window, vLLM's asks for blocks that become free again while the prompt is computed.
-        windowed = any(window is not None for _, window in groups)
-        reserve = Reserve.NONE if windowed else draw.choice([Reserve.NONE, Reserve.PROMPT])
-        self.ours = Scheduler(
-            SchedulerConfig(
-                policy=SchedulingPolicy(policy),
-                max_num_seqs=seqs,
-                max_num_batched_tokens=budget,
-                long_prefill_token_threshold=threshold,
-                reserve=reserve,
-            ),
-            CacheConfig(block_size=block_size, prefix_caching=self.caching),
-            [KVCacheGroup(kind, block_size, (i,), window) for i, (kind, window) in enumerate(groups)],
-            blocks,
-            CONTEXT,
-            frozenset({2}),
-        )
-        cache = theirs.CacheConfig(block_size=block_size, enable_prefix_caching=self.caching)
-        cache.num_gpu_blocks = blocks
-        config = theirs.VllmConfig(
-            model_config=model,
-            scheduler_config=theirs.SchedulerConfig(
-                max_num_seqs=seqs,
-                max_num_batched_tokens=budget,
-                max_model_len=CONTEXT,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-                async_scheduling=False,
-                long_prefill_token_threshold=threshold,
-                policy=policy,
-                scheduler_reserve_full_isl=reserve is Reserve.PROMPT,
-            ),
-            cache_config=cache,
-            device_config=theirs.DeviceConfig("cpu"),
-        )
-        layout: dict[str, Any] = {
-            "block_size": block_size,
-            "num_kv_heads": 1,
-            "head_size": 64,
-            "dtype": torch.bfloat16,
-        }
-        specs = [
-            FullAttentionSpec(**layout)
-            if kind is FULL
-            else SlidingWindowSpec(sliding_window=window, **layout)
-            for kind, window in groups
-        ]
-        self.theirs = TheirScheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=blocks,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)],
-            ),
-            block_size=block_size,
-            log_stats=False,
-            structured_output_manager=StructuredOutputManager(config),
-        )
-        self._hasher = get_request_block_hasher(block_size, sha256) if self.caching else None
+        given = Settings.drawn(draw)
+        self.ours, self.theirs = our_scheduler(given), their_scheduler(given, model)
+        self._hasher = get_request_block_hasher(given.block_size, sha256) if given.caching else None
 
     def add(self, name: str, prompt: list[int], max_tokens: int, priority: int, arrival: float) -> None:
         self.ours.add_request(
             Request(
                 name,
-                prompt,
-                SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-                priority=priority,
+                RequestFacts(
+                    prompt_token_ids=prompt,
+                    sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+                    priority=priority,
+                ),
                 arrival_time=arrival,
             )
         )
@@ -256,7 +278,7 @@ def run(number: int, model: theirs.ModelConfig) -> tuple[int, int, dict[str, Any
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, json=False)
     parser.add_argument("model")
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="the number of the first run")

@@ -1,7 +1,6 @@
-"""Whether the simulator predicts real runs, how fast it is with a thousand nodes, and how the autoscaler does in it.
+"""Whether the simulator predicts real runs, and how the autoscaler does in it.
 
     python -m benchmarks.simulation validate --url URL [--costs FILE] [--loads N] [--lengths F] [--json FILE]
-    python -m benchmarks.simulation scale --costs FILE --trace FILE [--requests N] [--json FILE]
     python -m benchmarks.simulation autoscaler --costs FILE [--trace FILE] [--most N] [--json FILE]
 
 `validate` sends ten loads to a running cluster (one node of each role, or one aggregated node) with `tandem bench`, measures its costs as
@@ -10,8 +9,6 @@ It compares the medians of the time to first token and of the time per token: th
 real runs. A machine that is shared becomes faster and slower within minutes; in this order each load's two runs lie as long before the
 costs as after them. Prompts are token ids without a common prefix; the cluster must have no other traffic. `--costs`: simulate with these,
 measured at another time.
-
-`scale` simulates thirty copies of a trace (Mooncake's conversation trace makes 100 requests a second) on 500 prefill and 500 decode nodes.
 
 `autoscaler` lets Tandem's autoscaler size both pools for a trace, and compares it with the smallest constant sizes that keep the same limits, which
 can only be found with knowledge of the whole trace. Without a trace, the load doubles twice and halves twice: abruptly every ten minutes, and
@@ -28,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -38,11 +34,11 @@ from typing import Any
 import httpx
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import Floor, at_most, floors_table, seen, table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.store import find_model_here
-from tandem.engine.config import CacheConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import CostModel, read_costs
@@ -64,7 +60,6 @@ LOAD_S = 60.0
 # The most that a simulation may be off in the median over the loads: so much more than two real runs, and at the 99th percentile
 ABOVE, P99_BAR = 0.03, 0.15
 SPREAD = 0.3
-COPIES = 30
 RATES, LEVEL_S = (
     (4.0, 8.0, 16.0, 8.0, 4.0),
     600.0,
@@ -156,51 +151,25 @@ def measured(url: str) -> CostModel:
 
 
 def show_validation(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="the simulator beside two real runs of each load", title_justify="left")
-    for name in (
-        "load",
-        "TTFT p50 ms: real",
-        "again",
-        "simulated",
-        "TPOT p50 ms: real",
-        "again",
-        "simulated",
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = [f"{row[run][which]:.1f}" for which in (0, 1) for run in ("first", "second", "simulated")]
-        rate, prompt, answer = row["load"]
-        table.add_row(f"{rate:g}/s {prompt}+{answer}", *cells)
-    Console().print(table)
+    columns = {"load": "{load[0]:g}/s {load[1]}+{load[2]}"}
+    for which, name in enumerate(("TTFT p50 ms", "TPOT p50 ms")):
+        columns |= {
+            f"{name}: real": f"{{first[{which}]:.1f}}",
+            f"{name}: again": f"{{second[{which}]:.1f}}",
+            f"{name}: simulated": f"{{simulated[{which}]:.1f}}",
+        }
+    floors: list[Floor] = []
     for which, (name, bar) in enumerate((("TTFT p50", None), ("TPOT p50", None), ("TTFT p99", P99_BAR))):
         errors, noise = [], []
         for row in rows:
             first, second, said = (row[run][which] for run in ("first", "second", "simulated"))
             errors.append(abs(said / statistics.fmean((first, second)) - 1))
             noise.append(abs(second / first - 1))
-        error, between = statistics.median(errors), statistics.median(noise)
-        most = bar or between + ABOVE
-        print(
-            f"{name}: simulated {error:.1%} off in the median, two real runs {between:.1%}; "
-            f"the bar is {most:.1%}: {'held' if error <= most else 'missed'}"
-        )
-
-
-def scale(options: argparse.Namespace) -> dict[str, Any]:
-    traffic = RecordedTraffic(copies=COPIES).of(read_trace(options.trace, options.requests))
-    pools = PoolsConfig(prefill=PoolConfig(nodes=500), decode=PoolConfig(nodes=500))
-    config = TandemConfig(pools=pools, cache=CacheConfig(block_size=512))
-    setup = SimulationSetup(config, dict.fromkeys(Role, read_costs(options.costs)), traffic, LIMITS)
-    began = time.process_time()
-    with progress(console, "1,000 nodes") as on_progress:
-        report = simulate(setup, on_progress)
-    return {
-        "requests": report.requests,
-        "simulated_s": report.seconds,
-        "cpu_s": time.process_time() - began,
-        "attainment": report.attainment,
-        "ttft_ms": msgspec.to_builtins(report.ttft_ms),
-    }
+        between = statistics.median(noise)
+        floors.append(seen(f"{name}: two real runs apart, in the median", 100 * between, "%"))
+        most = 100 * (bar or between + ABOVE)
+        floors.append(at_most(f"{name}: simulated off", 100 * statistics.median(errors), most, "%"))
+    show(table_of("the simulator beside two real runs of each load", rows, columns), floors_table(floors))
 
 
 def doubling_and_halving(at_once: bool) -> PlayedTraffic:
@@ -270,10 +239,8 @@ def _row(name: str, report: SimulationReport) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.simulation", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("what", choices=("validate", "scale", "autoscaler"))
+    parser = parser_of(__doc__)
+    parser.add_argument("what", choices=("validate", "autoscaler"))
     parser.add_argument("--costs", type=Path)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="smollm2", help="that the cluster serves (%(default)s)")
@@ -284,21 +251,17 @@ def main() -> int:
     parser.add_argument("--begin", type=int, default=2, help="nodes of each pool at the beginning")
     parser.add_argument("--most", type=int, default=32, help="nodes of each pool")
     parser.add_argument("--attainment", type=float, default=0.95, help="that the constant sizes must keep")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.what == "scale" and options.trace is None:
-        parser.error(f"{options.what} needs --trace FILE")
-    if options.what != "validate" and options.costs is None:
+    if options.what == "autoscaler" and options.costs is None:
         parser.error(f"{options.what} needs --costs FILE")
     found: Any
     if options.what == "validate":
         found = validate(options)
         show_validation(found["loads"])
     else:
-        found = scale(options) if options.what == "scale" else autoscaler(options)
+        found = autoscaler(options)
         print(json.dumps(found, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_figures(found, options.json)
     return 0
 
 

@@ -16,25 +16,18 @@ import argparse
 import asyncio
 import contextlib
 import os
-import shlex
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.ending import exit_status
-from benchmarks.side_by_side.processes import Family, adopt_orphans
-from benchmarks.side_by_side.systems import RunningSystem, running, tandem_system
-from benchmarks.soaking.cluster import SoakCluster
-from benchmarks.soaking.killing import Killer
-from benchmarks.soaking.load import SoakLoad
-from benchmarks.soaking.questions import SoakQuestions
+from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.processes import Family, adopt_orphans
+from benchmarks.lib.servers import RunningSystem, model_folder, running, tandem_system
+from benchmarks.soaking.cluster import Killer, ProcessWatch, SoakCluster
+from benchmarks.soaking.requests import SoakLoad, SoakQuestions
 from benchmarks.soaking.verdict import SoakVerdict, judge, print_soaked, tallied
-from benchmarks.soaking.watching import ProcessWatch
 from tandem.base.errors import TandemError
-from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
@@ -57,17 +50,12 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, out="results/soak")
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="of load (%(default)s)")
     parser.add_argument("--kill-every", type=float, metavar="S", help="kill a node every S seconds")
     parser.add_argument("--users", type=int, default=8, metavar="N", help="clients at once (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/soak"), metavar="FOLDER", help="(%(default)s)"
-    )
     options = parser.parse_args()
     for name in ("minutes", "kill_every", "users"):
         value = getattr(options, name)
@@ -77,7 +65,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
-    model = Path(prepare_model(options.model, lambda what, share: None).path)
+    model = model_folder(options.model)
     folder = results_folder(options.out)
     words = TextVocabulary(load_tokenizer(model)).words
     adopt_orphans()
@@ -88,9 +76,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         soaked = asyncio.run(_soak(options, started, questions, console))
     soaked.faults = judge(soaked)
     write_json(soaked, folder / "soak.json")
-    print_soaked(Console(width=_WIDTH), soaked)
-    with (folder / "soak.txt").open("w") as text:
-        print_soaked(Console(file=text, width=_WIDTH), soaked)
+    write_text(lambda to: print_soaked(to, soaked), folder / "soak.txt", _WIDTH)
     return 1 if soaked.faults else 0
 
 
@@ -129,9 +115,9 @@ async def _soak(
             await asyncio.gather(*helpers, return_exceptions=True)
         await view.close()
     return SoakVerdict(
-        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        made_at=now(),
         machine=MachineDescription.here(),
-        command=shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]]),
+        command=command_line("soak"),
         minutes=minutes,
         kills=killer.kills if killer is not None else [],
         growths=watch.growths(),

@@ -9,12 +9,10 @@ suite.txt and suite.json. Comparisons with other systems need the benchmarks' ow
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +20,29 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ending import exit_status
+from benchmarks.lib.command import exit_status, now, parser_of, write_text
+from benchmarks.lib.servers import model_folder
+from benchmarks.lib.tables import VERDICTS, Floor, at_most, seen
+from benchmarks.router import FLOOR_TOKEN_US, FLOOR_TTFT_MS
+from benchmarks.transfer import floors_of
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.models.store import prepare_model
 from tandem.cluster.saving import results_folder, write_json
 from tandem.loadgen.report import MachineDescription
 
-_WIDTH = 120
 _LOG_TAIL_LINES = 12
-
-
-class Headline(msgspec.Struct, frozen=True):
-    figure: str
-    measured: float
-    unit: str
-    floor: str = ""
-    met: bool | None = None
 
 
 class SuitePart(msgspec.Struct, frozen=True):
     name: str
     arguments: tuple[str, ...]  # for `python -m`; {model}, {json} and {out} are replaced
     within_s: float
-    read: Callable[[Any], list[Headline]]
+    read: Callable[[Any], list[Floor]]
 
 
 class PartResult(msgspec.Struct, frozen=True):
     part: str
     seconds: float
-    headlines: list[Headline]
+    headlines: list[Floor]
     failure: str = ""
 
 
@@ -60,79 +52,53 @@ class Suite(msgspec.Struct):
     parts: list[PartResult] = []
 
 
-def _at_most(figure: str, value: float, unit: str, floor: float) -> Headline:
-    return Headline(figure, value, unit, f"at most {floor:g}", value <= floor)
-
-
-def _at_least(figure: str, value: float, unit: str, floor: float) -> Headline:
-    return Headline(figure, value, unit, f"at least {floor:g}", value >= floor)
-
-
-def _scheduler(found: Any) -> list[Headline]:
+def _scheduler(found: Any) -> list[Floor]:
     at_256 = next(row for row in found["workloads"] if row["running"] == 256)
     return [
-        Headline("a step at 256 running requests", at_256["tandem_us"]["step"], "µs"),
-        Headline("adding a request", at_256["tandem_us"]["add_request"], "µs"),
+        seen("a step at 256 running requests", at_256["tandem_us"]["step"], "µs"),
+        seen("adding a request", at_256["tandem_us"]["add_request"], "µs"),
     ]
 
 
-def _transfer(found: Any) -> list[Headline]:
-    handover = found["handover_512"]
-    return [
-        _at_most("handover of 512 tokens", handover["ms_p50"], "ms", 10),
-        _at_most("the same, over raw NIXL", handover["ms_p50"] / handover["raw_ms_p50"], "×", 2),
-        _at_least("largest batch, of raw NIXL", found["throughput"][-1]["of_raw"], "×", 0.85),
-        _at_least("moved while the prompt was computed", found["overlap_2048"][0]["share"], "", 0.8),
-    ]
-
-
-def _router(found: Any) -> list[Headline]:
+def _router(found: Any) -> list[Floor]:
     streams = max(found["streams"], key=lambda row: row["streams"])
     return [
-        _at_most("added to the first token", found["added_ttft_ms"], "ms", 3),
-        _at_most(f"CPU per token, {streams['streams']} streams", streams["added_us_per_token"], "µs", 100),
-        Headline("requests", found["requests_per_s"], "per s"),
-    ]
-
-
-def _load_generator(found: Any) -> list[Headline]:
-    worst = max(found["compared"], key=lambda row: abs(row["ours"] / row["known"] - 1))
-    return [
-        _at_most(
-            f"furthest from what is known: {worst['figure']}",
-            100 * abs(worst["ours"] / worst["known"] - 1),
-            "%",
-            5,
+        at_most("added to the first token", found["added_ttft_ms"], FLOOR_TTFT_MS, "ms"),
+        at_most(
+            f"CPU per token, {streams['streams']} streams",
+            streams["added_us_per_token"],
+            FLOOR_TOKEN_US,
+            "µs",
         ),
-        Headline("CPU per chunk", found["ours_us_per_chunk"], "µs"),
+        *(seen(f"requests, {name}", row["per_s"], "per s") for name, row in found["requests"].items()),
     ]
 
 
-def _disaggregation(found: Any) -> list[Headline]:
-    titles = found["titles"]
+def _load_generator(found: Any) -> list[Floor]:
+    worst = max(found["compared"], key=lambda row: abs(row["ours"] / row["known"] - 1))
+    off = 100 * abs(worst["ours"] / worst["known"] - 1)
+    return [
+        at_most(f"furthest from what is known: {worst['figure']}", off, 5, "%"),
+        seen("CPU per chunk", found["ours_us_per_chunk"], "µs"),
+    ]
+
+
+def _disaggregation(found: Any) -> list[Floor]:
     shown = []
     for one in found["examined"]:
+        what, summary = f"{found['titles'][one['system']]}, {one['cell']}", one["summary"]
         if one["cell"] == "1 user":
-            summary = one["summary"]
-            shown.append(
-                Headline(f"{titles[one['system']]}, 1 user: TTFT p50", summary["ttft_ms"]["p50"], "ms")
-            )
-            shown.append(
-                Headline(f"{titles[one['system']]}, 1 user: TPOT p50", summary["tpot_ms"]["p50"], "ms")
-            )
+            shown.append(seen(f"{what}: TTFT p50", summary["ttft_ms"]["p50"], "ms"))
+            shown.append(seen(f"{what}: TPOT p50", summary["tpot_ms"]["p50"], "ms"))
         if one["cell"] == "8 users":
-            rate = one["summary"]["output_tokens_per_s"]
-            shown.append(Headline(f"{titles[one['system']]}, 8 users", rate, "tokens/s"))
-    measured = [floor for floor in found["floors"] if floor["measured"] is not None]
-    return shown + [
-        Headline(floor["claim"], floor["measured"], floor["unit"].strip(), floor["required"], floor["met"])
-        for floor in measured
-    ]
+            shown.append(seen(what, summary["output_tokens_per_s"], "tokens/s"))
+    floors = msgspec.convert(found["floors"], list[Floor])
+    return shown + [floor for floor in floors if floor.measured is not None]
 
 
 PARTS = (
     SuitePart("scheduler", ("benchmarks.scheduler", "--quick", "--json", "{json}"), 300, _scheduler),
-    SuitePart("transfer", ("benchmarks.transfer", "--quick", "--json", "{json}"), 180, _transfer),
+    SuitePart("transfer", ("benchmarks.transfer", "--quick", "--json", "{json}"), 180, floors_of),
     SuitePart("router", ("benchmarks.router", "--quick", "--json", "{json}"), 180, _router),
     SuitePart("load generator", ("benchmarks.load_generator", "--json", "{json}"), 120, _load_generator),
     SuitePart(
@@ -145,14 +111,9 @@ PARTS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, out="results/suite")
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
     parser.add_argument("--only", nargs="+", metavar="PART", help=", ".join(part.name for part in PARTS))
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/suite"), metavar="FOLDER", help="(%(default)s)"
-    )
     options = parser.parse_args()
     console = Console(stderr=True)
     return exit_status(lambda: _run(options.only, options.model, options.out.resolve(), console), console)
@@ -164,16 +125,14 @@ def _run(only: Sequence[str] | None, model: str, folder: Path, console: Console)
         known = ", ".join(part.name for part in PARTS)
         raise ConfigurationError(f"--only {' '.join(sorted(unknown))}: there are only {known}")
     folder = results_folder(folder)
-    path = prepare_model(model, lambda what, share: None).path
-    suite = Suite(datetime.now(UTC).isoformat(timespec="seconds"), MachineDescription.here())
+    path = str(model_folder(model))
+    suite = Suite(now(), MachineDescription.here())
     for part in PARTS:
         if only is None or part.name in only:
             console.print(f"{part.name} (at most {part.within_s / 60:.0f} minutes)", highlight=False)
             suite.parts.append(run_part(part, path, folder))
             write_json(suite, folder / "suite.json")
-    show(Console(width=_WIDTH), suite)
-    with (folder / "suite.txt").open("w") as text:
-        show(Console(file=text, width=_WIDTH), suite)
+    write_text(lambda to: show(to, suite), folder / "suite.txt", 120)
     return 1 if any(ran.failure for ran in suite.parts) else 0
 
 
@@ -215,10 +174,7 @@ def show(console: Console, suite: Suite) -> None:
     table.add_column("")
     for ran in suite.parts:
         for line in ran.headlines:
-            verdict = {True: "met", False: "missed", None: ""}[line.met]
-            table.add_row(
-                ran.part, line.figure, f"{line.measured:,.2f} {line.unit}".strip(), line.floor, verdict
-            )
+            table.add_row(ran.part, line.claim, line.figure, line.required, VERDICTS[line.met])
         table.add_section()
     console.print(table)
     for ran in suite.parts:

@@ -11,7 +11,6 @@ Then both managers do the same work, one request at a time: look its prefix up, 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import random
@@ -24,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.lib.command import parser_of, write_figures
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.policies import POLICIES, ArcPolicy
@@ -186,10 +186,9 @@ def measure(run: Callable[[EvictionPolicy, list[list[bytes]]], None], policy: Ev
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__)
     parser.add_argument("--vllm", type=Path, required=True, help="an environment that has vLLM 0.32")
     parser.add_argument("--runs", type=int, default=500)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
         root = Path(__file__).parents[1]
@@ -212,8 +211,7 @@ def main() -> int:
         print(
             f"{name}: {ours:.0f} µs for a request of {PREFIX} chunks, vLLM's {theirs:.0f} µs: {theirs / ours:.1f} ×"
         )
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(parity)))
+    write_figures(parity, arguments.json)
     return 0
 
 

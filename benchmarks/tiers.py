@@ -1,6 +1,6 @@
 """What tiers of the KV cache cost and save.
 
-    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N] [--served N]] [--vllm DIR] [--json FILE]
+    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N]] [--vllm DIR] [--json FILE]
 
 *Steps*: the scheduler alone with 256 requests that decode, without a tier and with a tier whose copies cost nothing. *Load*: a prompt of 2,048
 tokens that the device no longer has, from host memory and from a disk whose files are in the page cache, compared with computing it and with
@@ -10,9 +10,6 @@ memcpy of the same bytes. All figures of one run are of one machine: compare wit
 that cost nothing; shows how much of their prompts each layout found. A block of the trace is one of Tandem's. The device has room for a tenth of
 the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
 
-*Served*: the first of these requests again, one after another, by a real engine: the time to first token, and how much is computed. `remote` are
-two nodes that take turns, each with a tier of its own, and read the other's over NIXL.
-
 *Managers*, with an environment that has vLLM 0.32: what `benchmarks.tier_parity` reports of both systems' bookkeeping, in the same run.
 
 Each figure that has a floor is compared with it at the end.
@@ -20,10 +17,8 @@ Each figure that has a floor is compared with it at the end.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import math
-import random
 import subprocess
 import sys
 import tempfile
@@ -35,20 +30,25 @@ from statistics import median
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import tier_parity
-from benchmarks.scheduler import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, TOKEN_BUDGET, add_all, random_prompts
-from benchmarks.tier_floors import LOADED_TOKENS, Served, TierFigures, floors, show_floors
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.engines import greedy, request_of
+from benchmarks.lib.tables import Floor, at_least, at_most, floors_table, table_of
+from benchmarks.scheduler import (
+    BLOCK_SIZE,
+    CONTEXT,
+    NUM_BLOCKS,
+    TOKEN_BUDGET,
+    add_all,
+    answer_to,
+    random_prompts,
+)
 from tandem.cluster.models.store import prepare_model
-from tandem.cluster.saving import write_json
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
-from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, WorkerConnector
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
@@ -58,9 +58,7 @@ from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
 from tandem.loadgen.traces import TraceRow, read_trace
-from tandem.wire.nodes import PeerAddress, new_epoch
-from tandem.wire.requests import CachePeers
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.nodes import new_epoch
 
 GROUPS = [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))]
 RUNNING = 256
@@ -68,6 +66,18 @@ PROMPT, ANSWER = 512, 128
 TIER_SLOTS = 6000
 REPEATS = 3
 PATIENCE_S = 120.0
+LOADED_TOKENS = 2048
+
+
+class TierFigures(msgspec.Struct):
+    step_us: dict[str, float] = {}  # medians
+    compute_s: float = 0.0  # the time to the prompt's first token without a tier
+    load_s: dict[str, float] = {}  # the time to the prompt's first token from each tier
+    copy_s: dict[str, float] = {}  # the copies alone
+    memcpy_s: float = 0.0  # memcpy of the same bytes
+    loaded_bytes: int = 0
+    found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
+    managers: tier_parity.Parity | None = None  # compared with vLLM's
 
 
 class FreeMover(Mover):
@@ -82,7 +92,7 @@ class FreeMover(Mover):
     def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None:
         self._jobs += [copy.job for copy in (*stores, *loads)]
 
-    def take_ended(self) -> dict[int, bool]:
+    def take_ended(self) -> dict[int, bool | None]:
         jobs, self._jobs = self._jobs, []
         return dict.fromkeys(jobs, True)
 
@@ -101,23 +111,36 @@ class FreeTier:
         return SlotManager(self._slots, self._policy), FreeMover()
 
 
-def median_step(policy: EvictionPolicy | None) -> float:
-    """Returns the microseconds of planning, the connector's two halves, and booking."""
-    planner, worker = None, None
-    if policy is not None:
-        tier = Tier(FreeTier(policy), 1)
-        planner = TierScheduler(GROUPS, tier)
-        context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
-        worker = TierWorker(context, tier)
+def with_free_tiers(
+    tiers: list[tuple[int, EvictionPolicy]], running: int, num_blocks: int, longest: int
+) -> tuple[Scheduler, WorkerConnector | None]:
+    """Returns a scheduler, and the worker half of its connector if there are tiers: each has so many slots."""
+    context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
+    made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
+    planners, workers = (
+        [TierScheduler(GROUPS, tier) for tier in made],
+        [TierWorker(context, tier) for tier in made],
+    )
+    # A lone tier is used as a node without peers uses it.
+    planner = planners[0] if len(made) == 1 else MultiScheduler(planners, longest=True)
+    worker = workers[0] if len(made) == 1 else MultiWorker(workers)
+    if made:
         worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=RUNNING, max_num_batched_tokens=TOKEN_BUDGET),
+        SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=TOKEN_BUDGET),
         CacheConfig(block_size=BLOCK_SIZE),
         GROUPS,
-        NUM_BLOCKS,
-        CONTEXT,
-        connector=planner,
+        num_blocks,
+        longest,
+        connector=planner if made else None,
     )
+    return scheduler, worker if made else None
+
+
+def median_step(policy: EvictionPolicy | None) -> float:
+    """Returns the microseconds of planning, the connector's two halves, and booking."""
+    tiers = [] if policy is None else [(TIER_SLOTS, policy)]
+    scheduler, worker = with_free_tiers(tiers, RUNNING, NUM_BLOCKS, CONTEXT)
     add_all(scheduler, random_prompts(RUNNING, PROMPT), ANSWER)
     seconds = []
     while scheduler.has_unfinished_requests():
@@ -130,62 +153,44 @@ def median_step(policy: EvictionPolicy | None) -> float:
 class OneModel:
     """An engine with a real model."""
 
-    def __init__(
-        self,
-        model: str,
-        tiers: list[TierConfig],
-        *,
-        name: str = "n",
-        most_tokens: int = LOADED_TOKENS,
-        num_blocks: int | None = None,
-        shares: bool = False,
-    ) -> None:
-        """`shares` says whether other nodes may read its tier."""
-        config = SchedulerConfig(max_num_seqs=4, max_model_len=most_tokens + 64, step_target_ms=0)
-        cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers, remote=shares)
+    def __init__(self, model: str, tiers: list[TierConfig]) -> None:
+        config = SchedulerConfig(max_num_seqs=4, max_model_len=LOADED_TOKENS + 64, step_target_ms=0)
+        cache = CacheConfig(memory_bytes=1 << 30, hash_seed="x", tiers=tiers)
         self.runner = load_runner(ModelConfig(path=model, device="cpu"), cache, config)
         info = self.runner.info
         self._woken = threading.Event()
-        planner, worker, epoch = None, None, new_epoch()
+        planner, worker = None, None
         if tiers:
             context = ConnectorContext(
-                name, epoch, "127.0.0.1", BLOCK_SIZE, TransferConfig(), self._woken.set,
-                has_peers=False, tiers=tiers, groups=info.groups, remote=shares,
+                "n", new_epoch(), "127.0.0.1", BLOCK_SIZE, TransferConfig(), self._woken.set,
+                has_peers=False, tiers=tiers, groups=info.groups,
             )  # fmt: skip
             planner, worker = create_connector(context)
         self.scheduler = Scheduler(
-            config, cache, info.groups, num_blocks or info.num_blocks, info.max_model_len, connector=planner
+            config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
         )
         self.engine = Engine(self.scheduler, self.runner, worker)
-        self.tier = PeerAddress(name, epoch, worker.tier_endpoint) if worker is not None else None
         self._count = 0
 
     def first_token(self, prompt: list[int]) -> float:
         """Returns the seconds to the first token. Afterwards no block is held and the device's cache is empty."""
-        seconds = self.serve(prompt)
+        self._count += 1
+        started = time.perf_counter()
+        self.engine.add_request(request_of(f"r{self._count}", prompt, greedy(1)))
+        while not self._step():
+            pass
+        seconds = time.perf_counter() - started
         while self.scheduler.stats().free_blocks < self.scheduler.stats().total_blocks:
-            self.step()
+            self._step()
         self.scheduler._state.cache.reset_prefix_cache()
         return seconds
 
-    def serve(self, prompt: list[int], peer: OneModel | None = None) -> float:
-        """Returns the seconds to the first token. The `peer`, which may have a part of the prompt, runs its steps meanwhile."""
-        self._count += 1
-        cache_peers = CachePeers(source=peer.tier) if peer is not None else None
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        started = time.perf_counter()
-        self.engine.add_request(Request(f"r{self._count}", prompt, sampling, cache_peers=cache_peers))
-        while not self.step(0.001 if peer is not None else PATIENCE_S):
-            if peer is not None:
-                peer.step(0.0)
-        return time.perf_counter() - started
-
-    def step(self, patience_s: float = PATIENCE_S) -> bool:
+    def _step(self) -> bool:
         """Returns whether there was something to report."""
         self._woken.clear()
         result = self.engine.step()
         if not result.progressed and not self.scheduler.has_work():
-            self._woken.wait(patience_s)
+            self._woken.wait(PATIENCE_S)
         return bool(result.updates)
 
 
@@ -240,82 +245,14 @@ def replay(rows: Sequence[TraceRow]) -> dict[str, float]:
 
 
 def _found(prompts: list[list[int]], num_blocks: int, tiers: list[tuple[int, EvictionPolicy]]) -> float:
-    context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
-    made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
-    planner = MultiScheduler([TierScheduler(GROUPS, tier) for tier in made], longest=True)
-    worker = MultiWorker([TierWorker(context, tier) for tier in made])
-    worker.register_kv_caches(KVCacheMemory(torch.zeros(2, 1, 2, 1, BLOCK_SIZE, 1), "m", 1, 1, 9))
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=TOKEN_BUDGET),
-        CacheConfig(block_size=BLOCK_SIZE),
-        GROUPS,
-        num_blocks,
-        1 << 20,
-        connector=planner,
-    )
+    scheduler, worker = with_free_tiers(tiers, 8, num_blocks, 1 << 20)
     waiting = list(enumerate(prompts))[::-1]
     while waiting or scheduler.has_unfinished_requests():
         while waiting and len(scheduler.requests) < 2:
             number, prompt = waiting.pop()
-            sampling = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
-            scheduler.add_request(Request(str(number), prompt, sampling))
+            scheduler.add_request(request_of(str(number), prompt, greedy(1)))
         _step(scheduler, worker)
     return 1 - scheduler.stats().prompt_tokens_computed / sum(map(len, prompts))
-
-
-def serve_trace(model: str, rows: Sequence[TraceRow]) -> dict[str, Served]:
-    """Returns the results by layout. A block of the trace is one of Tandem's, so prompts are short, as the machine is small."""
-    rows = [row for row in rows if row.blocks]
-    ids = {block: random.Random(block) for row in rows for block in row.blocks}
-    tokens = {block: [draw.randrange(1000, 40_000) for _ in range(BLOCK_SIZE)] for block, draw in ids.items()}
-    prompts = [[token for block in row.blocks for token in tokens[block]] for row in rows]
-    longest = max(map(len, prompts))
-    device = max(len(tokens) // 10, 2 * longest // BLOCK_SIZE)
-    one = OneModel(model, [], most_tokens=longest)
-    block_bytes = one.runner.kv_cache[0].nbytes
-    served: dict[str, Served] = {}
-    host, disk = 3 * len(tokens) // 10 * block_bytes, 2 * len(tokens) * (block_bytes + 4096)
-    arc = TierConfig(cpu=host, policy=EvictionPolicy.ARC)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, tiers, nodes in (
-            ("no tier", [], 1),
-            ("cpu, lru", [TierConfig(cpu=host)], 1),
-            ("cpu, arc", [arc], 1),
-            ("cpu, arc, and disk", [arc, TierConfig(disk=folder, size=disk)], 1),
-            ("remote", [arc], 2),
-        ):
-            made = [
-                OneModel(
-                    model,
-                    tiers,
-                    name=f"n{i}",
-                    most_tokens=longest,
-                    num_blocks=device,
-                    shares=name == "remote",
-                )
-                for i in range(nodes)
-            ]
-            served[name] = _serve(made, prompts)
-            for each in made:
-                each.engine.shutdown()
-    return served
-
-
-def _serve(nodes: list[OneModel], prompts: list[list[int]]) -> Served:
-    nodes[0].serve([9, 9, 9])  # warm-up: what is created at first use must not count for a layout
-    seconds = sorted(
-        nodes[turn % len(nodes)].serve(prompt, nodes[1 - turn % 2] if len(nodes) == 2 else None)
-        for turn, prompt in enumerate(prompts)
-    )
-    computed = sum(node.scheduler.stats().prompt_tokens_computed for node in nodes)
-    found = {
-        f"{tier.name} of {number}" if len(nodes) > 1 else tier.name: tier.found_tokens / tier.asked_tokens
-        for number, node in enumerate(nodes)
-        if node.engine.worker is not None
-        for tier in node.engine.worker.stats().tiers
-    }
-    p99 = seconds[min(len(seconds) * 99 // 100, len(seconds) - 1)]
-    return Served(median(seconds), p99, computed / sum(map(len, prompts)), found)
 
 
 def _step(scheduler: Scheduler, worker: WorkerConnector | None) -> None:
@@ -326,13 +263,8 @@ def _step(scheduler: Scheduler, worker: WorkerConnector | None) -> None:
             worker.handle_preemptions()
         worker.start_load_kv()
         worker.wait_for_save()
-    requests, sampled = scheduler.requests, {}
-    for request_id in step.num_scheduled_tokens:
-        request = requests[request_id]
-        if request.num_computed_tokens >= request.num_tokens:
-            sampled[request_id] = [7]
     told = worker.get_finished(step.finished_req_ids) if worker is not None else None
-    scheduler.update_from_output(step, ModelOutput(sampled), told)
+    scheduler.update_from_output(step, answer_to(step, scheduler), told)
 
 
 def memcpy_seconds(size: int) -> float:
@@ -373,36 +305,45 @@ def measure(model: str) -> TierFigures:
     return figures
 
 
-def show(figures: TierFigures, console: Console) -> None:
-    table = Table(box=None)
-    for column in ("", "", "beside"):
-        table.add_column(column)
+def rows_of(figures: TierFigures) -> list[dict[str, str]]:
+    rows: list[tuple[str, ...]] = []
     alone = figures.step_us["no tier"]
     for name, step in figures.step_us.items():
-        table.add_row(f"a step at {RUNNING} running, {name}", f"{step:.0f} µs", f"{step / alone:.2f} ×")
-    table.add_row(f"{LOADED_TOKENS} tokens computed", f"{figures.compute_s * 1e3:.0f} ms", "")
+        rows.append((f"a step at {RUNNING} running, {name}", f"{step:.0f} µs", f"{step / alone:.2f} ×"))
+    rows.append((f"{LOADED_TOKENS} tokens computed", f"{figures.compute_s * 1e3:.0f} ms"))
     for name, seconds in figures.load_s.items():
-        table.add_row(
-            f"{LOADED_TOKENS} tokens from {name}",
-            f"{seconds * 1e3:.1f} ms",
-            f"{figures.compute_s / seconds:.0f} × faster",
-        )
+        faster = f"{figures.compute_s / seconds:.0f} × faster"
+        rows.append((f"{LOADED_TOKENS} tokens from {name}", f"{seconds * 1e3:.1f} ms", faster))
     for name, seconds in figures.copy_s.items():
-        share = figures.memcpy_s / seconds
-        table.add_row(f"their copies from {name}", f"{seconds * 1e3:.1f} ms", f"{share:.2f} of memcpy's rate")
-    table.add_row(
-        f"memcpy of the same {figures.loaded_bytes >> 20} MiB", f"{figures.memcpy_s * 1e3:.1f} ms", ""
-    )
+        rate = f"{figures.memcpy_s / seconds:.2f} of memcpy's rate"
+        rows.append((f"their copies from {name}", f"{seconds * 1e3:.1f} ms", rate))
+    size = figures.loaded_bytes >> 20
+    rows.append((f"memcpy of the same {size} MiB", f"{figures.memcpy_s * 1e3:.1f} ms"))
     for name, share in figures.found.items():
-        table.add_row(f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%", "")
-    for name, served in figures.served.items():
-        table.add_row(
-            f"served, {name}: first token",
-            f"{served.p50_s * 1e3:.0f} ms p50, {served.p99_s * 1e3:.0f} ms p99",
-            f"{100 * served.computed:.1f}% computed; found by "
-            + (", ".join(f"{tier} {100 * share:.0f}%" for tier, share in served.found.items()) or "none"),
+        rows.append((f"of the trace's tokens not computed: {name}", f"{100 * share:.1f}%"))
+    return [dict(zip(("what", "figure", "beside"), row, strict=False)) for row in rows]
+
+
+def floors_of(figures: TierFigures) -> list[Floor]:
+    step = max(each for name, each in figures.step_us.items() if name != "no tier")
+    prefix = f"{LOADED_TOKENS} tokens from host memory"
+    share = None
+    if figures.found:
+        share = figures.found["cpu, arc, and disk"] / figures.found["a device with room for all"]
+    floors = [
+        at_most("a step with a tier", step / figures.step_us["no tier"], 1.05, "×"),
+        at_least(f"{prefix}, of memcpy's rate", figures.memcpy_s / figures.copy_s["cpu"], 0.8),
+        at_least(f"{prefix}, faster than computing them", figures.compute_s / figures.load_s["cpu"], 10, "×"),
+        at_least("host memory and disk, of an infinite cache's hits (--trace)", share, 0.95),
+    ]
+    managers = figures.managers or tier_parity.Parity()
+    for policy in EvictionPolicy:
+        ours, theirs = managers.our_us.get(policy.value), managers.their_us.get(policy.value)
+        faster = theirs / ours if ours and theirs else None
+        floors.append(
+            at_least(f"{policy.value}, a request's operations beside vLLM's (--vllm)", faster, 1, "×")
         )
-    console.print(table)
+    return floors
 
 
 def beside_vllm(environment: Path) -> tier_parity.Parity:
@@ -414,27 +355,21 @@ def beside_vllm(environment: Path) -> tier_parity.Parity:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--served", type=int, default=0, help="so many of them by a real engine, too")
     parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    model = prepare_model(arguments.model, lambda what, share: None).path
+    options = parser.parse_args()
+    model = prepare_model(options.model, lambda what, share: None).path
     figures = measure(model)
-    if arguments.trace:
-        figures.found = replay(read_trace(arguments.trace, arguments.requests))
-        if arguments.served:
-            figures.served = serve_trace(model, read_trace(arguments.trace, arguments.served))
-    if arguments.vllm:
-        figures.managers = beside_vllm(arguments.vllm)
-    console = Console()
-    show(figures, console)
-    show_floors(floors(figures), console)
-    if arguments.json:
-        write_json(figures, arguments.json)
+    if options.trace:
+        figures.found = replay(read_trace(options.trace, options.requests))
+    if options.vllm:
+        figures.managers = beside_vllm(options.vllm)
+    columns = {"": "{what}", " ": "{figure}", "beside": "{beside}"}
+    show(table_of("Tiers of the cache", rows_of(figures), columns, left=3), floors_table(floors_of(figures)))
+    write_figures(figures, options.json)
     return 0
 
 

@@ -7,19 +7,15 @@ FOLDER has a model's tokenizer.json with `<|im_start|>` and `<|im_end|>` among i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.tables import table_of
 from tandem.api.text.tokenizer import Tokenizer
 
 CHARACTERS = (10_000, 220_000, 300_000)  # the last is about 60,000 tokens
@@ -57,6 +53,13 @@ WORDS = [
     "+",
     "3",
 ]
+COLUMNS = {
+    "characters": "{characters:,.0f}",
+    "tokens": "{tokens:,.0f}",
+    "whole ms": "{whole_ms:.1f}",
+    "first ms": "{first_ms:.1f}",
+    "next turn ms": "{next_turn_ms:.1f}",
+}
 
 
 def message(rng: random.Random, role: str, characters: int) -> str:
@@ -93,24 +96,13 @@ def measure(folder: str, characters: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.tokenizing", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", metavar="FOLDER", help="with a tokenizer.json")
     parser.add_argument("--rounds", type=int, default=5, help="of each length; medians are shown")
-    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
     options = parser.parse_args()
     rows = [measure(options.folder, characters, options.rounds) for characters in CHARACTERS]
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
-    table = Table(title=f"A chat of {MESSAGES} messages", title_justify="left")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(
-            *(f"{value:,.1f}" if name.endswith("_ms") else f"{value:,.0f}" for name, value in row.items())
-        )
-    Console().print(table)
+    write_figures(rows, options.json)
+    show(table_of(f"A chat of {MESSAGES} messages", rows, COLUMNS, left=0))
     return 0
 
 

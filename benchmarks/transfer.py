@@ -25,28 +25,22 @@ own (`transfer_ranks`). `raw` is then one operation between each two ranks that 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.transfer_nodes import BLOCK_BYTES, Remote, TransferPair, blocks_of
+from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.processes import Remote
+from benchmarks.lib.tables import Floor, at_least, at_most, floors_table, table_of
+from benchmarks.transfer_nodes import BLOCK_BYTES, TransferNode, TransferPair, blocks_of
 from benchmarks.transfer_ranks import LLAMA_1B, RankPairs, parse_widths
 from tandem.engine.model.memory import available_bytes
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
-
-FLOOR_OF_RAW = 0.85  # for the largest batches
-FLOOR_HANDOVER_MS = 10.0
-FLOOR_HANDOVER_TO_RAW = 2.0
-FLOOR_OVERLAP = 0.8
 
 Case = tuple[int, int]
 """Tokens of each request, and requests at once."""
@@ -79,8 +73,8 @@ class Benchmark(TransferPair):
         self.cases, self.left_out = _that_fit(wanted, options.device, BLOCK_BYTES)
         blocks = 1 + max(blocks_of(*case) for case in self.cases)
         config = _config(options)
-        producer = Remote("p", 1, blocks, config, options.device)
-        consumer = Remote("c", 2, blocks, config, options.device)
+        producer = Remote(TransferNode, "p", 1, blocks, config, options.device)
+        consumer = Remote(TransferNode, "c", 2, blocks, config, options.device)
         # The consumer reads and the producer writes.
         self.mover, self.moved = producer, consumer
         if options.direction == "pull":
@@ -201,41 +195,33 @@ def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show_throughput(console: Console, title: str, results: dict[str, Any]) -> None:
-    table = Table(title=title)
-    for column in results["throughput"][0]:
-        table.add_column(column, justify="right")
-    for row in results["throughput"]:
-        table.add_row(*(str(value) for value in row.values()))
-    console.print(table)
+def floors_of(results: dict[str, Any]) -> list[Floor]:
+    floors = [at_least("largest batch, of raw NIXL", results["throughput"][-1]["of_raw"], 0.85, "×")]
+    if "handover_512" in results:
+        handover = results["handover_512"]
+        floors += [
+            at_most("handover of 512 tokens", handover["ms_p50"], 10, "ms"),
+            at_most("the same, over raw NIXL", handover["ms_p50"] / handover["raw_ms_p50"], 2, "×"),
+            at_least("moved while the prompt was computed", results["overlap_2048"][0]["share"], 0.8),
+        ]
+    return floors
+
+
+def show_results(title: str, results: dict[str, Any]) -> None:
+    show(table_of(title, results["throughput"], left=0))
     for tokens, requests in results["left_out"]:
-        console.print(f"left out: {requests} × {tokens} tokens do not fit into the memory that is free")
-    of_raw = results["throughput"][-1]["of_raw"]
-    outcome = "held" if of_raw >= FLOOR_OF_RAW else "missed"
-    console.print(f"largest batch: {of_raw:.2f} of raw (floor {FLOOR_OF_RAW}: {outcome})")
-
-
-def show(console: Console, results: dict[str, Any]) -> None:
-    show_throughput(console, f"{results['connector']}, {results['direction']}, {results['device']}", results)
-    for name in ("handover_512", "cpu", "idle", "step"):
-        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in results[name].items()))
-    for row in results["overlap_2048"]:
-        console.print("overlap_2048: " + ", ".join(f"{key} {value}" for key, value in row.items()))
-    handover = results["handover_512"]
-    ratio = handover["ms_p50"] / handover["raw_ms_p50"]
-    console.print(
-        f"handover: {handover['ms_p50']} ms (floor {FLOOR_HANDOVER_MS:g}), "
-        f"{ratio:.1f} times raw (floor {FLOOR_HANDOVER_TO_RAW:g})"
-    )
-    console.print(f"overlap: {results['overlap_2048'][0]['share']:.2f} (floor {FLOOR_OVERLAP})")
+        show(f"left out: {requests} × {tokens} tokens do not fit into the memory that is free")
+    for name in ("handover_512", "overlap_2048", "cpu", "idle", "step"):
+        for row in (found,) if isinstance(found := results.get(name, []), dict) else found:
+            show(f"{name}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
+    show(floors_table(floors_of(results)))
     for line in results.get("raw_script", []):
-        console.print(f"raw script: {line}", markup=False)
+        print(f"raw script: {line}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.transfer", description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, smaller prompts")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--connector", default="nixl")
     parser.add_argument("--direction", default="push", choices=["push", "pull"])
     parser.add_argument("--device", default="cpu")
@@ -250,22 +236,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.ranks is not None and (options.connector, options.device) != ("nixl", "cpu"):
         parser.error("--ranks measures the nixl connector on the CPU: leave --connector and --device out")
-    console = Console(width=120)
     if options.ranks is not None:
         results = run_ranks(options)
         widths = " to ".join(map(str, options.ranks))
         title = f"{widths} ranks that keep their heads apart, {options.direction}, {results['cores']} cores"
-        show_throughput(console, title, results)
-        console.print("cpu: " + ", ".join(f"{key} {value}" for key, value in results["cpu"].items()))
     else:
         benchmark = Benchmark(options)
         try:
             results = benchmark.run()
         finally:
             benchmark.close()
-        show(console, results)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        title = f"{options.connector}, {options.direction}, {options.device}"
+    show_results(title, results)
+    write_figures(results, options.json)
     return 0
 
 

@@ -1,21 +1,22 @@
-"""The processes of `benchmarks.transfer`: nodes without a model, and the transport alone in the same processes."""
+"""The nodes of `benchmarks.transfer` and `benchmarks.links`: nodes without a model, and the transport alone in the same processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import multiprocessing
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.transfer_link import enter
+from benchmarks.lib.engines import request_of
+from benchmarks.lib.link import enter
+from benchmarks.lib.processes import Remote
+from tandem.engine.request import Request
 from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.options import NixlOptions
@@ -26,9 +27,11 @@ from tandem.wire.endpoints import key_of
 from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import admit
 
 BLOCK_SIZE, HEAD_DIM = 16, 64
+_PATIENCE_S = 120.0
 
 
 class CacheShape(NamedTuple):
@@ -53,29 +56,13 @@ BLOCK_BYTES = SMOLLM2.block_bytes
 
 
 @dataclasses.dataclass
-class TransferJob:
-    request_id: str
-    all_token_ids: list[int]
-    num_prompt_tokens: int
-    transfer: KVTransferParams | None
-    num_computed_tokens: int = 0
-    cache_salt: str | None = None
-    lora: str | None = None
-    media: tuple[()] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    @property
-    def output_token_ids(self) -> Sequence[int]:
-        return self.all_token_ids[self.num_prompt_tokens :]
-
-
-@dataclasses.dataclass
 class TransferStep:
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
 
     def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         return ()
@@ -96,8 +83,9 @@ class TransferNode:
         share: HeadShare | None = None,
         rank_lines: Sequence[socket.socket] = (),
     ) -> None:
-        """`namespace` is the machine that it is on; see `transfer_link`. `share` says which heads it has as rank 0 of a node whose other ranks are
+        """`namespace` is the machine that it is on; see `lib.link`. `share` says which heads it has as rank 0 of a node whose other ranks are
         at the ends of `rank_lines`; see `transfer_ranks`."""
+        torch.set_num_threads(1)
         address = enter(namespace) if namespace else "127.0.0.1"
         self.node_id = node_id
         self.raw: RawMover | None = None
@@ -142,51 +130,47 @@ class TransferNode:
         self.step_seconds.append(spent + time.perf_counter() - began)
         return output, computed_at
 
-    def _admit(
-        self, names: list[str], tokens: int, role: TransferRole, peer: PeerAddress
-    ) -> list[TransferJob]:
+    def _admit(self, names: list[str], tokens: int, role: TransferRole, peer: PeerAddress) -> list[Request]:
         self._peers.add(key_of(peer.endpoint))
         admit(self._peers)
         requests = []
-        blocks = -(-tokens // BLOCK_SIZE)
-        for index, name in enumerate(names):
-            prompt = list(range(tokens))
-            request = TransferJob(name, prompt, tokens, KVTransferParams(f"t-{name}", role, peer))
+        for name, blocks in zip(names, _blocks_for(len(names), tokens), strict=True):
+            transfer = KVTransferParams(f"t-{name}", role, peer)
+            request = request_of(name, list(range(tokens)), SamplingParams(), transfer=transfer)
             self.scheduler_half.on_new_request(request)
             external, _ = self.scheduler_half.get_num_new_matched_tokens(request, 0)
-            first = 1 + index * blocks
-            self.scheduler_half.update_state_after_alloc(
-                request, [list(range(first, first + blocks))], external or 0
-            )
+            self.scheduler_half.update_state_after_alloc(request, [blocks], external or 0)
             requests.append(request)
         return requests
 
-    def receive(self, names: list[str], tokens: int, peer: PeerAddress) -> float:
-        """Returns when the scheduler knew of the last of them."""
-        self._admit(names, tokens, TransferRole.CONSUME, peer)
-        missing = set(names)
+    def _step_until(self, missing: set[str], ended: Callable[[ConnectorOutput], set[str]]) -> list[float]:
+        """Returns when each of these transfers ended."""
+        ended_at: list[float] = []
         while missing:
             self.wake.clear()
             output, _ = self.step()
+            now = time.monotonic()
+            ended_at += [now] * len(missing & ended(output))
+            missing = missing - ended(output)
+            if missing and not self.wake.wait(_PATIENCE_S):
+                raise TimeoutError(f"{len(missing)} transfers did not end")
+        return ended_at
+
+    def receive(self, names: list[str], tokens: int, peer: PeerAddress) -> float:
+        """Returns when the scheduler knew of the last of them."""
+
+        def ended(output: ConnectorOutput) -> set[str]:
             if output.failed_recving:
                 raise RuntimeError(f"a transfer failed: {output.failed_recving}")
-            missing -= output.finished_recving.keys()
-            if missing and not self.wake.wait(60):
-                raise TimeoutError(f"{len(missing)} transfers did not arrive")
-        return time.monotonic()
+            return set(output.finished_recving)
+
+        self._admit(names, tokens, TransferRole.CONSUME, peer)
+        return self._step_until(set(names), ended)[-1]
 
     def receive_or_fail(self, names: list[str], tokens: int, peer: PeerAddress) -> list[float]:
         """Returns for each when the scheduler knew what became of it."""
         self._admit(names, tokens, TransferRole.CONSUME, peer)
-        ended_at: list[float] = []
-        while len(ended_at) < len(names):
-            self.wake.clear()
-            output, _ = self.step()
-            now = time.monotonic()
-            ended_at += [now] * (len(output.finished_recving) + len(output.failed_recving))
-            if len(ended_at) < len(names) and not self.wake.wait(120):
-                raise TimeoutError(f"of {len(names)} transfers {len(ended_at)} ended")
-        return ended_at
+        return self._step_until(set(names), lambda output: {*output.finished_recving, *output.failed_recving})
 
     def send(
         self, names: list[str], tokens: int, peer: PeerAddress, chunks: int = 1, compute_s: float = 0.0
@@ -195,19 +179,11 @@ class TransferNode:
         requests = self._admit(names, tokens, TransferRole.PRODUCE, peer)
         for _ in range(chunks):
             _, computed_at = self.step(dict.fromkeys(names, tokens // chunks), compute_s)
-        for index, request in enumerate(requests):
-            request.all_token_ids.append(7)
-            blocks = -(-tokens // BLOCK_SIZE)
-            first = 1 + index * blocks
-            if not self.scheduler_half.request_finished(request, [list(range(first, first + blocks))]):
+        for request, blocks in zip(requests, _blocks_for(len(names), tokens), strict=True):
+            request.append_output_token(7)
+            if not self.scheduler_half.request_finished(request, [blocks]):
                 raise RuntimeError("the connector did not keep a prompt's blocks")
-        missing = set(names)
-        while missing:
-            self.wake.clear()
-            output, _ = self.step()
-            missing -= output.finished_sending
-            if missing and not self.wake.wait(60):
-                raise TimeoutError(f"{len(missing)} transfers were not confirmed")
+        self._step_until(set(names), lambda output: set(output.finished_sending))
         return computed_at
 
     def learn_rate(self, tokens_per_s: float) -> None:
@@ -277,6 +253,11 @@ class RawMover:
         self._transport.close()
 
 
+def _blocks_for(requests: int, tokens: int) -> list[list[int]]:
+    each = -(-tokens // BLOCK_SIZE)
+    return [list(range(first, first + each)) for first in range(1, 1 + requests * each, each)]
+
+
 def _compute(seconds: float) -> None:
     if not seconds:
         return
@@ -284,47 +265,6 @@ def _compute(seconds: float) -> None:
     matrix = torch.ones(256, 256)
     while time.perf_counter() < until:
         torch.mm(matrix, matrix)
-
-
-def _serve(calls: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    node = kind(*args)
-    while True:
-        name, arguments = calls.recv()
-        calls.send(getattr(node, name)(*arguments))
-        if name == "close":
-            return
-
-
-class Remote:
-    """A node, or another rank of one, in a process of its own."""
-
-    def __init__(self, *args: Any, kind: Callable[..., Any] = TransferNode) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._calls, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, args), daemon=True)
-        self._process.start()
-
-    def begin(self, name: str, *args: Any) -> None:
-        self._calls.send((name, args))
-
-    def result(self) -> Any:
-        if not self._calls.poll(180):
-            raise TimeoutError("a benchmark process did not answer")
-        return self._calls.recv()
-
-    def call(self, name: str, *args: Any) -> Any:
-        self.begin(name, *args)
-        return self.result()
-
-    def close(self) -> None:
-        self.call("close")
-        self._process.join(10)
-
-    def kill(self) -> None:
-        """Ends the process without `close`, which would wait for the link."""
-        self._process.kill()
-        self._process.join(10)
 
 
 class TransferPair:

@@ -16,15 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.transfer_nodes import (
-    BLOCK_SIZE,
-    HEAD_DIM,
-    CacheShape,
-    Remote,
-    TransferNode,
-    TransferPair,
-    blocks_of,
-)
+from benchmarks.lib.processes import Remote
+from benchmarks.transfer_nodes import BLOCK_SIZE, HEAD_DIM, CacheShape, TransferNode, TransferPair, blocks_of
 from tandem.engine.model.wide.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
@@ -193,6 +186,7 @@ class LeadingRank(_RankOfNode, TransferNode):
 
 class OtherRank(_RankOfNode):
     def __init__(self, name: str, num_blocks: int, share: HeadShare, line: socket.socket) -> None:
+        torch.set_num_threads(1)
         self.cache = LLAMA_1B.of_share(share, num_blocks, "cpu")
         memory = KVCacheMemory(self.cache, "benchmark", LLAMA_1B.layers, 1, 1000, heads=share)
         self._transfers = RankTransfers(line, memory, lambda: os._exit(1))
@@ -213,11 +207,11 @@ def start_ranks(
     ]
     ends = [socket.socketpair() for _ in range(1, width)]
     others = [
-        Remote(f"{node_id}-{rank}", num_blocks, shares[rank], theirs, kind=OtherRank)
+        Remote(OtherRank, f"{node_id}-{rank}", num_blocks, shares[rank], theirs)
         for rank, (_, theirs) in enumerate(ends, start=1)
     ]
     lines = [ours for ours, _ in ends]
-    leading = Remote(node_id, epoch, num_blocks, config, shares[0], lines, kind=LeadingRank)
+    leading = Remote(LeadingRank, node_id, epoch, num_blocks, config, shares[0], lines)
     for ours, theirs in ends:  # the processes hold their own ends
         ours.close()
         theirs.close()

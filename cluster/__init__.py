@@ -5,7 +5,8 @@
                   settings and flags in the pages
     config        every setting; setting_names finds one by name, setting_layers reads each source; settings, rules, describe:
                   combine the sources, check the result, report all mistakes at once; schema: tells editors what a file may
-                  say; labels: of machines; changes: which settings a running cluster can change
+                  say; labels: of machines; changes: which settings a running cluster can change; roles: what each
+                  node package says of its own
     control, launcher, events   the contracts between the packages below; tasks, saving: helpers that several of them
                   need; api_client: how a command calls a router; admin: what operators may do to a running cluster, one
                   table for the command and the HTTP API; over_http: what only the command may do
@@ -17,5 +18,5 @@
     trace/, replay/   where one request's time went; what a node's scheduler decided, step by step
     chaos/        `tandem chaos`: kills and stops processes by a plan and reports the effect
 
-Only on_ray/ and static_hosts/ import `ray`. Floor 6: may import every package below; only the simulator imports it.
+Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports it.
 """

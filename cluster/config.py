@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -9,6 +10,7 @@ from msgspec import Meta
 
 from tandem.base.logs import LogsConfig
 from tandem.base.settings import AtLeastOne, Seconds, about, fixed
+from tandem.cluster.roles import TRAITS
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import AnswersConfig, NodeTimeouts
@@ -127,10 +129,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    prefill: PoolConfig = PoolConfig(nodes=1)
-    decode: PoolConfig = PoolConfig(nodes=1)
-    aggregated: PoolConfig = PoolConfig()  # instead of prefill and decode nodes: nodes that do both
-    encode: PoolConfig = PoolConfig()  # besides either layout, for a model that reads images
+    prefill: PoolConfig = PoolConfig(nodes=TRAITS[Role.PREFILL].nodes)
+    decode: PoolConfig = PoolConfig(nodes=TRAITS[Role.DECODE].nodes)
+    # Instead of prefill and decode nodes: nodes that do both
+    aggregated: PoolConfig = PoolConfig(nodes=TRAITS[Role.AGGREGATED].nodes)
+    encode: PoolConfig = PoolConfig(
+        nodes=TRAITS[Role.ENCODE].nodes
+    )  # besides either layout, for a model that reads images
     # Nodes that may share one core of a machine that offers no places; more are refused. Four is the smallest layout that can
     # lose a node of each pool, on a single core; further nodes only take time from each other.
     nodes_per_core: Annotated[
@@ -141,12 +146,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 4
 
     def of(self, role: Role) -> PoolConfig:
-        return {
-            Role.PREFILL: self.prefill,
-            Role.DECODE: self.decode,
-            Role.AGGREGATED: self.aggregated,
-            Role.ENCODE: self.encode,
-        }[role]
+        pool: PoolConfig = getattr(self, role.value)
+        return pool
 
     @property
     def total(self) -> int:
@@ -310,6 +311,23 @@ GONE: dict[tuple[str, ...], str] = {
     ("router", "tracing", "service_name"): "set OTEL_SERVICE_NAME in the environment",
 }
 
+
+def _not_of(role: Role) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What a pool of this role has not, because of what its nodes do."""
+    traits, pool = TRAITS[role], ("pools", role.value)
+    if not role.hands_over:
+        yield (*pool, "transfer_options"), f"nodes that {traits.task} transfer nothing"
+    if traits.one_rank:
+        for name in ("tensor_parallel", "pipeline_parallel", "machines"):
+            yield (*pool, name), f"{traits.one_rank}: set pools.{role.value}.nodes to more"
+    if not traits.is_scaled:
+        for name in ("min", "max"):
+            yield (*pool, name), f"this pool is not scaled by its load: set pools.{role.value}.nodes"
+    if not role.runs_requests:
+        yield (*pool, "cache"), "its nodes have no KV cache, and cache.encoder_tokens is of all nodes"
+        yield (*pool, "scheduler"), "its nodes have no scheduler"
+
+
 # Settings that follow from others and cannot be set, with what to set instead.
 DERIVED: dict[tuple[str, ...], str] = {
     ("router", "tokenizer_path"): "it follows from model.path",
@@ -321,16 +339,5 @@ DERIVED: dict[tuple[str, ...], str] = {
     ("router", "slo_inter_token_s"): "set slo.inter_token_s instead",
     ("router", "inbox_host"): "it is the address of the router's machine",
     ("model", "threads"): "set pools.POOL.threads instead",
-    ("pools", "aggregated", "transfer_options"): "nodes that do both transfer nothing",
-    ("pools", "encode", "transfer_options"): "nodes that encode images transfer nothing",
-    **{
-        ("pools", "encode", name): "a vision tower is not divided among ranks: set pools.encode.nodes to more"
-        for name in ("tensor_parallel", "pipeline_parallel", "machines")
-    },
-    **{
-        ("pools", "encode", name): "this pool is not scaled by its load: set pools.encode.nodes"
-        for name in ("min", "max")
-    },
-    ("pools", "encode", "cache"): "an encoder node has no KV cache, and cache.encoder_tokens is of all nodes",
-    ("pools", "encode", "scheduler"): "an encoder node has no scheduler",
+    **{path: why for role in Role for path, why in _not_of(role)},
 }

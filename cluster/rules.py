@@ -152,15 +152,14 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             f"is {size}, and tensor_parallel {pool.tensor_parallel}: a node would have {pool.ranks} ranks, but at most {MOST_RANKS} are possible",
         )
     on_gpus = config.model.device.startswith("cuda")
-    hands_over = role is not Role.AGGREGATED
-    if hands_over and (on_gpus or pool.machines > 1) and config.transfer.connector != "nixl":
+    if role.hands_over and (on_gpus or pool.machines > 1) and config.transfer.connector != "nixl":
         where = "on a GPU of its own" if on_gpus else "on its own machine"
         yield (
             setting,
             f"is {size}, and each rank keeps its KV {where}, which transfer.connector {config.transfer.connector} does not "
             "transfer: set transfer.connector to nixl",
         )
-    if hands_over and on_gpus and config.transfer.options.get("staging") == "host":
+    if role.hands_over and on_gpus and config.transfer.options.get("staging") == "host":
         yield (
             setting,
             f"is {size}, and each rank keeps its KV on a GPU of its own, but transfer.options.staging is host, which copies from one "

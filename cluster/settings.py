@@ -72,10 +72,10 @@ def _choose_layout(lower: dict[Path, GivenValue], layer: Layer) -> None:
     round."""
     counts = {role: ("pools", role.value, "nodes") for role in Role}
     given = {role: layer.givens[path] for role, path in counts.items() if path in layer.givens}
-    separate = Role.PREFILL in given or Role.DECODE in given
+    separate = any(role.hands_over for role in given)
     aggregated = given.get(Role.AGGREGATED)
     if aggregated is not None and not separate and str(aggregated.value) != "0":
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in filter(lambda role: role.hands_over, Role):
             lower[counts[role]] = GivenValue(0, aggregated.origin, textual=False, implied=True)
     elif separate and aggregated is None:
         lower.pop(counts[Role.AGGREGATED], None)

@@ -1,4 +1,4 @@
-"""Supervised background tasks, waiting for the first of several, and a clock that tests can replace."""
+"""Waiting for the first of several tasks, and a clock that tests can replace."""
 
 from __future__ import annotations
 
@@ -8,53 +8,12 @@ import time
 from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from tandem.base.errors import DeadlineExceeded, TandemError
+from tandem.base.errors import DeadlineExceeded
 from tandem.base.progress import LastProgress
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Tasks:
-    """Runs background tasks. If one raises, `failed` returns, so no task can die unnoticed. Must be constructed inside a running event
-    loop."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
-        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def failure(self) -> str:
-        """Says which task died first and why; "" if none has."""
-        return self._failure.result() if self._failure.done() else ""
-
-    async def failed(self) -> str:
-        """Returns the reason when a task has died. That is a bug, and its work is no longer done."""
-        return await asyncio.shield(self._failure)
-
-    def spawn(self, work: Coroutine[Any, Any, T], name: str, *, asked: bool = False) -> asyncio.Task[T]:
-        """Starts `work`. With `asked` the caller awaits the result, so a TandemError is the caller's and no failure."""
-        task = asyncio.create_task(work, name=name)
-        self._running.add(task)
-        task.add_done_callback(lambda ended: self._ended(ended, asked))
-        return task
-
-    def _ended(self, task: asyncio.Task[Any], asked: bool) -> None:
-        self._running.discard(task)
-        if task.cancelled() or task.exception() is None or self._failure.done():
-            return
-        if asked and isinstance(task.exception(), TandemError):
-            return
-        logger.error("%s died", task.get_name(), exc_info=task.exception())
-        self._failure.set_result(f"{task.get_name()} died: {task.exception()!r}")
-
-    async def stop(self) -> None:
-        """Idempotent."""
-        running = set(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
 
 class Wakeup:

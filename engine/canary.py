@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -57,8 +58,12 @@ class Canary:
         self._request_id = request.request_id
         self._peer = request.transfer.peer if request.transfer is not None else None
         self._prompt = request.prompt_token_ids
-        self._cache_salt = request.cache_salt
-        self.lora = request.lora
+        self._facts = RequestFacts(
+            prompt_token_ids=self._prompt,
+            sampling=_NOT_SAMPLED,
+            cache_salt=request.cache_salt,
+            lora=request.lora,
+        )
         self._attempts = 0
         # The request that recomputes the prompt; None while the check holds no blocks.
         self._own: Request | None = None
@@ -71,6 +76,10 @@ class Canary:
         because it has no rows for them."""
         hasher = scheduler.block_hasher
         return hasher is not None and request.num_prompt_tokens >= hasher.block_size and not request.media
+
+    @property
+    def lora(self) -> str | None:
+        return self._facts.lora
 
     @property
     def has_begun(self) -> bool:
@@ -103,12 +112,9 @@ class Canary:
         self._attempts += 1
         own = Request(
             REQUEST_ID,
-            self._prompt,
-            _NOT_SAMPLED,
+            self._facts,
             # A prefix look-up leaves the last token out. With one token more it finds the whole prompt.
             output_token_ids=self._prompt[:1],
-            cache_salt=self._cache_salt,
-            lora=self.lora,
             block_hasher=self._scheduler.block_hasher,
         )
         blocks = self._scheduler.lend_blocks(own) if self._attempts <= ATTEMPTS else None
@@ -122,10 +128,7 @@ class Canary:
         step = _empty_step()
         step.num_scheduled_tokens[REQUEST_ID] = step.total_num_scheduled_tokens = tokens
         if self._computed == 0:
-            new = NewRequestData(
-                REQUEST_ID, self._prompt, len(self._prompt), _NOT_SAMPLED, self._blocks, 0, self.lora
-            )
-            step.new_reqs.append(new)
+            step.new_reqs.append(NewRequestData(REQUEST_ID, self._facts, self._prompt, self._blocks, 0))
         else:
             step.cached_reqs = CachedRequestData([REQUEST_ID], [self._computed], [None])
         self._runner.start(step).finish()

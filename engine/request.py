@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 
 from tandem.engine.cache.hashing import BlockHasher
-from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature, salted
-from tandem.wire.pooling import Pooling, PoolingKind
-from tandem.wire.requests import CachePeers, KVTransferParams
+from tandem.wire.pooling import PoolingKind
+from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 
@@ -89,20 +88,14 @@ class Request:
         "arrival_time",
         "block_hasher",
         "cache_peers",
-        "cache_salt",
         "drafting",
-        "embeds",
         "eos_token_ids",
+        "facts",
         "image_parts",
-        "images",
         "is_distrusted",
-        "is_last_step",
-        "job_id",
         "length_limit",
-        "lora",
         "lost_load",
         "makes_up_load",
-        "media",
         "needs_its_last_token",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -112,11 +105,8 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
-        "pooling",
-        "priority",
         "queue_seconds",
         "request_id",
-        "sampling",
         "sort_key",
         "spec_token_ids",
         "status",
@@ -128,46 +118,27 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
+        facts: RequestFacts,
         *,
         output_token_ids: Sequence[int] = (),
-        priority: int = 0,
         arrival_time: float | None = None,
-        cache_salt: str | None = None,
-        lora: str | None = None,
-        media: Sequence[MediaFeature] = (),
-        images: Sequence[bytes] = (),
-        embeds: PromptEmbeds | None = None,
         transfer: KVTransferParams | None = None,
         cache_peers: CachePeers | None = None,
-        pooling: Pooling | None = None,
-        job_id: str | None = None,
-        is_last_step: bool = False,
         eos_token_ids: frozenset[int] = frozenset(),
         block_hasher: BlockHasher | None = None,
     ) -> None:
         self.request_id = request_id
-        self.sampling = sampling
-        self.priority = priority
+        self.facts = facts
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        self.sort_key = (priority, self.arrival_time, request_id)
-        self.cache_salt = cache_salt
-        self.lora = lora
-        self.media = media  # parts of the prompt's images, or runs of its `embeds`, in the prompt's order
-        self.images = images  # the image files that `media` describes parts of
-        # `media` under the names of their rows; empty without images.
-        self.image_parts = salted(media, cache_salt) if embeds is None else ()
-        self.embeds = embeds  # replace the embeddings of the whole prompt
+        self.sort_key = (facts.priority, self.arrival_time, request_id)
+        # The images' parts under the names of their rows; empty without images.
+        self.image_parts = salted(facts.media, facts.cache_salt) if facts.embeds is None else ()
         self.transfer = transfer
         self.cache_peers = cache_peers
-        self.pooling = pooling  # set: the request returns a vector of its prompt and samples no token
-        self.job_id = job_id  # the job that this request is a turn of
-        self.is_last_step = is_last_step  # this is the job's last turn
         self.eos_token_ids = eos_token_ids
 
-        self.all_token_ids = [*prompt_token_ids, *output_token_ids]
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.all_token_ids = [*facts.prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(facts.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
         # Output tokens that another node sampled before the request came here. They are computed like prompt tokens.
         self.num_initial_output_tokens = len(output_token_ids)
@@ -193,9 +164,9 @@ class Request:
 
         self.status = RequestStatus.WAITING
         # Sampling reads the tokens so far on the host, so the next step cannot be planned before the last token is known.
-        self.needs_its_last_token = _reads_history(sampling)
+        self.needs_its_last_token = _reads_history(facts.sampling)
         # `limit` sets these two when a scheduler accepts the request.
-        self.length_limit = self.num_prompt_tokens + sampling.max_tokens
+        self.length_limit = self.num_prompt_tokens + facts.sampling.max_tokens
         self.stop_token_ids: frozenset[int] = frozenset()
         # The KV in its blocks is of an earlier generation of the cache (`Lifecycle.begin_generation`): the request may finish, and
         # nothing of it is cached or stored. Blocks that it gets later, for all its tokens, are right again.
@@ -216,26 +187,39 @@ class Request:
     def limit(self, context: int, eos_token_ids: frozenset[int]) -> None:
         """Fixes which tokens stop the request, and at how many tokens it ends. `context` is the most that one request may have."""
         self.length_limit = min(self.num_prompt_tokens + self.room_wanted, context)
-        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
-        if not self.sampling.ignore_eos:
+        self.stop_token_ids = frozenset(self.facts.sampling.stop_token_ids)
+        if not self.facts.sampling.ignore_eos:
             self.stop_token_ids |= self.eos_token_ids | eos_token_ids
 
     @property
+    def lora(self) -> str | None:
+        return self.facts.lora
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.facts.cache_salt
+
+    @property
+    def media(self) -> Sequence[MediaFeature]:
+        """Parts of the prompt's images, or runs of its embeddings, in the prompt's order."""
+        return self.facts.media
+
+    @property
     def has_images(self) -> bool:
-        return bool(self.media) and self.embeds is None
+        return bool(self.facts.media) and self.facts.embeds is None
 
     @property
     def own_input_begins(self) -> int | None:
         """The first token whose KV depends on more than tokens: on an adapter, an image, or rows. The hashes of all blocks from
         there on name that input. None if there is none."""
-        if self.lora is not None:
+        if self.facts.lora is not None:
             return 0
-        return self.media[0].offset if self.media else None
+        return self.facts.media[0].offset if self.facts.media else None
 
     @property
     def room_wanted(self) -> int:
         """The most tokens that may follow the prompt: 0 for a request for a vector."""
-        return self.sampling.max_tokens if self.pooling is None else 0
+        return self.facts.sampling.max_tokens if self.facts.pooling is None else 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -266,9 +250,11 @@ class Request:
         """Whether the whole prompt must be computed, though some of it is cached. A cached block holds keys and values only. The
         prompt's log-probabilities and hidden states come only from computing it, and every pooling kind but LAST needs hidden
         states of more tokens than the last one."""
-        if self.pooling is not None and self.pooling.kind is not PoolingKind.LAST:
+        if self.facts.pooling is not None and self.facts.pooling.kind is not PoolingKind.LAST:
             return True
-        return self.sampling.prompt_logprobs is not None or self.sampling.hidden_states is not None
+        return (
+            self.facts.sampling.prompt_logprobs is not None or self.facts.sampling.hidden_states is not None
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -1,15 +1,19 @@
-"""The process around one engine, the same for every role: it takes requests from routers, steps the engine, and sends tokens back.
+"""What is the same for nodes of every role: the process around an engine that takes requests from routers, steps it, and sends tokens
+back; and the life of a node, with an engine or without.
 
+lifecycle    what each node does for its routers: pings, statuses, drains, failure
 service      handles a node's requests, from Submit to the last token
 requests     checks a Submit against the loaded model, converts it for the engine, and keeps the live requests with their deadlines
 answers      keeps the tokens of background answers for any router that asks
-loop         the thread that steps the engine, the mailbox that feeds it, and the state of the node
+loop         the thread that steps the engine, and the mailbox that feeds it
 encoders     asks encoder nodes for the rows of this node's images
 routers      the routers that were heard lately, which are told statuses and what the prefix cache holds
 status       makes a status and its counters
+roles        what a cluster does differently for the nodes of one role
 config       NodeConfig: every setting of one node
 ranks/       the other processes of a node with several ranks
 trace_file   writes the scheduler trace's lines to files of bounded size
-node         builds a node from all of these
+node         a node of any role, from start to stop
+engine_node  builds a node with an engine from all of these
 hosting      the node's methods for the process that holds it
 """

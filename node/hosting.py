@@ -10,19 +10,17 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.base.logs import LogPosition, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
-from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
-from tandem.node.node import Progress
+from tandem.node.node import Node
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import NodeStatus
 from tandem.wire.sockets import admit, public_key, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -32,32 +30,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _REST_S = 1.0  # how long the step thread may take to report that nothing is left
 # CPython's switch interval. A handover passes through several threads, and each waits up to this long for the thread that runs Python.
 _SWITCH_S = 0.001
-
-
-class HostedNode(Protocol):
-    """The node in a process: one with an engine (`node.node.Node`), or an encoder node."""
-
-    @property
-    def config(self) -> NodeConfig: ...
-    def start(
-        self,
-        progress: Progress | None = None,
-        runner: ModelRunner | None = None,
-        *,
-        model_folder: str | None = None,
-        adapters: Mapping[str, str] | None = None,
-        draft_folder: str | None = None,
-        keepers: Sequence[str] = (),
-    ) -> NodeInfo: ...
-    def status(self) -> NodeStatus: ...
-    def routers_heard(self) -> list[str]: ...
-    def drain(self, timeout_s: float) -> bool: ...
-    def reset_cache(self, timeout_s: float) -> bool: ...
-    def set_adapters(
-        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
-    ) -> dict[str, str]: ...
-    def release(self) -> ModelRunner: ...
-    def stop(self) -> None: ...
 
 
 FindModel = Callable[[str, Report], str]
@@ -70,11 +42,13 @@ FindAdapter = Callable[[str, str, Report], str]
 class NodeHost:
     def __init__(
         self,
-        make_node: Callable[[NodeConfig], HostedNode],
+        make_node: Callable[[NodeConfig], Node[Any]],
         config: bytes,
         find_model: FindModel | None = None,
         find_adapter: FindAdapter | None = None,
+        end: Callable[[Callable[[], None]], object] = lambda finish: None,
     ) -> None:
+        """`end`: called with what must be done when the process is told to end. This object keeps what it returns."""
         settings = msgspec.msgpack.decode(config, type=NodeConfig)
         begin_logging(settings.logs, settings.node_id)
         raise_descriptor_limit()
@@ -94,6 +68,7 @@ class NodeHost:
         self._progress = SaidProgress()
         self._report = self._progress.report
         self._stopped = threading.Event()
+        self._end = end(self.finish)
 
     def key(self) -> str:
         """The public key of this process."""

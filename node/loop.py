@@ -1,4 +1,4 @@
-"""The thread that steps the engine, the mailbox that feeds it, and the state that the node is in.
+"""The thread that steps the engine, and the mailbox that feeds it.
 
 The loop steps while there is work and sleeps on its mailbox otherwise. It polls only one thing: a connector that has asked to be
 asked again. It handles everything that arrives during a step (requests, cancellations, a connector's wake) before the next step.
@@ -16,13 +16,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from tandem.base.errors import InternalError, NodeLost, TandemError
 from tandem.engine.core import Engine
 from tandem.engine.structured.desk import GrammarReady
 from tandem.machine.resources import bind, states_of_threads
 from tandem.node.encoders import RowsCame
 from tandem.wire.lines import Position
-from tandem.wire.nodes import NodeState
 from tandem.wire.requests import TokenChunk, ToNode
 
 if TYPE_CHECKING:
@@ -139,39 +137,6 @@ class LoopHost(Protocol[ItemT]):
     def failed(self, error: BaseException) -> None:
         """The loop has ended because of `error`. This is its last call."""
         ...
-
-
-class NodeCondition:
-    """The node's state: READY until it is drained or fails. A failed node stays FAILED. Used from any thread."""
-
-    def __init__(self, node_id: str) -> None:
-        self._node_id = node_id
-        self._lock = threading.Lock()  # held for every change of the state
-        self._failed_as: type[TandemError] = InternalError
-        self.state = NodeState.READY
-        self.why: str | None = None  # why the node failed; None: it has not failed
-
-    def drain(self) -> None:
-        with self._lock:
-            if self.state is NodeState.READY:
-                self.state = NodeState.DRAINING
-
-    def fail(self, error: BaseException) -> TandemError:
-        """Marks the node as failed and returns the error for its live requests."""
-        self.why = f"{type(error).__name__}: {error}"
-        # A rank's end is never caused by a request, so each request goes on elsewhere, however often that happens.
-        self._failed_as = NodeLost if isinstance(error, NodeLost) else InternalError
-        with self._lock:
-            self.state = NodeState.FAILED
-        return self._failure()
-
-    @property
-    def failure(self) -> TandemError | None:
-        """The error for a request that comes after the failure; None: the node has not failed."""
-        return self._failure() if self.state is NodeState.FAILED else None
-
-    def _failure(self) -> TandemError:
-        return self._failed_as(f"node {self._node_id} has failed: {self.why}")
 
 
 class EngineLoop(Generic[T]):

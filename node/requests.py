@@ -61,21 +61,11 @@ def request_of(
         sampling = msgspec.structs.replace(sampling, grammar=salted(sampling.grammar, submit.cache_salt))
     return Request(
         submit.request_id,
-        submit.prompt_token_ids,
-        sampling,
+        submit if sampling is submit.sampling else msgspec.structs.replace(submit, sampling=sampling),
         output_token_ids=submit.output_token_ids,
-        priority=submit.priority,
         arrival_time=now,
-        cache_salt=submit.cache_salt,
-        lora=submit.lora,
-        media=submit.media,
-        images=submit.images,
-        embeds=submit.embeds,
         transfer=submit.transfer,
         cache_peers=submit.cache_peers,
-        pooling=submit.pooling,
-        job_id=submit.job_id,
-        is_last_step=submit.is_last_step,
         eos_token_ids=eos_token_ids,
         block_hasher=block_hasher,
     )

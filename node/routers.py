@@ -36,15 +36,17 @@ logger = logging.getLogger(__name__)
 COUNTERS_PERIOD_S = 1.0  # between two reports with counters
 
 
-class RouterLine(Protocol):
-    """The node's end of the line to its routers."""
-
+class Receiver(Protocol):
     @property
     def malformed(self) -> int: ...
     @property
     def died(self) -> str | None:
-        """Why the line receives nothing any more although it was not closed; None while it receives."""
+        """Why it receives nothing any more although it was not closed; None while it receives."""
         ...
+
+
+class RouterLine(Receiver, Protocol):
+    """The node's end of the line to its routers."""
 
     @property
     def gaps(self) -> int:

@@ -1,4 +1,4 @@
-"""The service of a node, the same for every role: it takes requests from routers, and returns token batches and status reports.
+"""The service of a node with an engine: it takes requests from routers, and returns token batches.
 
 It knows no transport: messages arrive through `receive` and leave through a `RouterLine`. A role decides only which requests it
 takes and how they end (`RoleRules`).
@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -37,16 +37,17 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
+from tandem.kvtransfer.base import TransferStats
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
 from tandem.node.encoders import EncoderDesk, RowsCame
+from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.loop import (
     Drain,
     EngineLoop,
     Item,
     ListRequests,
     Mailbox,
-    NodeCondition,
     RanksLost,
     ResetCache,
     RouterLost,
@@ -61,17 +62,18 @@ from tandem.node.requests import (
     request_of,
     writes_states_here,
 )
-from tandem.node.routers import CacheNewsDesk, RouterLine, Routers
-from tandem.node.status import node_counters, node_status
+from tandem.node.routers import CacheNewsDesk, RouterLine
+from tandem.node.status import copied, counted, gauges, moved
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
+    EMPTY_TABLE,
     Ask,
     CacheNews,
     Cancel,
     EndAnswer,
     Follow,
-    Holding,
     ListCache,
+    NodeCounters,
     NodeStatus,
     Ping,
     Recall,
@@ -82,7 +84,7 @@ from tandem.wire.requests import (
     ToNode,
     TurnEnded,
 )
-from tandem.wire.tracing import ClockReading, NodeTrace
+from tandem.wire.tracing import NodeTrace
 
 if TYPE_CHECKING:
     from tandem.engine.model.lora.folder import Adapter
@@ -92,7 +94,7 @@ logger = logging.getLogger(__name__)
 _STATS_PERIOD_S = 0.1
 
 
-class NodeService:
+class NodeService(NodeLifecycle):
     """Requests and answers belong to the step thread. The methods in the section "any thread" put items into its mailbox."""
 
     def __init__(
@@ -109,13 +111,10 @@ class NodeService:
         encoders: EncoderDesk | None = None,
     ) -> None:
         """`news` builds the desk that tells routers what is cached; None: tell nothing. `encoders`: None if the model reads no images."""
-        self._config = config
-        self._epoch = epoch
+        super().__init__(config, epoch, line, clock)
         self._rules = rules
         self._engine = engine
         self._mailbox = mailbox
-        self._line = line
-        self._clock = clock
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
         self._adapters = engine.runner.adapters
@@ -124,16 +123,7 @@ class NodeService:
         self._desk: GrammarDesk | None = None  # created for the first request with a grammar
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live = LiveRequests()
-        self._routers = Routers(
-            line,
-            self.status,
-            lost=self._on_router_lost,
-            period_s=config.timeouts.status_period_s,
-            silence_s=config.timeouts.router_silence_s,
-            clock=clock,
-        )
         self._news = news(self._routers.tell) if news is not None else None
-        self._condition = NodeCondition(config.node_id)
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
         # When the mailbox was last read; and when it had been read at the time the stats were taken, so how old the stats are.
@@ -151,26 +141,12 @@ class NodeService:
 
     def start(self) -> None:
         self.loop.start()
-        self._routers.start()
+        super().start()
         if self._news is not None:
             self._news.start()
 
-    def report(self) -> None:
-        """Sends every router this node's status; the `node-status` thread does it regularly."""
-        self._routers.report()
-
-    def receive(self, message: ToNode) -> None:
-        """Takes a message from a router. Called in the inbox's thread."""
-        is_new = self._routers.heard(message.reply_to)
-        if isinstance(message, Ping):
-            if is_new:
-                self._routers.tell_status(message.reply_to)
-            if message.asked_at is not None:
-                reading = ClockReading(self._config.node_id, self._epoch, message.asked_at, self._clock())
-                self._routers.tell(message.reply_to, reading)
-        elif isinstance(message, Ask):
-            self._list_requests(message.reply_to)
-        elif isinstance(message, ListCache):
+    def _take(self, message: ToNode) -> None:
+        if isinstance(message, ListCache):
             self._list_cache(message.reply_to)
         elif isinstance(message, Submit) and (failure := self._condition.failure) is not None:
             self._refuse(message, failure)
@@ -178,13 +154,6 @@ class NodeService:
             if isinstance(message, Submit) and message.trace:
                 self._tracer.arrived(message.request_id)
             self._mailbox.put(message)
-
-    def line_begun(self, reply_to: str) -> None:
-        """A new line with this router has begun, so messages may be missing on either side: send it the node's full state."""
-        if self._routers.heard(reply_to):
-            self._routers.tell_status(reply_to)
-        self._list_requests(reply_to)
-        self._list_cache(reply_to)
 
     def _list_cache(self, reply_to: str) -> None:
         if self._news is not None:
@@ -196,64 +165,46 @@ class NodeService:
         self._mailbox.put(RouterLost(reply_to))
 
     def router_replaced(self, reply_to: str) -> None:
-        """Another incarnation of the router listens at this address: the requests of the previous one have no owner."""
         self._mailbox.put(RouterLost(reply_to))
 
     def _list_requests(self, reply_to: str) -> None:
         self._mailbox.put(ListRequests(reply_to, self._line.received(reply_to)))
 
-    def routers_heard(self) -> list[str]:
-        return self._routers.known
-
     def status(self) -> NodeStatus:
-        scheduler = self._scheduler_stats
-        transfer = self._engine.worker.stats() if self._engine.worker is not None else None
+        scheduler, worker, now = self._scheduler_stats, self._engine.worker, self._clock()
+        transfer = worker.stats() if worker is not None else TransferStats()
+        own, adapters, wrong = moved(transfer), self._adapters, self._engine.canary_findings.wrong
+        own["malformed_frames"] += self.malformed_frames
+        own["wrong_kv"] = copied(Counter(transfer.wrong_kv) + Counter(wrong))
         self.loop.watch_step()
-        failure = self.failure
-        return node_status(
-            self._config.node_id,
-            self._rules.role,
-            self._epoch,
-            self._condition.state if failure is None else NodeState.FAILED,
-            scheduler,
-            transfers=transfer.in_progress if transfer else 0,
-            now=self._clock(),
+        return self._reported(
+            **gauges(scheduler, now),
+            transfers=transfer.in_progress,
             step_age_s=self.loop.step_age(),
-            counters=node_counters(
-                scheduler,
-                transfer,
+            counters=NodeCounters(
+                **counted(scheduler),
+                **own,
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
-                malformed_frames=self._line.malformed,
                 line_gaps=self._line.gaps,
                 kv_checks=self._engine.canary_findings.checked,
-                wrong_kv=self._engine.canary_findings.wrong,
-                encoder_fallbacks=self._encoders.fallbacks if self._encoders is not None else None,
+                encoder_fallbacks=copied(self._encoders.fallbacks if self._encoders is not None else {}),
             ),
-            detail=failure or "",
-            tiers=transfer.tiers if transfer else [],
-            left_out=transfer.left_out if transfer else (),
-            adapters=self._adapters.served if self._adapters is not None else None,
-            replaced_adapters=self._adapters.replaced if self._adapters is not None else None,
-            age_s=max(0.0, self._clock() - self._stats_of),
+            tiers=tuple(transfer.tiers),
+            left_out=tuple(transfer.left_out),
+            adapters=(adapters.served if adapters is not None else None) or EMPTY_TABLE,
+            replaced_adapters=(adapters.replaced if adapters is not None else None) or EMPTY_TABLE,
+            age_s=max(0.0, now - self._stats_of),
             slower=self._engine.runner.info.slower,
         )
 
-    @property
-    def failure(self) -> str | None:
-        if self._condition.state is not NodeState.FAILED and (why := self._line.died) is not None:
-            return f"it no longer hears its routers: {why}"
-        return self._condition.why
-
-    def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests and waits up to `timeout_s`. Returns True when every request has ended and every block is free."""
-        self._condition.drain()
+    def _come_to_rest(self, timeout_s: float) -> bool:
         # A request may be in the mailbox. The step thread sets the event again after it has handled all that came before.
         self._quiet.clear()
         self._mailbox.put(Drain())
         if self._condition.state is NodeState.FAILED:
             self._quiet.set()
-        return self._quiet.wait(timeout_s) and self._condition.state is not NodeState.FAILED
+        return self._quiet.wait(timeout_s)
 
     def reset_cache(self, timeout_s: float) -> bool:
         """Drops all cached KV. Returns True once none of it would come back if the process ended now. Returns False if that takes longer
@@ -270,7 +221,7 @@ class NodeService:
     def stop(self) -> None:
         if not self.loop.stop():
             logger.error("%s: the step thread did not end in time", self._config.node_id)
-        self._routers.stop()
+        super().stop()
         if self._news is not None:
             self._news.stop()
         if self._desk is not None:
@@ -427,7 +378,7 @@ class NodeService:
         request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
         if keeps_here(submit):
             self._kept.begin(submit)
-        if (grammar := request.sampling.grammar) is not None:
+        if (grammar := request.facts.sampling.grammar) is not None:
             self._add_with_grammar(request, grammar, now)
         else:
             self._engine.add_request(request)
@@ -487,9 +438,7 @@ class NodeService:
 
     def _tell_what_is_held(self, item: ListRequests) -> None:
         held = {live.submit.request_id: live.reported for live in self._live.of_router(item.reply_to)}
-        self._routers.tell(
-            item.reply_to, Holding(self._config.node_id, self._epoch, *item.position, requests=held)
-        )
+        self._tell_holding(item.reply_to, item.position, held)
 
     def _end_answer(self, item: EndAnswer) -> None:
         """Ends a background answer. Any router may ask for this; the router that submitted the request is told of its end."""

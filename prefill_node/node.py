@@ -7,14 +7,14 @@ import msgspec
 from tandem.base.errors import InvalidRequest
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 
-class PrefillNode(Node):
+class PrefillNode(EngineNode):
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(
             config,

@@ -14,11 +14,11 @@ Floor 3: it imports api, wire and base. It knows neither engine nor transfer.
     server      the whole router: started, drained and stopped
     hosting     the router as its process sees it
     tracing/    where a request's time went
-    metrics     the router's own metrics; the last ten minutes: how many requests met the `slo`, and why the slowest did not
+    metrics     the router's own metrics
+    recent      the last ten minutes: how many requests met the `slo`, why the slowest did not, and what went wrong
     node_metrics   the nodes' reports as metrics
     siblings    the other router processes on the port: questions to them, and reports of requests
     figures     the counters of all router processes on the port, added up
     page_state  the data of the page and of `tandem top`
     engine_metrics   the nodes' figures under the names that vLLM's dashboards use
-    supervision background tasks that cannot end unnoticed
 """

@@ -9,10 +9,10 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.base.tasks import Tasks
 from tandem.router.links import NodeLinks
 from tandem.router.pool import Member, NodePool
 from tandem.router.prefixes import CachedBlocks
-from tandem.router.supervision import TaskSupervisor
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, TierStatus
 
@@ -53,13 +53,11 @@ _ELSEWHERE = frozenset({"step_tokens", "tokens_scheduled", "speculative_accepted
 class LinkCollector(Collector):
     """What the router counts of its links to nodes."""
 
-    def __init__(
-        self, pool: NodePool, links: NodeLinks, supervisor: TaskSupervisor, cached: CachedBlocks
-    ) -> None:
+    def __init__(self, pool: NodePool, links: NodeLinks, tasks: Tasks, cached: CachedBlocks) -> None:
         self._cached = cached
         self._pool = pool
         self._links = links
-        self._supervisor = supervisor
+        self._tasks = tasks
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -97,7 +95,7 @@ class LinkCollector(Collector):
             value=self._cached.gaps,
         )
         restarts = CounterMetricFamily("tandem_task_restarts", "Background tasks that died", labels=["task"])
-        for name, count in self._supervisor.restarts.items():
+        for name, count in self._tasks.restarts.items():
             restarts.add_metric([name], count)
         yield restarts
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tandem.router.metrics import LATEST, TROUBLES, WINDOW_S, Moment, RequestAccount, SlowRequest, Trouble
+from tandem.router.recent import LATEST, TROUBLES, WINDOW_S, Moment, RequestAccount, SlowRequest, Trouble
 
 SLOWEST_SHOWN = 12
 

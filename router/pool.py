@@ -23,7 +23,7 @@ from tandem.router.config import Heartbeat
 from tandem.router.policy.shortlist import Shortlist
 from tandem.router.policy.views import Average, NodeRates, NodeView, PoolSnapshot, first_by_rendezvous
 from tandem.wire.listening import Listener
-from tandem.wire.nodes import ENGINE_ROLES, NodeInfo, NodeSighting, NodeState, PoolReport, Role
+from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NO_COUNTERS, NodeCounters, NodeStatus
 from tandem.wire.versions import WIRE_VERSION, out_of_reach
@@ -163,7 +163,7 @@ class NodePool:
     def max_model_len(self) -> int | None:
         """The shortest context length of the nodes in view, or of all members while none is in view."""
         if not self._knows_max_model_len:
-            members = [each for each in self._members.values() if each.info.role in ENGINE_ROLES]
+            members = [each for each in self._members.values() if each.info.role.runs_requests]
             infos = [member.info for member in members if member.is_in_view]
             infos = infos or [member.info for member in members]
             self._max_model_len = min((info.max_model_len for info in infos), default=None)
@@ -175,7 +175,7 @@ class NodePool:
         will do."""
         views = self.snapshot().prompt_readers
         infos = [view.info for view in views] or [member.info for member in self._members.values()]
-        return next((info.vectors for info in infos if info.role in ENGINE_ROLES), None)
+        return next((info.vectors for info in infos if info.role.runs_requests), None)
 
     def adapters(self) -> Mapping[str, str]:
         """The digests, by name, of the LoRA adapters that new requests may name."""
@@ -204,7 +204,7 @@ class NodePool:
         for member in self._members.values():
             member.foreign = self._foreign(member)
         self._block_sizes = tuple(
-            {each.info.block_size for each in self._members.values() if each.info.role in ENGINE_ROLES}
+            {each.info.block_size for each in self._members.values() if each.info.role.runs_requests}
         )
         self.oldest_version = min(
             (member.info.wire_version for member in self._members.values()), default=WIRE_VERSION
@@ -375,10 +375,10 @@ class NodePool:
 
     def _is_replaceable(self, member: Member) -> bool:
         """Whether another node in view could do the same work."""
-        if member.info.role is Role.ENCODE:
+        if not member.info.role.runs_requests:
             return True  # nodes that compute prompts can encode images, too
         shortlist = self.shortlist_of(member.info.content)
-        lane = shortlist.prefill if member.info.role is Role.PREFILL else shortlist.decode
+        lane = shortlist.decode if member.info.role.writes_answers else shortlist.prefill
         return len(lane.views) > (member.info.node_id in lane.views)
 
     def note_deaf(self, member: Member, is_deaf: bool) -> None:
@@ -432,7 +432,7 @@ class NodePool:
             return
         else:
             member.is_in_view = True
-            if info.role is Role.ENCODE:
+            if not info.role.runs_requests:
                 self._encoders.setdefault(info.content, {})[info.node_id] = info
             else:
                 member.shortlist = self._shortlists.setdefault(info.content, Shortlist())

@@ -20,6 +20,7 @@ from tandem.api.responses.response_store import ResponseStore
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
+from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
@@ -38,7 +39,6 @@ from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.siblings import SentReports, Siblings
-from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe
@@ -166,7 +166,7 @@ class RouterServer:
         template: ChatTemplate | None,
         images: ImageReader | None,
     ) -> Services:
-        config, supervisor = self._config, TaskSupervisor()
+        config, tasks = self._config, Tasks()
         metrics = RouterMetrics(config.model_name)
         clock = time.monotonic
         # The dispatcher and its pool call each other, so the pool looks the dispatcher up when it calls.
@@ -190,33 +190,23 @@ class RouterServer:
         reports = SentReports(siblings, pool, chooser)
         siblings.on_change.append(lambda: dispatcher.report_to_siblings(None if siblings.alone else reports))
         siblings.on_change.append(self._siblings_changed.set)
-        metrics.running.set_function(lambda: dispatcher.running)
-        metrics.waiting.set_function(lambda: dispatcher.queued)
-        metrics.places.set_function(lambda: dispatcher.admission.capacity)
-        metrics.places_held.set_function(lambda: dispatcher.admission.held)
-        metrics.queue_limit.set(config.limits.queued)
-        metrics.oldest_wait.set_function(dispatcher.admission.oldest_wait_s)
-        metrics.registry.register(LinkCollector(pool, links, supervisor, chooser.cached))
+        _measure(metrics, dispatcher)
+        metrics.registry.register(LinkCollector(pool, links, tasks, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
         metrics.node_registry.register(EngineCollector(pool))
+        began = int(time.time())
+        model = ServedModel(
+            config, tokenizer, template, pool.max_model_len, began, pool.vectors, pool.adapters, images
+        )
         services = Services(
             config=config,
-            model=ServedModel(
-                config,
-                tokenizer,
-                template,
-                pool.max_model_len,
-                int(time.time()),
-                pool.vectors,
-                pool.adapters,
-                images,
-            ),
+            model=model,
             dispatcher=dispatcher,
             pool=pool,
             links=links,
             keys=keys,
             metrics=metrics,
-            supervisor=supervisor,
+            tasks=tasks,
             bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
@@ -249,10 +239,10 @@ class RouterServer:
         await services.siblings.listen()
         self._door = Door(listener, tally, self._former)
         self._accept_if_time(self._http)
-        services.supervisor.run("heartbeat", self._heartbeat)
-        services.supervisor.run("siblings", self._know_siblings)
+        services.tasks.keep("heartbeat", self._heartbeat)
+        services.tasks.keep("siblings", self._know_siblings)
         if self._config.tls_certificate is not None:
-            services.supervisor.run("certificate", self._renew_certificate)
+            services.tasks.keep("certificate", self._renew_certificate)
 
     def _accept_if_time(self, http: HttpServer) -> None:
         if self._listener is not None and (
@@ -395,7 +385,7 @@ class RouterServer:
             services.traces.close()
             if self._exporter is not None:
                 await self._exporter.close()
-            await services.supervisor.stop()
+            await services.tasks.stop()
         self._never_accept()
         if self._door is not None:
             self._door.close()
@@ -406,6 +396,15 @@ class RouterServer:
             await services.links.close()
             await services.others.close()
         self._probe.close()
+
+
+def _measure(metrics: RouterMetrics, dispatcher: Dispatcher) -> None:
+    metrics.running.set_function(lambda: dispatcher.running)
+    metrics.waiting.set_function(lambda: dispatcher.queued)
+    metrics.places.set_function(lambda: dispatcher.admission.capacity)
+    metrics.places_held.set_function(lambda: dispatcher.admission.held)
+    metrics.queue_limit.set(dispatcher.config.limits.queued)
+    metrics.oldest_wait.set_function(dispatcher.admission.oldest_wait_s)
 
 
 def _is_loopback(endpoint: str) -> bool:

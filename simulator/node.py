@@ -12,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from tandem.base.errors import InternalError, RequestError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
@@ -20,13 +22,13 @@ from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.node.requests import RoleRules
-from tandem.node.status import node_counters, node_status
+from tandem.node.status import counted, gauges
 from tandem.simulator.costs import CostModel, DecodeRun, StepBound
 from tandem.simulator.machine import SharedMachine
 from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
 from tandem.simulator.traffic import NameHasher, next_token
-from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.nodes import NodeInfo, NodeState
 from tandem.wire.requests import (
     Cancel,
     NodeCounters,
@@ -92,9 +94,7 @@ class SimulatedNode:
         self._slowdown, self._pace = 1.0, 1.0
         self._by_steps = by_steps
         self._port = Port(self._wake)
-        self._connector = (
-            SimulatedConnector(network, self._port) if rules.role is not Role.AGGREGATED else None
-        )
+        self._connector = SimulatedConnector(network, self._port) if rules.role.hands_over else None
         self.scheduler = Scheduler(
             scheduler,
             cache,
@@ -332,14 +332,10 @@ class SimulatedNode:
     def _add(self, submit: Submit) -> None:
         request = Request(
             submit.request_id,
-            submit.prompt_token_ids,
-            self._rules.sampling_for(submit),
+            msgspec.structs.replace(submit, sampling=self._rules.sampling_for(submit)),
             output_token_ids=submit.output_token_ids,
-            priority=submit.priority,
             arrival_time=self._arrival_time(),
             transfer=submit.transfer,
-            job_id=submit.job_id,
-            is_last_step=submit.is_last_step,
             block_hasher=self._hasher,
         )
         try:
@@ -380,7 +376,7 @@ class SimulatedNode:
             hears = (
                 update.cached_tokens is not None or finish is not None or now - live.reported_at > REPORT_S
             )
-            if update.token_ids and not (self._rules.role is Role.DECODE and self._is_handoff(live, update)):
+            if update.token_ids and not (self._rules.role.writes_answers and self._is_handoff(live, update)):
                 for _ in update.token_ids:
                     self._outcome.on_token(update.request_id, now)
             if hears:
@@ -451,29 +447,20 @@ class SimulatedNode:
             )
         counters = self._counters if self._plan is not None else None
         if counters is None:
-            counters = self._counters = node_counters(
-                stats,
-                None,
-                steps=self._steps,
-                step_seconds=self._busy_s,
-                malformed_frames=0,
-                line_gaps=0,
-                kv_checks=0,
-                wrong_kv={},
+            counters = self._counters = NodeCounters(
+                **counted(stats), steps=self._steps, step_seconds=self._busy_s
             )
-        self._status = status = node_status(
+        age_s = 0.0 if self._plan is None else self._loop.time() - self._plan_began
+        self._status = status = NodeStatus(
             self.info.node_id,
             self.info.role,
             self.info.epoch,
             self.state,
-            stats,
             transfers=self._port.under_way,
-            now=self._loop.time(),
-            step_age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
-            age_s=0.0 if self._plan is None else self._loop.time() - self._plan_began,
+            step_age_s=age_s,
+            age_s=age_s,
             counters=counters,
-            detail="",
-            tiers=(),
+            **gauges(stats, self._loop.time()),
         )
         self._most_blocks = max(self._most_blocks, 1 - stats.free_blocks / stats.total_blocks)
         if self._plan is not None:

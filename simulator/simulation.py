@@ -26,7 +26,7 @@ from tandem.simulator.pools import SimulatedPools
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, Role
-from tandem.wire.requests import Cancel, Holding, Submit, TokenBatch, TurnEnded
+from tandem.wire.requests import Cancel, Holding, RequestFacts, Submit, TokenBatch, TurnEnded
 from tandem.wire.sampling import SamplingParams
 
 TENANT = "simulation"
@@ -272,8 +272,7 @@ class _Simulation:
         sampling = SamplingParams(temperature=0.0, max_tokens=row.output_tokens, ignore_eos=True, seed=index)
         spec = SequenceSpec(
             label=f"request {index}",
-            prompt_token_ids=self._setup.traffic.prompt(index),
-            sampling=sampling,
+            facts=RequestFacts(prompt_token_ids=self._setup.traffic.prompt(index), sampling=sampling),
             deadline=self._loop.time() + self._config.router.timeouts.total,
         )
         try:

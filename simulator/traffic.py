@@ -182,4 +182,4 @@ def next_token(request: Request) -> int:
     """Every token of an answer is the same, and unique to this answer, so no other request finds its blocks in a prefix cache."""
     if request.num_output_tokens:
         return request.all_token_ids[-1]
-    return ANSWERS + (request.sampling.seed or 0)
+    return ANSWERS + (request.facts.sampling.seed or 0)

@@ -16,8 +16,8 @@ from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.trace.why import Explanation, OtherCluster, OtherClusters
 from tandem.loadgen.traces import TraceRow
-from tandem.router.metrics import LATEST, RequestAccount
 from tandem.router.page_state import PageState
+from tandem.router.recent import LATEST, RequestAccount
 from tandem.simulator.costs import CostModel
 from tandem.simulator.planner import PoolSizes
 from tandem.simulator.show import progress

@@ -109,7 +109,8 @@ def test_what_is_made_can_be_made(name: str) -> None:
 def test_the_benchmarks_take_the_flags_that_are_shown(name: str) -> None:
     for command in [*inline(PAGES[name]), *typed(PAGES[name])]:
         if found := re.match(r"(?:python -m )?benchmarks\.(\w+)(.*)", command):
-            source = (ROOT / "benchmarks" / f"{found[1]}.py").read_text(encoding="utf-8")
+            files = [ROOT / "benchmarks" / f"{found[1]}.py", *(ROOT / "benchmarks" / "lib").glob("*.py")]
+            source = "".join(file.read_text(encoding="utf-8") for file in files)
             for flag in re.findall(r"--[a-z-]+", found[2]):
                 assert f'"{flag}"' in source, command
 

@@ -96,7 +96,13 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "replay": {"commands"},
     "chaos": {"commands", "on_ray"},
 }
-MAY_IMPORT_RAY = ("cluster/on_ray/", "cluster/static_hosts/")
+MAY_IMPORT_RAY = (
+    "cluster/on_ray/",
+    "cluster/static_hosts/",
+    "prefill_node/actor.py",
+    "decode_node/actor.py",
+    "encode_node/actor.py",
+)
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
 WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "router", "cluster", "simulator")

@@ -13,18 +13,33 @@ from tandem.wire.versions import WIRE_VERSION
 
 
 class Role(enum.StrEnum):
+    """Which halves of a request a node does. What else differs between nodes is in the package of each role's node."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"  # computes prompts and decodes; never sends KV away
     ENCODE = "encode"  # makes rows of images for nodes that read prompts; runs no requests
 
     @property
+    def reads_prompts(self) -> bool:
+        return self in (Role.PREFILL, Role.AGGREGATED)
+
+    @property
     def writes_answers(self) -> bool:
         return self in (Role.DECODE, Role.AGGREGATED)
 
+    @property
+    def runs_requests(self) -> bool:
+        return self.reads_prompts or self.writes_answers
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the KV of its requests travels: it does one half, and another node the other."""
+        return self.reads_prompts is not self.writes_answers
+
 
 # The roles of nodes that run requests.
-ENGINE_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+ENGINE_ROLES = tuple(role for role in Role if role.runs_requests)
 
 
 class NodeState(enum.StrEnum):

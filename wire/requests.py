@@ -38,7 +38,8 @@ from tandem.wire.tracing import ClockReading, NodeTrace
 _DRAWN_BYTES = 4096
 _ID_DIGITS = re.compile(".{32}")
 _drawn: list[str] = []
-os.register_at_fork(after_in_child=_drawn.clear)
+forget_drawn_ids = _drawn.clear
+os.register_at_fork(after_in_child=forget_drawn_ids)
 
 
 def new_id() -> str:
@@ -80,29 +81,41 @@ class KeepAnswer(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     note: bytes  # what another router needs to make the answer from the tokens; the node does not read it
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):
-    """Start a request. With `transfer`, both nodes get a Submit at the same time, with the same request id."""
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a client asked for: the same in every attempt and at every node. Routers, nodes and engines hold it as it is, so a
+    new fact is named here and where it is used."""
 
-    request_id: str
-    reply_to: str
     prompt_token_ids: list[int]
-    sampling: SamplingParams
-    timeout_s: float  # how much of the request's time is left; a duration, because clocks differ
-    output_token_ids: list[int] = []  # the tokens that the request brings when it moves here from a lost node
-    transfer: KVTransferParams | None = None
+    sampling: SamplingParams  # with a drawn seed: any node continues exactly where another stopped
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None
     lora: str | None = None  # the adapter's identity: wire.adapters
     media: list[MediaFeature] = []  # where images, or the rows of `embeds`, stand in the prompt, in order
     images: list[bytes] = []  # the images' files
-    trace: bool = False  # send a NodeTrace when the request is over
-    keep: KeepAnswer | None = None
-    cache_peers: CachePeers | None = None
     pooling: Pooling | None = None  # the client wants a vector of the prompt, and no token
     # The agent's job of which this request is a turn; no other tenant's job has this id.
     job_id: str | None = None
     is_last_step: bool = False  # the job has no further turn
     embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
+
+    def as_fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FACTS}
+
+
+_FACTS = RequestFacts.__struct_fields__
+
+
+class Submit(RequestFacts, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):
+    """Start a request. With `transfer`, both nodes get a Submit at the same time, with the same request id."""
+
+    request_id: str
+    reply_to: str
+    timeout_s: float  # how much of the request's time is left; a duration, because clocks differ
+    output_token_ids: list[int] = []  # the tokens that the request brings when it moves here from a lost node
+    transfer: KVTransferParams | None = None
+    trace: bool = False  # send a NodeTrace when the request is over
+    keep: KeepAnswer | None = None
+    cache_peers: CachePeers | None = None
     # For each image the encoder node that has or makes its rows. Empty: this node encodes the images.
     encoders: list[PeerAddress] = []
 

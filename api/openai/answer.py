@@ -188,7 +188,7 @@ class Choice:
         return self.life.error if self.finish_reason is None else None
 
     def _advance_by_token(self, start: int, end: int, silent_end: int) -> str:
-        ledger, minimum = self.life.ledger, self.life.spec.sampling.min_tokens
+        ledger, minimum = self.life.ledger, self.life.spec.facts.sampling.min_tokens
         pieces: list[str] = []
         for index in range(start, end):
             if self._show_logprobs:

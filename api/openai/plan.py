@@ -44,6 +44,7 @@ from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import InvalidRequest
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.images import MediaFeature
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -170,7 +171,11 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     def shown_prompt(self, index: int) -> list[int]:
         """Returns one prompt's tokens; an empty list for a prompt of embeddings."""
-        return [] if self.specs[index * self.choices_per_prompt].embeds is not None else self.prompts[index]
+        return (
+            []
+            if self.specs[index * self.choices_per_prompt].facts.embeds is not None
+            else self.prompts[index]
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -391,18 +396,20 @@ def _plan(
             specs.append(
                 SequenceSpec(
                     label=caller.label,
-                    prompt_token_ids=prompt,
-                    sampling=of_choice(sampling, index),
+                    facts=RequestFacts(
+                        prompt_token_ids=prompt,
+                        sampling=of_choice(sampling, index),
+                        priority=caller.priority(request.priority),
+                        cache_salt=caller.cache_salt(request.cache_salt),
+                        lora=model.adapter_of(request.model),
+                        media=features,
+                        images=images or [],
+                        embeds=rows,
+                        job_id=job_id,
+                        is_last_step=caller.is_last_step,
+                    ),
                     deadline=caller.deadline,
-                    priority=caller.priority(request.priority),
-                    cache_salt=caller.cache_salt(request.cache_salt),
-                    lora=model.adapter_of(request.model),
-                    media=features,
-                    images=images or [],
-                    embeds=rows,
                     session=caller.session,
-                    job_id=job_id,
-                    is_last_step=caller.is_last_step,
                     trace=caller.trace,
                     arrived=caller.arrived,
                 )

@@ -21,6 +21,7 @@ from tandem.api.settings import ApiSettings
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.base.errors import InternalError, InvalidRequest
 from tandem.wire.pooling import VectorModel
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 _NO_TOKENS = SamplingParams(max_tokens=1)
@@ -34,7 +35,7 @@ class VectorPlan(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(spec.prompt_token_ids) for spec in self.specs)
+        return sum(len(spec.facts.prompt_token_ids) for spec in self.specs)
 
 
 async def plan_embeddings(request: EmbeddingRequest, model: ServedModel, caller: Caller) -> VectorPlan:
@@ -93,16 +94,18 @@ async def _plan(
         specs.append(
             SequenceSpec(
                 label=caller.label,
-                prompt_token_ids=await _token_ids(text, param, request, model, owner, special=special),
-                sampling=_NO_TOKENS,
+                facts=RequestFacts(
+                    prompt_token_ids=await _token_ids(text, param, request, model, owner, special=special),
+                    sampling=_NO_TOKENS,
+                    priority=request.priority or 0,
+                    cache_salt=caller.cache_salt(request.cache_salt),
+                    lora=model.adapter_of(request.model),
+                    pooling=pooling,
+                ),
                 deadline=caller.deadline,
-                priority=request.priority or 0,
-                cache_salt=caller.cache_salt(request.cache_salt),
-                lora=model.adapter_of(request.model),
                 session=caller.session,
                 trace=caller.trace,
                 arrived=caller.arrived,
-                pooling=pooling,
             )
         )
         await turn.pass_on()

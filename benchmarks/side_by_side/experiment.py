@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.side_by_side.bystanders import QUIET_CORES, busy_cores
+from benchmarks.lib.machine import warn_of_bystanders
+from benchmarks.lib.servers import RunningSystem, System, check_alive, running
 from benchmarks.side_by_side.handovers import measure_handovers
 from benchmarks.side_by_side.loads import Examiner, LoadPlan, LoadQuestions
 from benchmarks.side_by_side.outcome import (
@@ -19,7 +20,6 @@ from benchmarks.side_by_side.outcome import (
     Start,
     judge,
 )
-from benchmarks.side_by_side.systems import RunningSystem, System, check_alive, running
 from tandem.base.errors import TandemError
 from tandem.loadgen.metrics import ServiceLevel, summarize
 from tandem.loadgen.vocabulary import Vocabulary
@@ -66,12 +66,7 @@ class Experiment:
 
     def _examine(self, system: System, run: int, questions: LoadQuestions) -> None:
         title = f"run {run + 1}, {system.title}"
-        bystanders = busy_cores()
-        if bystanders > QUIET_CORES:
-            warning = (
-                f"others are using {bystanders:.1f} of the machine's cores: the figures will be worse for it"
-            )
-            self._console.print(f"{title}: {warning}", style="yellow", highlight=False)
+        bystanders = warn_of_bystanders(self._console, title)
         self._console.print(f"{title}: starting", highlight=False)
         with running(system, self._folder / f"{system.key}-{run + 1}") as started:
             self._console.print(f"{title}: ready after {started.ready_s:.1f} s", highlight=False)

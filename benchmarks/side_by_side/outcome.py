@@ -7,8 +7,9 @@ from statistics import median
 
 import msgspec
 
+from benchmarks.lib.servers import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
+from benchmarks.lib.tables import Floor, at_least, at_most
 from benchmarks.side_by_side.loads import ALONE, BESIDE, closed_loop
-from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
 from tandem.loadgen.metrics import Summary
 from tandem.loadgen.report import MachineDescription
 
@@ -59,16 +60,6 @@ class Figure(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, values: Sequence[float]) -> Figure | None:
         return cls(median(values), min(values), max(values)) if values else None
-
-
-class Floor(msgspec.Struct, frozen=True):
-    """A claim about a figure. `measured` is None if a system that it needs was not measured."""
-
-    claim: str
-    required: str
-    measured: float | None
-    met: bool | None
-    unit: str = "×"
 
 
 class ComparisonOutcome(msgspec.Struct):
@@ -149,39 +140,32 @@ def _times_better(
     outcome: ComparisonOutcome, what: str, systems: tuple[str, str], cell: str, reading: Reading, floor: float
 ) -> Floor:
     """Returns the ratio of two medians; for latencies inverted, so that more is always better."""
-    ours, theirs = systems
-    layout = "1P+1D" if ours == TANDEM_PD else "aggregated"
-    claim, required = f"{layout} beside vLLM's: {what}, {cell}", f"{floor:g}×"
-    mine, other = figure(outcome, ours, cell, reading), figure(outcome, theirs, cell, reading)
-    if mine is None or other is None or not mine.median or not other.median:
-        return Floor(claim, required, None, None)
-    ratio = mine.median / other.median if reading is output_rate else other.median / mine.median
-    return Floor(claim, required, ratio, ratio >= floor)
+    mine, other = (_median(figure(outcome, system, cell, reading)) for system in systems)
+    layout = "1P+1D" if systems[0] == TANDEM_PD else "aggregated"
+    ratio = None
+    if mine and other:
+        ratio = mine / other if reading is output_rate else other / mine
+    return at_least(f"{layout} beside vLLM's: {what}, {cell}", ratio, floor, "×")
 
 
 def _steadiness(outcome: ComparisonOutcome) -> Floor:
     """The claim of disaggregation itself, which needs no other system."""
-    claim, required = "1P+1D: chats' p99 inter-token latency beside long prompts, over alone", "at most 2×"
-    alone, beside = (figure(outcome, TANDEM_PD, cell, itl_p99) for cell in (ALONE, BESIDE))
-    if alone is None or beside is None or not alone.median:
-        return Floor(claim, required, None, None)
-    ratio = beside.median / alone.median
-    return Floor(claim, required, ratio, ratio <= 2.0)
+    alone, beside = (_median(figure(outcome, TANDEM_PD, cell, itl_p99)) for cell in (ALONE, BESIDE))
+    ratio = beside / alone if beside is not None and alone else None
+    return at_most("1P+1D: chats' p99 inter-token latency beside long prompts, over alone", ratio, 2, "×")
 
 
 def _handover(outcome: ComparisonOutcome) -> Floor:
-    """Returns the median over the runs of each run's median."""
-    claim = "1P+1D: handover of a prompt, last forward pass there to first forward pass here"
-    required = f"at most {_HANDOVER_MS:g} ms"
+    """Judges the median over the runs of each run's median."""
     found = Figure.of([median(one.ms) for one in outcome.handovers if one.system == TANDEM_PD])
-    if found is None:
-        return Floor(claim, required, None, None, unit=" ms")
-    return Floor(claim, required, found.median, found.median <= _HANDOVER_MS, unit=" ms")
+    claim = "1P+1D: handover of a prompt, last forward pass there to first forward pass here"
+    return at_most(claim, _median(found), _HANDOVER_MS, "ms")
 
 
 def _promptness(outcome: ComparisonOutcome) -> Floor:
-    claim, required = "1P+1D: from the command to the first token", f"at most {_FIRST_ANSWER_S:g} s"
-    found = first_answer_after(outcome, TANDEM_PD)
-    if found is None:
-        return Floor(claim, required, None, None, unit=" s")
-    return Floor(claim, required, found.median, found.median <= _FIRST_ANSWER_S, unit=" s")
+    found = _median(first_answer_after(outcome, TANDEM_PD))
+    return at_most("1P+1D: from the command to the first token", found, _FIRST_ANSWER_S, "s")
+
+
+def _median(found: Figure | None) -> float | None:
+    return None if found is None else found.median

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib.tables import floors_table
 from benchmarks.side_by_side.loads import ALONE, BESIDE
 from benchmarks.side_by_side.outcome import (
     ComparisonOutcome,
@@ -50,7 +51,7 @@ def print_outcome(console: Console, outcome: ComparisonOutcome) -> None:
         console.print(
             f"{title}, run {absence.run + 1}: not examined: {absence.why}", style="yellow", markup=False
         )
-    console.print(_floors(outcome))
+    console.print(floors_table(outcome.floors))
 
 
 def _figures(outcome: ComparisonOutcome) -> Table:
@@ -71,17 +72,6 @@ def _figures(outcome: ComparisonOutcome) -> Table:
                 figures = [_cell(figure(outcome, system, cell, reading)) for _, reading in _COLUMNS]
                 table.add_row(cell, title, *figures, str(failed) if failed else "")
         table.add_section()
-    return table
-
-
-def _floors(outcome: ComparisonOutcome) -> Table:
-    table = Table(title="Floors", title_justify="left")
-    for name in ("claim", "floor", "measured", ""):
-        table.add_column(name)
-    for floor in outcome.floors:
-        measured = "not measured" if floor.measured is None else f"{floor.measured:.2f}{floor.unit}"
-        verdict = {True: "met", False: "missed", None: ""}[floor.met]
-        table.add_row(floor.claim, floor.required, measured, verdict)
     return table
 
 

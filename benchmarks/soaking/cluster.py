@@ -1,10 +1,16 @@
-"""The cluster, as its router reports it."""
+"""The cluster of a soak: what its router reports, whether its processes grow (Linux only), and a node that is killed now and then."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
 
 import httpx
 import msgspec
@@ -70,3 +76,193 @@ class SoakCluster:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+
+# The share of a series that is its beginning: caches fill, and pages are touched for the first time.
+WARM_UP = 1 / 3
+FEWEST_SAMPLES = 9
+# A process that ran for a smaller share of the run is not judged: it cannot be told whether it fills up or grows.
+YOUNG = 1 / 3
+
+
+class ProcessSample(msgspec.Struct, frozen=True):
+    at_s: float
+    memory: int  # bytes of the process's own memory, without cached files, which the system can take back
+    descriptors: int
+    threads: int
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """One process's memory after its beginning: its middle value, and what the straight line through it gains from start to end."""
+
+    process: str
+    was_there: bool  # from the beginning, so that it had touched everything before anything was counted
+    seconds: float
+    memory: float
+    memory_grew: float
+    descriptors: float
+    descriptors_grew: float
+    threads: float
+    threads_grew: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What something that does not grow may gain within one run."""
+
+    memory: float = 24 * 2**20
+    memory_share: float = 0.04
+    descriptors: float = 6.0
+    threads: float = 3.0
+    first_touch: float = 256 * 2**20  # the KV cache of a node that replaced another one
+
+    def broken(self, growth: Growth) -> list[str]:
+        found = []
+        memory = self.memory + self.memory_share * growth.memory
+        if growth.memory_grew > memory + (0 if growth.was_there else self.first_touch):
+            found.append(f"{growth.process}: {growth.memory_grew / 2**20:.0f} MiB of memory")
+        if growth.descriptors_grew > self.descriptors:
+            found.append(f"{growth.process}: {growth.descriptors_grew:.0f} descriptors")
+        if growth.threads_grew > self.threads:
+            found.append(f"{growth.process}: {growth.threads_grew:.0f} threads")
+        return found
+
+
+def look_at(process: int, at_s: float) -> ProcessSample | None:
+    """Returns None if the process has ended."""
+    folder = Path("/proc") / str(process)
+    try:
+        fields = dict(
+            line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
+        )
+        descriptors = sum(1 for _ in (folder / "fd").iterdir())
+        kib = sum(int(fields.get(name, "0").split()[0]) for name in ("RssAnon", "RssShmem"))
+        return ProcessSample(at_s, kib * 1024, descriptors, int(fields["Threads"]))
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+
+
+def title_of(process: int) -> str:
+    """Returns the process's title as Ray sets it, which is longer than the kernel's name, without what the process is doing at the moment."""
+    try:
+        words = (Path("/proc") / str(process) / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    title = words[0].decode(errors="replace")
+    if title.startswith("ray::"):
+        title = title.partition(".")[0]
+    return "tandem serve" if b"tandem.cluster.cli" in words and b"serve" in words else title
+
+
+def growth_of(process: str, samples: Sequence[ProcessSample], *, was_there: bool = True) -> Growth | None:
+    """Returns None if the process did not run long enough to be judged."""
+    settled = list(samples)[int(len(samples) * WARM_UP) :]
+    if len(settled) < FEWEST_SAMPLES:
+        return None
+    times = [sample.at_s for sample in settled]
+
+    def series(name: str) -> list[float]:
+        return [float(getattr(sample, name)) for sample in settled]
+
+    return Growth(
+        process,
+        was_there,
+        times[-1] - times[0],
+        median(series("memory")),
+        gained(times, series("memory")),
+        median(series("descriptors")),
+        gained(times, series("descriptors")),
+        median(series("threads")),
+        gained(times, series("threads")),
+    )
+
+
+def gained(times: Sequence[float], values: Sequence[float]) -> float:
+    """Returns what the least-squares line gains from the first moment to the last, so that a single peak at the end is no growth."""
+    middle, level = fmean(times), fmean(values)
+    spread = sum((time - middle) ** 2 for time in times)
+    if spread == 0:
+        return 0.0
+    slope = sum((t - middle) * (v - level) for t, v in zip(times, values, strict=True)) / spread
+    return slope * (times[-1] - times[0])
+
+
+class ProcessWatch:
+    """Observes all processes of the cluster."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, list[ProcessSample]] = {}
+        # The latest: Ray names a process when it knows the process's purpose
+        self._titles: dict[int, str] = {}
+        self._began: float | None = None
+        self._ended = 0.0
+
+    def look(self, processes: Sequence[int], at_s: float) -> None:
+        if self._began is None:
+            self._began = at_s
+        self._ended = at_s
+        for process in processes:
+            sample = look_at(process, at_s)
+            if sample is not None:
+                self._samples.setdefault(process, []).append(sample)
+                self._titles[process] = title_of(process) or self._titles.get(process, "")
+
+    def growths(self) -> list[Growth]:
+        """Returns the growth of each process that ran long enough, by title and number."""
+        began = self._began or 0.0
+        youngest = (self._ended - began) * YOUNG
+        found = (
+            growth_of(
+                f"{self._titles[process][:40]} {process}", samples, was_there=samples[0].at_s == self._began
+            )
+            for process, samples in self._samples.items()
+            if samples[-1].at_s - samples[0].at_s >= youngest
+        )
+        return sorted((growth for growth in found if growth is not None), key=lambda growth: growth.process)
+
+
+VICTIMS = ("ray::PrefillActor", "ray::DecodeActor")
+WHOLE_WITHIN_S = 120.0
+_LOOK_EVERY_S = 0.25
+
+
+class Kill(msgspec.Struct, frozen=True):
+    at_s: float
+    victim: str
+    whole_after_s: float
+
+
+class Killer:
+    def __init__(
+        self, view: SoakCluster, processes: Callable[[], list[int]], every_s: float, seed: int
+    ) -> None:
+        self.kills: list[Kill] = []
+        self._view = view
+        self._processes = processes
+        self._every_s = every_s
+        self._random = random.Random(seed)
+        self._began = time.monotonic()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled. Raises DeadlineExceeded if a killed node has no successor in time."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.kill_one()
+
+    async def kill_one(self) -> None:
+        victims = [process for process in self._processes() if title_of(process).startswith(VICTIMS)]
+        victim = self._random.choice(sorted(victims))
+        title = title_of(victim)
+        before = {node.incarnation for node in await self._view.nodes()}
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            nodes = await self._view.nodes()
+            if is_whole(nodes, len(before)) and {node.incarnation for node in nodes} != before:
+                break
+            if time.monotonic() - killed > WHOLE_WITHIN_S:
+                raise DeadlineExceeded(
+                    f"{title} was killed and has no successor after {WHOLE_WITHIN_S:.0f} s"
+                )
+        self.kills.append(Kill(killed - self._began, title, time.monotonic() - killed))

@@ -8,9 +8,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.soaking.killing import Kill
-from benchmarks.soaking.questions import AnswerTally
-from benchmarks.soaking.watching import Bounds, Growth
+from benchmarks.soaking.cluster import Bounds, Growth, Kill
+from benchmarks.soaking.requests import AnswerTally
 from tandem.loadgen.report import MachineDescription
 
 OURS = ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor", "tandem")

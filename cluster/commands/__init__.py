@@ -5,7 +5,7 @@ serve         with preflight and model_checks (checks before the start), progres
 operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster they mean;
               router_url: which router; running: the records of what serves here; http_control: the cluster through a router
 apply         gives a serving cluster another configuration
-overview, status     `tandem status`, from the controller and from one router; deployments: all on a Ray cluster
+overview, status     `tandem status`, from the controller and from one router; node_lines: the nodes in both; deployments: all on a Ray cluster
 logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and

@@ -47,7 +47,7 @@ def list_deployments(which: WhichCluster) -> list[StandingDeployment]:
 
 
 def described(name: str, view: ClusterView) -> StandingDeployment:
-    writers = sum(pool.ready for pool in view.pools if pool.role.value != "prefill")
+    writers = sum(pool.ready for pool in view.pools if pool.role.writes_answers)
     return StandingDeployment(
         name,
         view.model,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tandem.base.errors import TandemError
+from tandem.cluster.commands.node_lines import described_phase, seen_by_controller, show_nodes, show_notes
 from tandem.cluster.commands.status import fetch_status
 from tandem.cluster.control import (
     ClusterView,
@@ -19,12 +19,9 @@ from tandem.cluster.control import (
     PoolView,
     RolloutView,
     RouterView,
-    SupervisedNode,
 )
-from tandem.cluster.describe import counted, describe_left_out, format_blocks, format_size, format_tier
-from tandem.wire.nodes import NodeState
+from tandem.cluster.describe import counted
 
-_COLUMNS = ("node", "role", "machine", "state", "run", "wait", "blocks free", "moving", "KV sent", "received")
 _DECISIONS = 8
 _EXCHANGES = {
     ExchangePhase.CHECKING: "a new one checks whether it can read this one's state",
@@ -56,12 +53,10 @@ def show_overview(view: ClusterView, key: str | None, console: Console, fetch: F
         console.print(f"[yellow]controller[/]: {escape(line)}", highlight=False, soft_wrap=True)
     for pool in view.pools:
         console.print(_pool_line(pool), highlight=False)
-    console.print(_node_table(view.nodes))
-    for node in view.nodes:
-        for tier in node.status.tiers if node.status is not None else ():
-            console.print(escape(format_tier(node.node_id, tier)), highlight=False)
-    for name, why in _reasons(view):
-        console.print(f"[yellow]![/] {escape(name)}: {escape(why)}", highlight=False, soft_wrap=True)
+    show_nodes(map(seen_by_controller, view.nodes), console, machines=True)
+    for one in view.routers:
+        if one.detail:
+            show_notes(one.name, [f"{described_phase(one.phase, one.restarts)}: {one.detail}"], console)
     if view.failure:
         console.print(f"[red]✗[/] {escape(view.failure)}", highlight=False, soft_wrap=True)
     for decision in view.decisions[-_DECISIONS:]:
@@ -133,51 +128,3 @@ def _pool_line(pool: PoolView) -> str:
     if pool.waiting_for_machines:
         state += f", [yellow]{counted(pool.waiting_for_machines, 'node')} without a machine[/]"
     return f"{pool.role.value}: {state}"
-
-
-def _node_table(nodes: list[SupervisedNode]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, no_wrap=True, overflow="fold")
-    for node in sorted(nodes, key=lambda node: (node.role, node.node_id)):
-        table.add_row(escape(node.node_id), node.role.value, escape(node.host or "-"), *_state(node))
-    return table
-
-
-def _state(node: SupervisedNode) -> tuple[str, ...]:
-    status = node.status
-    if status is None:
-        return (node.phase, *["-"] * 6)
-    # The node's own report is newer than its supervisor's phase.
-    draining = node.phase == "ready" and status.state is NodeState.DRAINING
-    counters = status.totals
-    return (
-        status.state.value if draining else node.phase,
-        str(status.running),
-        str(status.waiting),
-        format_blocks(
-            status.free_blocks, status.total_blocks, status.quarantined_blocks, status.pinned_blocks
-        ),
-        str(status.transfers),
-        format_size(counters.transfer_bytes_sent),
-        format_size(counters.transfer_bytes_received),
-    )
-
-
-def _reasons(view: ClusterView) -> list[tuple[str, str]]:
-    named = [(node.node_id, node.phase, node.restarts, node.detail) for node in view.nodes]
-    named += [(router.name, router.phase, router.restarts, router.detail) for router in view.routers]
-    reasons = [
-        (name, f"{_phase(phase, restarts)}: {detail}") for name, phase, restarts, detail in named if detail
-    ]
-    reported = [(node.node_id, node.status) for node in view.nodes if node.status is not None]
-    reasons += [(name, status.slower) for name, status in reported if status.slower]
-    return reasons + [
-        (name, describe_left_out(status.left_out)) for name, status in reported if status.left_out
-    ]
-
-
-def _phase(phase: str, restarts: int) -> str:
-    """Names the restarts too: a process that keeps dying is ready at most moments."""
-    times = f", {restarts} times in a row" if restarts > 1 else ""
-    return f"ready again{times}" if phase == "ready" else f"{phase}{times}"

@@ -5,7 +5,7 @@ neighbours          the other deployments on the same Ray cluster: where their n
 launcher, hosts, state_store    implement `cluster.launcher` on Ray; errors translates Ray's exceptions
 handles             the actors that the launcher starts: found or made, watched, ended
 deploying           builds a deployment from these parts
-controller_actor, node_actor, router_actor   actors without logic of their own; ending: how the last two handle SIGTERM
+controller_actor, router_actor   actors without logic of their own; ending: how they and nodes handle SIGTERM
 spread              a node whose ranks are on several machines: its placement group, and the actor that keeps the ranks on each other machine
 exchange            replaces one controller by another, possibly of another version of Tandem
 remote_controller   the controller as other processes call it; operating: the controller as a router calls it for operators

@@ -16,7 +16,7 @@ from tandem.base.errors import TandemError, Unavailable
 from tandem.cluster.launcher import Host, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.on_ray.runtime import HEAD_ONLY, joined_ray
 from tandem.cluster.pools.placement import MachineFacts, share_cores, this_machine
-from tandem.cluster.pools.room import ROLES, needed_by, places, places_left
+from tandem.cluster.pools.room import needed_by, places, places_left
 from tandem.cluster.pools.state import NodePlacement
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import Role
@@ -201,7 +201,7 @@ class RayHosts:
     async def want(self, slots: dict[Role, int]) -> None:
         """For a node that has a place the request repeats what it was placed with; `needs` may have changed since."""
         bundles: list[Offer] = []
-        for role in ROLES:
+        for role in Role:
             there = [place.needed for each in self._taken.values() for place in each if place.slot is role]
             there = there[: slots.get(role, 0)]
             bundles += [*there, *([needed_by(role, self._needs)] * (slots.get(role, 0) - len(there)))]

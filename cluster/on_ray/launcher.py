@@ -9,13 +9,19 @@ import msgspec
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tandem.cluster.launcher import Host, NodeHandle, RouterHandle
+from tandem.cluster.models.adapters import find_adapter_here
+from tandem.cluster.models.store import find_model_here
+from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.cluster.on_ray.exchange import only_with
 from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded
-from tandem.cluster.on_ray.node_actor import DecodeActor, EncodeActor, PrefillActor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor
+from tandem.cluster.roles import make_node
+from tandem.decode_node.actor import DecodeActor
+from tandem.encode_node.actor import EncodeActor
 from tandem.node.config import NodeConfig
+from tandem.prefill_node.actor import PrefillActor
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
 
@@ -51,7 +57,7 @@ class RayLauncher:
                 config = _on_own_gpus(config)
         options["runtime_env"] = only_with(config.env)
         kind = RayNode
-        create = self._creator(_NODE_ACTORS[config.role], config.node_id, options, encoded(config))
+        create = self._node_creator(config, options)
         if beside:
             machines = [there.name for there in (host, *beside)]
             group = NodePlacementGroup(
@@ -62,7 +68,7 @@ class RayLauncher:
             def create() -> Any:
                 group.reserve()
                 there = {**options, "scheduling_strategy": group.on(0)}
-                return self._creator(_NODE_ACTORS[config.role], config.node_id, there, encoded(config))()
+                return self._node_creator(config, there)()
 
         node = kind(
             config.node_id,
@@ -107,9 +113,12 @@ class RayLauncher:
         router.door = door
         return router
 
-    def _creator(
-        self, actor: Any, name: str, options: Mapping[str, Any], *given: bytes | str | int
-    ) -> Create:
+    def _node_creator(self, config: NodeConfig, options: Mapping[str, Any]) -> Create:
+        # Each actor can become a node of any role, so it is told how to make them all.
+        actor, known = _NODE_ACTORS[config.role], (find_model_here, find_adapter_here, PoliteEnd)
+        return self._creator(actor, config.node_id, options, make_node, encoded(config), *known)
+
+    def _creator(self, actor: Any, name: str, options: Mapping[str, Any], *given: object) -> Create:
         placed = actor.options(
             num_cpus=0,
             name=name,

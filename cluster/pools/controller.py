@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
+from tandem.base.tasks import Tasks
 from tandem.cluster.changes import ConfigDifference, applied, difference
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
@@ -34,7 +35,7 @@ from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs, scaled_pool
-from tandem.cluster.tasks import Clock, Tasks, first_of, has_ended
+from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)

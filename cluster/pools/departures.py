@@ -7,12 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tandem.base.errors import TandemError
+from tandem.base.tasks import Tasks
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of
+from tandem.cluster.tasks import Clock, Wakeup, first_of
 
 logger = logging.getLogger(__name__)
 

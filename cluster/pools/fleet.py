@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
+from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
@@ -18,7 +19,7 @@ from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, Membership, NodePlacement, NodeRecord, RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, SupervisorContext
 from tandem.cluster.pools.witnesses import Witnesses
-from tandem.cluster.tasks import Clock, Tasks, Wakeup, cancel
+from tandem.cluster.tasks import Clock, Wakeup, cancel
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import PoolReport
 from tandem.wire.requests import NodeStatus

@@ -11,6 +11,7 @@ from tandem.cluster.launcher import Host
 from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.room import too_many_for_cores
 from tandem.cluster.pools.state import ClusterState
+from tandem.cluster.roles import TRAITS
 from tandem.wire.nodes import Role
 
 
@@ -28,12 +29,8 @@ def check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
 
 def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
     """Checks that a node can change between these roles: its process keeps its environment, model and KV cache."""
-    if Role.ENCODE in (before, after):
-        raise ConfigurationError(
-            f"an encoder node has only a vision tower, so its role cannot change, and no other node can become one: scale "
-            f"{before.value} down and "
-            f"{after.value} up"
-        )
+    if why := TRAITS[before].fixed or TRAITS[after].fixed:
+        raise ConfigurationError(f"{why}: scale {before.value} down and {after.value} up")
     for name, what in (
         ("env", "a process keeps the environment that it started with"),
         ("cache", "a node keeps the blocks that it started with"),

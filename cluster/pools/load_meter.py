@@ -43,7 +43,8 @@ class LoadMeter:
 
     def look(self, now: float, statuses: Sequence[NodeStatus], router_wait_s: float = 0.0) -> None:
         """`router_wait_s` is the longest wait in any router for room on a node that decodes."""
-        alone = not any(status.role is Role.PREFILL for status in statuses)
+        # Decode nodes compute prompts themselves where no other node does it for them.
+        alone = not any(status.role.reads_prompts and status.role.hands_over for status in statuses)
         for role in Role:
             mine = [status for status in statuses if status.role is role]
             if mine:
@@ -66,7 +67,7 @@ class LoadMeter:
         return PoolLoad(
             at=now,
             nodes=len(statuses),
-            reads_prompts=role not in (Role.DECODE, Role.ENCODE) or (alone and role is Role.DECODE),
+            reads_prompts=role.reads_prompts or (alone and role.writes_answers),
             writes_tokens=role.writes_answers,
             queue_s=waiting / (rate * len(statuses)) if rate else 0.0,
             busy=_mean(work.busy for work in works),

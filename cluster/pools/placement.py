@@ -30,9 +30,6 @@ from tandem.node.config import NodeConfig, OtherMachine
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
 
-# If cores do not divide evenly, prefill nodes get the odd ones: they are bound by computing, the others mostly by memory.
-_ROLE_ORDER = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
-
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
@@ -55,7 +52,7 @@ def place_nodes(config: TandemConfig, machine: LocalMachine) -> list[NodeRecord]
     _check_machines(config)
     _check_devices(config, host)
     nodes: list[NodeRecord] = []
-    for role in _ROLE_ORDER:
+    for role in Role:
         for index in range(config.pools.of(role).first_size):
             placement = place(config, [host], nodes, role)
             nodes.append(NodeRecord(f"{role.value}-{index}", role, placement))
@@ -147,17 +144,18 @@ Seat = tuple[Role, int]
 
 def _seats(host: Host, pools: PoolsConfig) -> list[Seat]:
     if host.slots is None:
-        counts = {role: pools.of(role).last_size for role in _ROLE_ORDER}
+        counts = {role: pools.of(role).last_size for role in Role}
     else:
         # A machine may offer places of every role; it holds nodes of one layout, disaggregated or aggregated.
         together = pools.aggregated.first_size > 0
         counts = {
             role: host.slots.get(role, 0)
-            if (pools.encode.first_size > 0 if role is Role.ENCODE else (role is Role.AGGREGATED) is together)
+            if (role.hands_over is not together if role.runs_requests else pools.of(role).first_size > 0)
             else 0
-            for role in _ROLE_ORDER
+            for role in Role
         }
-    roles = [role for role in _ROLE_ORDER for _ in range(counts[role])]
+    # If cores do not divide evenly, the first get the odd ones: prefill nodes are bound by computing, the others mostly by memory.
+    roles = [role for role in Role for _ in range(counts[role])]
     return list(zip(roles, _divide(len(host.cores), roles, pools), strict=True))
 
 
@@ -228,7 +226,7 @@ def _has_devices(config: TandemConfig, host: Host, role: Role) -> bool:
 
 
 def _check_machines(config: TandemConfig) -> None:
-    for role in _ROLE_ORDER:
+    for role in Role:
         pool = config.pools.of(role)
         if pool.first_size and pool.machines > 1:
             raise ConfigurationError(
@@ -237,7 +235,7 @@ def _check_machines(config: TandemConfig) -> None:
 
 
 def _check_devices(config: TandemConfig, host: Host) -> None:
-    for role in _ROLE_ORDER:
+    for role in Role:
         if config.pools.of(role).first_size and not _has_devices(config, host, role):
             raise ConfigurationError(
                 f"a {role.value} node has {config.pools.of(role).ranks} ranks (pools.{role.value}.tensor_parallel times "
@@ -301,7 +299,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
             ),
             cache=replace(engine.cache, memory_share=placement.memory_share),
         ),
-        transfer=transfer if role in (Role.PREFILL, Role.DECODE) else None,
+        transfer=transfer if role.hands_over else None,
         timeouts=config.timeouts.nodes,
         answers=config.answers,
         logs=config.logs,

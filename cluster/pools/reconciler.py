@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError
+from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
@@ -28,7 +29,7 @@ from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import pool_reports
-from tandem.cluster.tasks import Clock, Tasks, Wakeup, first_of, has_ended
+from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
 
 logger = logging.getLogger(__name__)

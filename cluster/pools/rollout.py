@@ -66,6 +66,9 @@ class Wait:
     why: str
 
 
+# Nodes that write answers come first: those that compute prompts for them, or encode images, are of no use to others.
+_ROLLOUT_ORDER = sorted(Role, key=lambda role: (not role.writes_answers, not role.runs_requests))
+
 Step = Replace | AddRouter | ReplaceRouter | GoBack | RolloutEnd | Wait
 
 
@@ -80,7 +83,7 @@ def next_step(
     if (router_step := _of_routers(state, facts)) is not None:
         return router_step
     waits: list[str] = []
-    for role in (Role.DECODE, Role.AGGREGATED, Role.PREFILL, Role.ENCODE):
+    for role in _ROLLOUT_ORDER:
         step = _in_pool(config, pools, state, hosts, facts, role)
         if isinstance(step, Replace):
             is_slow = facts.oldest_wait_s > facts.longest_wait_s
@@ -151,8 +154,8 @@ def _in_pool(
                 "(rollout.max_unavailable)"
             )
         return Wait(f"{role.value}: an old node can go when {least + 1} are ready, and {ready} are")
-    if role is Role.PREFILL and _waits_for_writers(state, facts):
-        return Wait("prefill: waits until a new node that decodes is ready")
+    if not role.writes_answers and role.hands_over and _waits_for_writers(state, facts):
+        return Wait(f"{role.value}: waits until a new node that decodes is ready")
     return Replace(serving[0])
 
 

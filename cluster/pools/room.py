@@ -14,7 +14,7 @@ from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.describe import counted, format_size
 from tandem.cluster.labels import matches
 from tandem.cluster.launcher import Needs, Offer, TakenPlace
-from tandem.wire.nodes import ENGINE_ROLES, Role
+from tandem.wire.nodes import Role
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -66,7 +66,7 @@ def check_memory(config: TandemConfig, free: int | None, weights: int, *, on_cpu
     nodes = sum(counts.values())
     tiers_of = {role: config.engine_of(role).cache.host_bytes_of_tiers for role in counts}
     cache_of = {
-        role: (config.engine_of(role).cache.memory_bytes or 0) if on_cpu and role in ENGINE_ROLES else 0
+        role: (config.engine_of(role).cache.memory_bytes or 0) if on_cpu and role.runs_requests else 0
         for role in counts
     }
     with_weights = NODE_BYTES + (int(weights * _PACKED) if on_cpu else 0)
@@ -104,9 +104,6 @@ def _rounded_down(size: int) -> str:
     return f"{size * 10 // _GIB / 10:.1f}GiB" if size >= _GIB else f"{size // _MIB}MiB"
 
 
-ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED, Role.ENCODE)
-
-
 def needs_of(config: TandemConfig) -> dict[Role, Offer]:
     """Returns what a node of each role needs on each of its machines, besides one unit of the role's resource."""
     pools = config.pools
@@ -121,7 +118,7 @@ def needed_by(role: Role, needs: Needs) -> Offer:
 def places(machine: Offer, needs: Needs) -> dict[Role, int]:
     """Returns for how many nodes of each role the machine has room; a role with none is missing."""
     found = {}
-    for role in ROLES:
+    for role in Role:
         wanted = needed_by(role, needs)
         room = min(int(machine.resources.get(name, 0) // amount) for name, amount in wanted.resources.items())
         if room and matches(machine.labels, wanted.labels):
@@ -154,11 +151,11 @@ def lacking(config: TandemConfig, machines: Iterable[Offer]) -> list[str]:
     needs = needs_of(config)
     offers = [places(machine, needs) for machine in machines]
     sentences = []
-    for role in ROLES:
+    for role in Role:
         pool = config.pools.of(role)
         wanted = 1 if pool.nodes is None else pool.nodes
         there = nodes_on([offer.get(role, 0) for offer in offers], pool.machines, wanted)
-        if there < wanted and (pool.nodes is not None or role is Role.DECODE):
+        if there < wanted and (pool.nodes is not None or role.writes_answers):
             needed = needed_by(role, needs)
             offer = json.dumps({name: round(amount) for name, amount in needed.resources.items()})
             labels = ", ".join(f"{key}: {condition}" for key, condition in needed.labels.items())

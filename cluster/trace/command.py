@@ -18,8 +18,8 @@ from tandem.cluster.saving import as_json, check_picture, save_picture, write_js
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_list, show_trace
 from tandem.cluster.trace.why import Explanation, explain, explain_account
-from tandem.router.metrics import Targets
 from tandem.router.page_state import PageState
+from tandem.router.recent import Targets
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 

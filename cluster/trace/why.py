@@ -12,8 +12,8 @@ from statistics import median
 
 import msgspec
 
-from tandem.router.metrics import RequestAccount, Targets, cause_of, parts_of
 from tandem.router.policy.choose import Alternative
+from tandem.router.recent import RequestAccount, Targets, cause_of, parts_of
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.wire.tracing import Span, TracePhase
 

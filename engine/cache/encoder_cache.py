@@ -173,7 +173,7 @@ class EncoderCache:
             self.encoded_tokens += feature.length
         self._begun[feature.identifier] = EncoderInput(
             feature.identifier,
-            request.images[feature.image],
+            request.facts.images[feature.image],
             feature.part,
             feature.length,
             feature.columns,

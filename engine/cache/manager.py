@@ -225,7 +225,7 @@ class KVCacheManager:
         if not self.pool.caching or request.skip_reading_prefix_cache:
             return self._no_blocks, 0
         hits, num_tokens = self.coordinator.find_longest_hit(request.block_hashes, request.num_tokens - 1)
-        more_than_one = request.sampling.max_tokens > request.num_output_tokens + 1
+        more_than_one = request.facts.sampling.max_tokens > request.num_output_tokens + 1
         if self._gives_up_last_block and num_tokens and more_than_one:
             return self.coordinator.find_longest_hit(request.block_hashes, num_tokens - 1)
         return hits, num_tokens

@@ -36,8 +36,8 @@ from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutp
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.images import MediaFeature
-from tandem.wire.pooling import Pooling
-from tandem.wire.sampling import SamplingParams, TokenLogprobs
+from tandem.wire.requests import RequestFacts
+from tandem.wire.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
     from tandem.engine.model.hidden_states import HiddenStates
@@ -50,11 +50,8 @@ if TYPE_CHECKING:
 class _Asked:
     """What only a request's first step says about it. It is kept while the request is preempted."""
 
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    pooling: Pooling | None
-    lora: str | None
-    media: Sequence[MediaFeature]
+    facts: RequestFacts
+    image_parts: Sequence[MediaFeature]
     embeds: torch.Tensor | None
 
 
@@ -235,8 +232,8 @@ class TorchRunner:
                 self._preempted[req_id] = self._asked[row]
                 self._forget(req_id)
         for new in step.new_reqs:
-            embeds = rows_of(new.embeds) if new.embeds is not None else None
-            asked = _Asked(new.num_prompt_tokens, new.sampling, new.pooling, new.lora, new.media, embeds)
+            embeds = rows_of(new.facts.embeds) if new.facts.embeds is not None else None
+            asked = _Asked(new.facts, new.image_parts, embeds)
             row = self._add(new.req_id, new.token_ids, new.block_ids, asked)
             self._requests.num_computed[row] = new.num_computed_tokens
             if self.pages is not None:
@@ -264,18 +261,19 @@ class TorchRunner:
         return self._add(req_id, token_ids, block_ids, asked)
 
     def _add(self, req_id: str, token_ids: list[int], block_ids: BlockIds, asked: _Asked) -> int:
-        row = self._requests.add(req_id, token_ids, asked.num_prompt_tokens, block_ids)
+        facts = asked.facts
+        row = self._requests.add(req_id, token_ids, len(facts.prompt_token_ids), block_ids)
         self._clear(row)
         self._asked[row] = asked
-        self._table.set(row, asked.sampling)
-        if asked.sampling.hidden_states is not None:
-            self._states_wanted[row] = asked.sampling.hidden_states
-        if asked.pooling is not None:
-            self._pooler.parts[row] = PoolingPart(asked.pooling)
-        if asked.lora is not None:
-            self._loras[row] = asked.lora
-        if asked.media:
-            self._images.media[row] = asked.media
+        self._table.set(row, facts.sampling)
+        if facts.sampling.hidden_states is not None:
+            self._states_wanted[row] = facts.sampling.hidden_states
+        if facts.pooling is not None:
+            self._pooler.parts[row] = PoolingPart(facts.pooling)
+        if facts.lora is not None:
+            self._loras[row] = facts.lora
+        if asked.image_parts:
+            self._images.media[row] = asked.image_parts
         if asked.embeds is not None:
             self._images.embeds[row] = asked.embeds
             self._requests.num_unsaid[row] = asked.embeds.shape[0]

@@ -81,7 +81,7 @@ class RunningPhase:
             num_new = self._state.cache.checkpoints.cap(request, request.num_computed_tokens, num_new)
         # A token at the last position of the context is never computed, because no token can follow it. A request for a
         # vector computes it.
-        room = self._state.max_model_len - (request.pooling is None) - request.num_computed_tokens
+        room = self._state.max_model_len - (request.facts.pooling is None) - request.num_computed_tokens
         num_new = min(num_new, token_budget, room)
         if self._state.encoded is not None and request.has_images:
             num_new = self._state.encoded.cap(request, request.num_computed_tokens, num_new)
@@ -108,8 +108,8 @@ class RunningPhase:
             victim = state.running[victim_index]
             if (
                 state.pins is not None
-                and (victim is request or state.pins.has(victim.job_id))
-                and self._lifecycle.break_pin(besides=victim.job_id)
+                and (victim is request or state.pins.has(victim.facts.job_id))
+                and self._lifecycle.break_pin(besides=victim.facts.job_id)
             ):
                 continue
             if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):
@@ -323,7 +323,7 @@ class AdmissionPhase:
             # request.
             if self._state.running:
                 return False
-            if self._lifecycle.break_pin(besides=request.job_id):
+            if self._lifecycle.break_pin(besides=request.facts.job_id):
                 step.moved = True
                 continue
             if not self._lifecycle.take_blocks_of_waiting(besides=request):

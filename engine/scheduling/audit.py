@@ -52,7 +52,7 @@ def _check_counters(state: SchedulerState, request: Request) -> None:
     if not 0 <= request.num_computed_tokens <= most:
         raise InternalError(f"{request!r} is computed further than it reaches")
     if (
-        request.num_tokens + (request.pooling is None) > request.length_limit
+        request.num_tokens + (request.facts.pooling is None) > request.length_limit
         or request.num_tokens > state.max_model_len
     ):
         raise InternalError(f"{request!r} goes on after its end")
@@ -95,7 +95,7 @@ def _pinned(state: SchedulerState) -> dict[str, Request]:
     pinned = {pin.request.request_id: pin.request for pin in state.pins.by_job.values()}
     for job_id, pin in state.pins.by_job.items():
         request = pin.request
-        if request.job_id != job_id or not request.is_finished or request.is_last_step:
+        if request.facts.job_id != job_id or not request.is_finished or request.facts.is_last_step:
             raise InternalError(f"{request!r} is pinned for the job {job_id!r}")
         if request.request_id in state.requests or request.request_id in state.held:
             raise InternalError(f"{request!r} is pinned, and is somewhere else too")

@@ -57,15 +57,15 @@ class Lifecycle:
             raise InvalidRequest(f"a request with the id {request_id!r} is already here", "request_id")
         if request.num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if request.sampling.max_tokens <= request.num_output_tokens:
+        if request.facts.sampling.max_tokens <= request.num_output_tokens:
             raise InvalidRequest(
-                f"max_tokens is {request.sampling.max_tokens} and the request "
+                f"max_tokens is {request.facts.sampling.max_tokens} and the request "
                 f"has {request.num_output_tokens} output tokens already",
                 "max_tokens",
             )
         if request.has_images:
             self._check_media(request)
-        if request.pooling is not None:
+        if request.facts.pooling is not None:
             self._check_pooled(request)
             return
         if request.num_tokens >= self._context:
@@ -214,7 +214,7 @@ class Lifecycle:
         del state.requests[request_id]
         state.finished_req_ids.add(request_id)
         state.settled = False
-        if status in ANSWERED and request.pooling is None:
+        if status in ANSWERED and request.facts.pooling is None:
             state.answers.ended(request.num_output_tokens)
         if (reason := request.finish_reason) is not None:
             finished = state.totals.requests_finished
@@ -236,11 +236,11 @@ class Lifecycle:
         """Frees the blocks of an ended request, or pins them for its job's next turn."""
         state, pins = self._state, self._state.pins
         pinnable = pins is not None and request.status in ANSWERED and not request.is_distrusted
-        if pins is None or request.job_id is None or not pinnable:
+        if pins is None or request.facts.job_id is None or not pinnable:
             state.cache.free(request)
             return
-        if pins.has(request.job_id):
-            self.unpin(request.job_id, "next_turn")
+        if pins.has(request.facts.job_id):
+            self.unpin(request.facts.job_id, "next_turn")
         if until := pins.wanted_for(request):
             pins.add(request, until)
             state.totals.pins_made += 1
@@ -267,8 +267,8 @@ class Lifecycle:
         continues = pins.arrived(request)
         if continues:
             self._state.totals.pins_met += 1
-        elif continues is False and request.job_id is not None:
-            self.unpin(request.job_id, "other_prompt")
+        elif continues is False and request.facts.job_id is not None:
+            self.unpin(request.facts.job_id, "other_prompt")
 
     def unpin(self, job_id: str, why: str) -> None:
         """Removes a job's pin and frees its blocks. They stay in the prefix cache until they are taken, as after any request."""

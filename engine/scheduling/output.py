@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from tandem.base.errors import TandemError
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.kvtransfer.base import ConnectorMetadata
-from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
-from tandem.wire.pooling import Pooling
-from tandem.wire.sampling import SamplingParams, TokenLogprobs
+from tandem.wire.requests import RequestFacts
+from tandem.wire.sampling import TokenLogprobs
 
 BlockIds = list[list[int]]
 """For each KV cache group, block ids in token order."""
@@ -26,15 +25,11 @@ class NewRequestData:
     """A request that the runner has not seen before."""
 
     req_id: str
+    facts: RequestFacts
     token_ids: list[int]  # the prompt and, for a request that began on another node, its output so far
-    num_prompt_tokens: int
-    sampling: SamplingParams
     block_ids: BlockIds
     num_computed_tokens: int  # before this step
-    lora: str | None = None
-    pooling: Pooling | None = None  # set: the request returns a vector and samples no token
-    media: Sequence[MediaFeature] = ()  # the parts of its images
-    embeds: PromptEmbeds | None = None
+    image_parts: Sequence[MediaFeature] = ()  # under the names of their rows
 
 
 @dataclasses.dataclass(slots=True)

@@ -107,8 +107,13 @@ class Pins:
 
     def wanted_for(self, request: Request) -> float:
         """Notes the end of a job's turn. Returns the time at which its pin is to end; 0 for no pin."""
-        job_id, hasher = request.job_id, request.block_hasher
-        if job_id is None or request.is_last_step or request.pooling is not None or hasher is None:
+        job_id, hasher = request.facts.job_id, request.block_hasher
+        if (
+            job_id is None
+            or request.facts.is_last_step
+            or request.facts.pooling is not None
+            or hasher is None
+        ):
             return 0.0
         hashes = request.block_hashes[: request.num_computed_tokens // hasher.block_size]
         if not hashes:
@@ -128,8 +133,8 @@ class Pins:
 
     def add(self, request: Request, until: float) -> None:
         """Adds a pin. The caller has removed the one that the job had before."""
-        assert request.job_id is not None
-        self.by_job[request.job_id] = Pin(request, until)
+        assert request.facts.job_id is not None
+        self.by_job[request.facts.job_id] = Pin(request, until)
         self.changed = True
 
     def remove(self, job_id: str) -> Request:
@@ -139,7 +144,7 @@ class Pins:
     def arrived(self, request: Request) -> bool | None:
         """A job's next turn has arrived, which tells how long its tool took. Returns whether the turn continues the pinned one;
         None without a pin. If it does, the pin's time begins again, so that it lasts while the turn waits in line."""
-        job_id = request.job_id
+        job_id = request.facts.job_id
         if job_id is None or (turn := self._turns.get(job_id)) is None:
             return None
         now = self._clock()

@@ -173,7 +173,7 @@ class Continuum(FirstComeFirstServed):
         self._pins = pins
 
     def _ranked(self, key: SortKey, request: Request) -> SortKey:
-        return (not self._pins.has(request.job_id), *key)
+        return (not self._pins.has(request.facts.job_id), *key)
 
     def key_on_arrival(self, request: Request) -> SortKey:
         return self._ranked(super().key_on_arrival(request), request)
@@ -190,14 +190,14 @@ class Continuum(FirstComeFirstServed):
     def choose(self, waiting: RequestQueue, skipped: RequestQueue) -> RequestQueue | None:
         first, passed_over = waiting.peek(), skipped.peek()
         if first is not None and passed_over is not None:
-            if self._pins.has(first.job_id) and not self._pins.has(passed_over.job_id):
+            if self._pins.has(first.facts.job_id) and not self._pins.has(passed_over.facts.job_id):
                 return waiting
             return skipped
         return super().choose(waiting, skipped)
 
     def victim(self, running: Sequence[Request]) -> int:
         for index in range(len(running) - 1, -1, -1):
-            if not self._pins.has(running[index].job_id):
+            if not self._pins.has(running[index].facts.job_id):
                 return index
         return super().victim(running)
 

@@ -66,7 +66,7 @@ class ModelResults:
                 if (
                     request.num_tokens >= request.length_limit
                     or token in request.stop_token_ids
-                    or request.sampling.repetition_detection is not None
+                    or request.facts.sampling.repetition_detection is not None
                 ):
                     status = status_after(request, token)
                 if drafts and request_id in drafts:
@@ -186,14 +186,14 @@ def status_after(request: Request, token: int) -> RequestStatus | None:
     """Returns the status with which `token`, the request's newest, ends it; None when the request goes on. A stop token and a
     repetition count only after `min_tokens`. The stop token is checked before the length, so a stop on the last possible
     token counts as a stop."""
-    if token in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
+    if token in request.stop_token_ids and request.num_output_tokens >= request.facts.sampling.min_tokens:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.length_limit:
         return RequestStatus.FINISHED_LENGTH_CAPPED
-    wanted = request.sampling.repetition_detection
+    wanted = request.facts.sampling.repetition_detection
     if (
         wanted is not None
-        and request.num_output_tokens >= request.sampling.min_tokens
+        and request.num_output_tokens >= request.facts.sampling.min_tokens
         and repeats(request.all_token_ids, request.num_output_tokens, wanted)
     ):
         return RequestStatus.FINISHED_REPETITION

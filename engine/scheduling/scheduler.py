@@ -319,15 +319,11 @@ class Scheduler:
     def _describe(self, request: Request) -> NewRequestData:
         return NewRequestData(
             req_id=request.request_id,
+            facts=request.facts,
             token_ids=list(request.all_token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.sampling,
             block_ids=self._state.cache.block_ids(request.request_id),
             num_computed_tokens=request.num_computed_tokens,
-            lora=request.lora,
-            pooling=request.pooling,
-            media=request.image_parts,
-            embeds=request.embeds,
+            image_parts=request.image_parts,
         )
 
     def _advance(self, step: StepPlan) -> None:

@@ -106,21 +106,21 @@ _CONTAINERS = [
 class SchedulerStats(Totals, kw_only=True):
     """A snapshot: the totals, and the current gauges."""
 
-    running: int
-    waiting: int  # requests in line, passed over, or blocked
-    blocked: int  # those of `waiting` that wait for their KV or another event
-    waiting_tokens: int  # tokens left to compute, of all queued requests and of running prompts
-    free_blocks: int  # including cached blocks that no request uses
-    cached_blocks: int  # blocks in the prefix cache, used or free
-    total_blocks: int  # without the null block
-    held_blocks: int  # blocks of finished requests that the connector still needs
-    held_requests: int
-    pinned_requests: int  # ended turns that keep their blocks for their job's next turn
-    pinned_blocks: int  # pinned blocks that no other request uses
+    running: int = 0
+    waiting: int = 0  # requests in line, passed over, or blocked
+    blocked: int = 0  # those of `waiting` that wait for their KV or another event
+    waiting_tokens: int = 0  # tokens left to compute, of all queued requests and of running prompts
+    free_blocks: int = 0  # including cached blocks that no request uses
+    cached_blocks: int = 0  # blocks in the prefix cache, used or free
+    total_blocks: int = 0  # without the null block
+    held_blocks: int = 0  # blocks of finished requests that the connector still needs
+    held_requests: int = 0
+    pinned_requests: int = 0  # ended turns that keep their blocks for their job's next turn
+    pinned_blocks: int = 0  # pinned blocks that no other request uses
     # Blocks that unfinished requests, including waiting ones, are expected to take beyond those that they have.
-    wanted_blocks: int
-    oldest_arrival: float | None  # the earliest arrival of a waiting request, by the scheduler's clock
-    quarantined_blocks: int  # blocks of failed loads, which a peer may still write to
+    wanted_blocks: int = 0
+    oldest_arrival: float | None = None  # the earliest arrival of a waiting request, by the scheduler's clock
+    quarantined_blocks: int = 0  # blocks of failed loads, which a peer may still write to
 
 
 # The expected length of an answer before one has ended here, and the least that a running answer is expected to go on for.
@@ -304,7 +304,7 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
         request = state.requests[request_id]
         if request.needs_its_last_token:
             return False
-        if request.num_computed_tokens == request.num_tokens and request.pooling is None:
+        if request.num_computed_tokens == request.num_tokens and request.facts.pooling is None:
             sampled.append(request)
     for request in sampled:
         request.num_output_placeholders = 1

@@ -17,6 +17,7 @@ import asyncio
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tandem.base.errors import DeadlineExceeded, Overloaded, TandemError
 from tandem.base.shares import Shares
@@ -143,6 +144,27 @@ class Slots:
             self._admission.give_back(self, count)
 
 
+@dataclass(slots=True)
+class TenantPlaces:
+    """A tenant that holds places: how many, how many of them for background answers, and with which requests, in the
+    order in which they got their first."""
+
+    held: int = 0
+    in_background: int = 0
+    requests: dict[Slots, None] = field(default_factory=dict)
+
+    def add(self, slots: Slots, count: int) -> None:
+        self.held += count
+        self.in_background += count if slots.background else 0
+        if count > 0:
+            self.requests[slots] = None
+        elif slots.held == 0:
+            self.requests.pop(slots, None)
+
+
+_NO_PLACES = TenantPlaces()
+
+
 class Admission:
     """Gives out places, fairly between tenants: the next place goes to the tenant that has fewest, among
     equals to the one that has waited longest since its last one, and within the tenant to the request that has
@@ -193,10 +215,7 @@ class Admission:
         self._wait_at_nodes = wait_at_nodes
         # By tenant, background answers apart, in the order of their turns.
         self._queues: OrderedDict[tuple[str, bool], deque[Slots]] = OrderedDict()
-        # Who holds places: how many, and with which requests, in the order in which they got their first.
-        self._held_by: dict[str, int] = {}
-        self._holders: dict[str, dict[Slots, None]] = {}
-        self._in_background: dict[str, int] = {}
+        self._places: dict[str, TenantPlaces] = {}  # by tenant, while it holds any
         self._paused_at = -math.inf  # when a sequence was last paused
         self._going_on = False  # a call of `pump` is due in the next pass of the event loop
         self._between_ends = Average()
@@ -294,7 +313,7 @@ class Admission:
     def _may_have_more(self, slots: Slots, free: int) -> bool:
         """Whether the request may have one of `free` places, which a background answer of a tenant that has
         others may only if enough are left."""
-        own = self._in_background.get(slots.tenant, 0)
+        own = self._of(slots.tenant).in_background
         return not (slots.background and slots.tenant and own) or own + 1 <= free - 1
 
     def _why_refused(self, tenant: str, count: int, at_once: int) -> str | None:
@@ -348,23 +367,18 @@ class Admission:
 
     def _grant(self, slots: Slots) -> None:
         self.held += 1
-        self._held_by[slots.tenant] = self._held_by.get(slots.tenant, 0) + 1
-        self._holders.setdefault(slots.tenant, {})[slots] = None
-        if slots.background:
-            self._in_background[slots.tenant] = self._in_background.get(slots.tenant, 0) + 1
+        self._places.setdefault(slots.tenant, TenantPlaces()).add(slots, 1)
         slots.grant(1)
 
     def _free(self, slots: Slots, count: int) -> None:
-        tenant = slots.tenant
         self.held -= count
-        self._held_by[tenant] -= count
-        if slots.held == 0:
-            self._holders[tenant].pop(slots, None)
-        if slots.background:
-            self._in_background[tenant] -= count
-        if self._held_by[tenant] == 0:
-            del self._held_by[tenant], self._holders[tenant]
-            self._in_background.pop(tenant, None)
+        places = self._places[slots.tenant]
+        places.add(slots, -count)
+        if not places.held:
+            del self._places[slots.tenant]
+
+    def _of(self, tenant: str) -> TenantPlaces:
+        return self._places.get(tenant, _NO_PLACES)
 
     def refuse_all(self, error: TandemError) -> None:
         """Refuses all requests in line."""
@@ -407,7 +421,7 @@ class Admission:
         """The first requests of all lines, in the order of their turns."""
         turns = [queue[0] for queue in self._queues.values()]
         if len(turns) > 1:
-            turns.sort(key=lambda slots: (slots.priority, self._held_by.get(slots.tenant, 0)))
+            turns.sort(key=lambda slots: (slots.priority, self._of(slots.tenant).held))
         return turns
 
     def _next_line(self) -> tuple[str, bool] | None:
@@ -420,7 +434,7 @@ class Admission:
         passed: list[Slots] = []
         fewest: int | None = None
         for slots in self._turns():
-            held = self._held_by.get(slots.tenant, 0)
+            held = self._of(slots.tenant).held
             if not self._may_have_more(slots, free):
                 continue
             if fewest is not None and held > fewest + 1:
@@ -449,12 +463,11 @@ class Admission:
         waiting = next((slots for slots in self._turns() if self._may_have_more(slots, 1)), None)
         if waiting is None:
             return False
-        few = self._held_by.get(waiting.tenant, 0)
-        most = sorted(self._held_by.items(), key=lambda each: each[1], reverse=True)
-        for other, held in most:
-            if held < few + 2:
+        few = self._of(waiting.tenant).held
+        for other in sorted(self._places.values(), key=lambda places: places.held, reverse=True):
+            if other.held < few + 2:
                 return False
-            for slots in reversed(self._holders[other]):
+            for slots in reversed(other.requests):
                 if slots.priority >= waiting.priority and slots.give_way():
                     self._paused_at = now
                     return True

@@ -16,10 +16,11 @@ from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
 from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
-from tandem.router.metrics import RecentRequests, RouterMetrics
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
+from tandem.router.recent import RecentRequests
 from tandem.router.siblings import SentReports
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import CacheNews, Holding, NodeStatus, TokenBatch
@@ -47,8 +48,10 @@ class Generation:
         on_all_ended: Callable[[list[RequestLife]], None] = lambda lives: None,
         *,
         eager: bool,
+        clock: Callable[[], float],
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._slots = slots
         self._eager = eager
         self._wake: asyncio.Future[None] | None = None
@@ -110,9 +113,9 @@ class Generation:
 
     def _start_some(self) -> None:
         self._starting = None
-        until = time.monotonic() + START_TURN_S
+        until = self._clock() + START_TURN_S
         while self._places > 0 and self._unplaced:
-            if time.monotonic() > until:
+            if self._clock() > until:
                 self._starting = self._loop.call_soon(self._start_some)
                 return
             life = self._next()
@@ -206,7 +209,7 @@ _Prompt = tuple[int, str | None, str | None]
 
 def _prompt_of(spec: SequenceSpec) -> _Prompt:
     """Identifies a prompt. The choices of one request share one token list, so its id is enough."""
-    return id(spec.prompt_token_ids), spec.cache_salt, spec.lora
+    return id(spec.facts.prompt_token_ids), spec.facts.cache_salt, spec.facts.lora
 
 
 class Dispatcher:
@@ -232,29 +235,21 @@ class Dispatcher:
         self.recalls = Recalls(config, links, pool)
         # Set when the last request has ended. None until `wait_idle` is called.
         self._idle: asyncio.Event | None = None
-        self.admission = Admission(
-            self._capacity,
-            config.limits.queued,
-            config.timeouts.queue,
-            self._clock,
-            metrics,
-            self._tell_if_idle,
-            pool.has_room,
-            lambda: pool.is_paused,
-            by_priority=config.by_priority,
-            admit_within_s=config.admit_within,
-            wait_at_nodes=pool.line_wait_s,
-        )
+        self.admission = self._admission(lambda: pool.decode_count, pool.has_room)
         # Vectors wait for other nodes than answers do, so they have a line of their own, and neither line
         # delays the other.
-        self.vectors = Admission(
-            self._vector_capacity,
+        self.vectors = self._admission(lambda: len(pool.snapshot().prompt_readers), pool.has_room_for_vector)
+
+    def _admission(self, nodes: Callable[[], int], has_room: Callable[[int, int], bool]) -> Admission:
+        config, pool = self.config, self._pool
+        return Admission(
+            lambda: 0 if pool.is_paused else nodes() * config.limits.inflight_per_node,
             config.limits.queued,
             config.timeouts.queue,
             self._clock,
-            metrics,
+            self.metrics,
             self._tell_if_idle,
-            pool.has_room_for_vector,
+            has_room,
             lambda: pool.is_paused,
             by_priority=config.by_priority,
             admit_within_s=config.admit_within,
@@ -265,16 +260,6 @@ class Dispatcher:
         """Reports every Submit and its answer to the sibling processes. None when no other process shares the
         port."""
         self._placement.sent_reports = reports
-
-    def _capacity(self) -> int:
-        return 0 if self._pool.is_paused else self._pool.decode_count * self.config.limits.inflight_per_node
-
-    def _vector_capacity(self) -> int:
-        return (
-            0
-            if self._pool.is_paused
-            else len(self._pool.snapshot().prompt_readers) * self.config.limits.inflight_per_node
-        )
 
     @property
     def queued(self) -> int:
@@ -304,7 +289,7 @@ class Dispatcher:
                 attempt.prefill.node_id,
                 attempt.decode.node_id,
                 now - attempt.submitted_at,
-                len(life.spec.prompt_token_ids),
+                len(life.spec.facts.prompt_token_ids),
             )
             for life in self._placement.lives()
             if (attempt := life.attempt) is not None
@@ -320,7 +305,7 @@ class Dispatcher:
 
         `eager`: the reader wants tokens as they come, not only the end.
         """
-        makes_vectors = specs[0].pooling is not None
+        makes_vectors = specs[0].facts.pooling is not None
         if makes_vectors and not self._pool.snapshot().prompt_readers:
             raise Unavailable(self.why_unavailable("prefill or aggregated"))
         if not makes_vectors and not self._pool.decode_count:
@@ -333,7 +318,7 @@ class Dispatcher:
             len(specs),
             specs[0].deadline,
             max(map(self._placement.expected_tokens, specs)),
-            specs[0].priority,
+            specs[0].facts.priority,
             background=specs[0].keep is not None,
         )
         if trace is not None:
@@ -347,6 +332,7 @@ class Dispatcher:
             slots,
             self._note_generation,
             eager=eager,
+            clock=self._clock,
         )
         generation.start()
         if trace is not None:
@@ -357,7 +343,7 @@ class Dispatcher:
         if lives[0].spec.reads_ahead:
             return
         self.metrics.request_choices.observe(len(lives))
-        if lives[0].spec.pooling is not None:
+        if lives[0].spec.facts.pooling is not None:
             return
         self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
 
@@ -368,9 +354,11 @@ class Dispatcher:
         for spec in specs:
             prompt = _prompt_of(spec)
             if prompt not in hashes:
-                made = PromptHashes(spec.prompt_token_ids, spec.cache_salt, spec.lora, spec.media)
+                made = PromptHashes(
+                    spec.facts.prompt_token_ids, spec.facts.cache_salt, spec.facts.lora, spec.facts.media
+                )
                 hashes[prompt] = made
-                if len(spec.prompt_token_ids) > HASHED_INLINE_TOKENS:
+                if len(spec.facts.prompt_token_ids) > HASHED_INLINE_TOKENS:
                     for size in self._pool.block_sizes:
                         await asyncio.to_thread(made.of, size)
         return hashes

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from tandem.api.logprob_store import LogprobStore
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError
-from tandem.router.metrics import RequestAccount, RouterMetrics
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.views import RoutingDecision
+from tandem.router.recent import RequestAccount
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 
@@ -159,7 +160,7 @@ class RequestTimings:
             self._first_token_at = now
             self._metrics.time_to_first_token.observe(now - self._arrived_at)
             self._metrics.queue_time.observe(self._router_wait_s + self.node_wait_s)
-            self._metrics.prompt_tokens.inc(len(self._spec.prompt_token_ids))
+            self._metrics.prompt_tokens.inc(len(self._spec.facts.prompt_token_ids))
         self._last_token_at = now
         return now
 
@@ -168,9 +169,9 @@ class RequestTimings:
             return
         now, metrics = self._clock(), self._metrics
         metrics.requests_finished.inc(finish.value)
-        metrics.request_prompt_tokens.observe(len(self._spec.prompt_token_ids))
+        metrics.request_prompt_tokens.observe(len(self._spec.facts.prompt_token_ids))
         metrics.request_generation_tokens.observe(output_tokens)
-        metrics.request_max_tokens.observe(self._spec.sampling.max_tokens)
+        metrics.request_max_tokens.observe(self._spec.facts.sampling.max_tokens)
         if self.preemptions:
             metrics.requests_preempted.inc()
         if self._first_token_at is None or self._last_token_at is None:
@@ -208,7 +209,7 @@ class RequestTimings:
             prefill_s=prefill_s - node_wait_s,
             handover_s=handover_s,
             decode_s=now - first - handover_s,
-            prompt_tokens=len(spec.prompt_token_ids),
+            prompt_tokens=len(spec.facts.prompt_token_ids),
             cached_tokens=self.cached_tokens or 0,
             output_tokens=output_tokens,
             longest_gap_s=self._longest_gap_s,

@@ -13,6 +13,7 @@ from tandem.base.errors import (
     InternalError,
     KVLoadFailed,
     NodeLost,
+    Overloaded,
     TandemError,
     TransferError,
     Unavailable,
@@ -71,10 +72,10 @@ class RequestLife:
         self._on_end = on_end
         self.spec = spec
         self._hashes = hashes
-        self.ledger = TokenLedger(wants_logprobs=spec.sampling.logprobs is not None)
+        self.ledger = TokenLedger(wants_logprobs=spec.facts.sampling.logprobs is not None)
         self.timings = RequestTimings(placement.metrics, placement.clock, spec, came)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        # The result when `spec.pooling` asks for one; None until the request has ended well.
+        # The result when `spec.facts.pooling` asks for one; None until the request has ended well.
         self.vector: bytes | None = None
         self.attempt: Attempt | None = None
         self.decisions: list[RoutingDecision] = []
@@ -90,7 +91,7 @@ class RequestLife:
         self._paused = False  # it waits for a place
         self._last_failure: TandemError | None = None
         self._broke_a_node = False
-        self._alarms: set[Ring] = set()  # the alarms of its tick, its own among them
+        self._alarms: dict[Ring, None] = {}  # the alarms of its tick, its own among them
 
     @property
     def cached_tokens(self) -> int | None:
@@ -120,8 +121,8 @@ class RequestLife:
             self.ended
             or self._paused
             or spec.keep is not None
-            or spec.pooling is not None
-            or len(self.ledger.tokens) >= spec.sampling.max_tokens
+            or spec.facts.pooling is not None
+            or len(self.ledger.tokens) >= spec.facts.sampling.max_tokens
         )
 
     def pause(self) -> None:
@@ -141,8 +142,8 @@ class RequestLife:
         """Tells the pinning nodes which tools the answer of this turn called. Does nothing for a request that
         is not a turn of a job, is the job's last step, or ended badly."""
         spec, well = self.spec, self.finish in (FinishReason.STOP, FinishReason.LENGTH)
-        if spec.job_id is not None and not spec.is_last_step and well and self.decisions:
-            self._placement.turn_ended(self.decisions[-1], self.request_ids[-1], spec.job_id, called)
+        if spec.facts.job_id is not None and not spec.facts.is_last_step and well and self.decisions:
+            self._placement.turn_ended(self.decisions[-1], self.request_ids[-1], spec.facts.job_id, called)
 
     def leave(self, error: TandemError) -> None:
         """This router ends. If nodes keep the answer, they go on, and other routers find it."""
@@ -173,7 +174,7 @@ class RequestLife:
                 self.spec.trace.arrived(self._clock(), node_id, len(self.ledger.tokens) - had)
         if chunk.vector is not None:
             self.vector = chunk.vector
-        elif self.spec.pooling is not None and self.ledger.finish is not None:
+        elif self.spec.facts.pooling is not None and self.ledger.finish is not None:
             self.fail(InternalError("the node ended a request for a vector without one"))
             return
         if self.ledger.finish is not None:
@@ -230,7 +231,7 @@ class RequestLife:
         attempt.alive_at = now = self.timings.tokens(count)
         if attempt.first_token_at is None and not self.spec.reads_ahead:
             attempt.first_token_at = now
-            computed = len(self.spec.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
+            computed = len(self.spec.facts.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
             self._placement.on_first_token(attempt, computed, self.timings.node_wait_s)
 
     # --- failures ---------------------------------------------------------------------------------------------
@@ -265,10 +266,22 @@ class RequestLife:
             self._fail_over(NodeLost(f"node {node.node_id} no longer has the request"), ())
         elif not is_prefill and reported > self.ledger.reported:
             self._fail_over(NodeLost(f"tokens from node {node.node_id} are lost"), ())
+        elif not is_prefill and self._placement.waits_for_silent_peers(node) and self._has_another(node):
+            self._fail_over(
+                Overloaded(
+                    f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
+                ),
+                {node.node_id},
+            )
         elif node in attempt.unanswered:
             attempt.unanswered.discard(node)
             if not attempt.unanswered:
                 attempt.alive_at = self._clock()
+
+    def _has_another(self, node: NodeInfo) -> bool:
+        """Whether another node has room for the request now."""
+        routing = self._routing(frozenset({*self._avoid, node.node_id}))
+        return self._placement.has_room(routing, self._hashes)
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """Whether the decode node has all the KV and this router has every token reported so far: the prefill
@@ -321,7 +334,7 @@ class RequestLife:
         self._abandon_attempt()
         self._avoid.update(avoid)
         self._last_failure = error
-        if len(self.ledger.tokens) >= self.spec.sampling.max_tokens:
+        if len(self.ledger.tokens) >= self.spec.facts.sampling.max_tokens:
             self._end(FinishReason.LENGTH, None)  # all tokens are here; only the report of the end was lost
             return
         if self.failovers >= self._placement.config.max_failovers:
@@ -386,16 +399,16 @@ class RequestLife:
     def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
         done = len(self.ledger.tokens)
         return RoutingRequest(
-            prompt_tokens=len(self.spec.prompt_token_ids) + done,
-            max_new_tokens=self.spec.sampling.max_tokens - done,
+            prompt_tokens=len(self.spec.facts.prompt_token_ids) + done,
+            max_new_tokens=self.spec.facts.sampling.max_tokens - done,
             session=self.spec.session,
-            home=self._placement.home_of(self.spec.job_id),
+            home=self._placement.home_of(self.spec.facts.job_id),
             avoid=avoid,
             mirror=self._mirror,
             # Tokens that were shown came from one model content, and the answer must continue with it. Before
             # the first token any content will do.
             content=self._content if done else None,
-            makes_vector=self.spec.pooling is not None,
+            makes_vector=self.spec.facts.pooling is not None,
             needs_version=self._placement.version_for(self.spec),
         )
 
@@ -443,7 +456,7 @@ class RequestLife:
     def _arm(self) -> None:
         """Sets the one alarm for the earliest deadline. An arriving token does not move the alarm; an alarm
         that rings early is set again."""
-        self._alarms.discard(self._on_alarm)
+        self._alarms.pop(self._on_alarm, None)
         self._alarms = self._placement.alarms.set(self._next_deadline()[0], self._on_alarm)
 
     def _on_alarm(self) -> None:
@@ -509,7 +522,7 @@ class RequestLife:
             return
         self.ended = True
         self.finish, self.error = finish, error
-        self._alarms.discard(self._on_alarm)
+        self._alarms.pop(self._on_alarm, None)
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
         self._placement.stop_waiting(self)

@@ -20,11 +20,12 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.links import Links
-from tandem.router.metrics import RecentRequests, RouterMetrics, Targets
+from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Alternative, Chooser
 from tandem.router.policy.views import AnswerLengthMeter, RoutingDecision, RoutingRequest, blocks_for
 from tandem.router.pool import NodePool
 from tandem.router.prefixes import PromptHashes
+from tandem.router.recent import RecentRequests, Targets
 from tandem.router.siblings import SentReports
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
@@ -149,24 +150,14 @@ def submit_of(
     return Submit(
         request_id=request_id,
         reply_to=reply_to,
-        prompt_token_ids=spec.prompt_token_ids,
-        sampling=spec.sampling,
         timeout_s=timeout_s,
         output_token_ids=list(tokens),
         transfer=transfer,
-        priority=spec.priority,
-        cache_salt=spec.cache_salt,
-        lora=spec.lora,
-        media=spec.media,
-        images=spec.images,
-        embeds=spec.embeds,
         trace=spec.trace is not None,
         keep=keep,
         cache_peers=cache_peers,
-        pooling=spec.pooling,
-        job_id=spec.job_id,
-        is_last_step=spec.is_last_step,
         encoders=list(encoders),
+        **spec.facts.as_fields(),
     )
 
 
@@ -185,17 +176,17 @@ class Alarms:
     every request ends before its alarm rings, and a timer for each would cost several times as much."""
 
     def __init__(self) -> None:
-        self._due: dict[int, set[Ring]] = {}  # by tick
+        self._due: dict[int, dict[Ring, None]] = {}  # by tick; they ring in the order in which they were set
 
-    def set(self, when: float, ring: Ring) -> set[Ring]:
-        """Sets `ring` to be called at the end of `when`'s tick. Returns the set of that tick's alarms; the
-        caller cancels its alarm by removing it from the set."""
+    def set(self, when: float, ring: Ring) -> dict[Ring, None]:
+        """Sets `ring` to be called at the end of `when`'s tick. Returns that tick's alarms; the caller cancels
+        its alarm by removing it from them."""
         tick = int(when / TICK_S) + 1
         due = self._due.get(tick)
         if due is None:
-            due = self._due[tick] = set()
+            due = self._due[tick] = {}
             asyncio.get_running_loop().call_at(tick * TICK_S, self._ring, tick)
-        due.add(ring)
+        due[ring] = None
         return due
 
     def _ring(self, tick: int) -> None:
@@ -237,7 +228,8 @@ class Placement(Generic[L]):
         self.alarms = Alarms()
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
-        self._by_node: dict[NodeInfo, set[L]] = {}
+        # In the order in which they came: when a node is lost, who waited longest looks for another first.
+        self._by_node: dict[NodeInfo, dict[L, None]] = {}
         self._waiting: dict[L, None] = {}  # lives that wait for a node
         # By job: the nodes that pin its last turn, and until when.
         self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()
@@ -281,6 +273,16 @@ class Placement(Generic[L]):
         self.metrics.decisions.inc("away" if decision.prefill and decision.decode else "one_node")
         return decision
 
+    def has_room(self, request: RoutingRequest, hashes: PromptHashes) -> bool:
+        """Whether the node that would be chosen to decode has the blocks for the request."""
+        try:
+            decision = self._chooser.choose(request, hashes)
+        except Unavailable:
+            return False
+        decode = decision.decode
+        member = self._pool.member(decode.node_id) if decode is not None else None
+        return member is not None and member.has_room(request.prompt_tokens + request.max_new_tokens)
+
     def version_for(self, spec: SequenceSpec) -> int:
         """The version of Tandem's messages that this request needs; 0 when all nodes speak the newest one."""
         return 0 if self._pool.oldest_version >= WIRE_VERSION else needed_version(submit_of(spec))
@@ -297,15 +299,15 @@ class Placement(Generic[L]):
         """Sends the attempt to its nodes. Returns the error when a node does not or cannot read this."""
         self._by_request_id[attempt.request_id] = life
         for node in attempt.nodes:
-            self._by_node.setdefault(node, set()).add(life)
+            self._by_node.setdefault(node, {})[life] = None
         if spec.trace is not None:
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
-        prompt_tokens = len(spec.prompt_token_ids) + attempt.base
+        prompt_tokens = len(spec.facts.prompt_token_ids) + attempt.base
         encoders: list[NodeInfo] = []
-        if spec.images:
-            digests = [""] * len(spec.images)
-            for part in spec.media:
+        if spec.facts.images:
+            digests = [""] * len(spec.facts.images)
+            for part in spec.facts.media:
                 digests[part.image] = part.identifier.rpartition("/")[0]
             encoders = self._pool.encoders_for(attempt.nodes[0].content, digests)
         for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining, encoders):
@@ -334,7 +336,7 @@ class Placement(Generic[L]):
         for node in attempt.nodes:
             lives = self._by_node.get(node)
             if lives is not None:
-                lives.discard(life)
+                lives.pop(life, None)
                 if not lives:
                     del self._by_node[node]
             self._answered(node.node_id, attempt.request_id)
@@ -358,9 +360,9 @@ class Placement(Generic[L]):
 
     def expected_tokens(self, spec: SequenceSpec) -> int:
         """How many tokens a sequence is expected to have on its decode node, or where its vector is made."""
-        if spec.pooling is not None:
-            return len(spec.prompt_token_ids)
-        return len(spec.prompt_token_ids) + self._answers.expected(spec.sampling.max_tokens)
+        if spec.facts.pooling is not None:
+            return len(spec.facts.prompt_token_ids)
+        return len(spec.facts.prompt_token_ids) + self._answers.expected(spec.facts.sampling.max_tokens)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""
@@ -376,6 +378,18 @@ class Placement(Generic[L]):
         member = self._pool.member(node.node_id)
         status = member.reported if member is not None and member.info == node else None
         return status is not None and 0 < status.step_age_s < self.config.heartbeat.wedged
+
+    def waits_for_silent_peers(self, node: NodeInfo) -> bool:
+        """Whether nothing runs on the node whose end would free blocks, and it keeps blocks to which a peer may still
+        write. That may last until the peer goes on."""
+        member = self._pool.member(node.node_id)
+        status = member.reported if member is not None and member.info == node else None
+        return (
+            status is not None
+            and status.waiting > 0
+            and status.running == status.loading == 0
+            and status.quarantined_blocks + status.held_blocks > 0
+        )
 
     # --- what a life tells of its course
 
@@ -420,8 +434,8 @@ class Placement(Generic[L]):
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             self._chooser.answered(attempt.decode, hashes, output)
-            if spec.job_id is not None:
-                self._remember_home(spec.job_id, attempt, is_last_step=spec.is_last_step)
+            if spec.facts.job_id is not None:
+                self._remember_home(spec.facts.job_id, attempt, is_last_step=spec.facts.is_last_step)
 
     def _remember_home(self, job_id: str, attempt: Attempt, *, is_last_step: bool) -> None:
         self._homes.pop(job_id, None)

@@ -65,7 +65,7 @@ def make_document(keys_required: bool) -> dict[str, Any]:
             "version": tandem.__version__,
             "description": "OpenAI's API, served by separate prefill and decode nodes.",
         },
-        "paths": _paths(),
+        "paths": _paths_of_answers() | _paths_of_server(),
         "components": {"schemas": schemas},
     }
     if keys_required:
@@ -74,7 +74,7 @@ def make_document(keys_required: bool) -> dict[str, Any]:
     return document
 
 
-def _paths() -> dict[str, Any]:
+def _paths_of_answers() -> dict[str, Any]:
     return {
         "/v1/completions": {
             "post": _generation("Complete a text", CompletionRequest, Completion, Completion),
@@ -116,6 +116,11 @@ def _paths() -> dict[str, Any]:
         "/v1/messages/count_tokens": {
             "post": _messages("Count the tokens of a chat's prompt", CountRequest, TokenCount)
         },
+    }
+
+
+def _paths_of_server() -> dict[str, Any]:
+    return {
         "/v1/models": {"get": _operation("The models that this server has", None, ModelList, ("401",))},
         "/v1/models/{model}": {
             "get": {

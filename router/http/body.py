@@ -221,14 +221,14 @@ class KeptShare:
 
 def inputs_size(plan: GenerationPlan) -> int:
     """What a request keeps until its end, besides its answer."""
-    sampling = plan.specs[0].sampling
+    sampling = plan.specs[0].facts.sampling
     return (
         TOKEN_BYTES * plan.prompt_tokens
-        + sum(map(len, plan.specs[0].images))
+        + sum(map(len, plan.specs[0].facts.images))
         + sum(
             len(embeds.data)
             for spec in plan.specs[:: plan.choices_per_prompt]
-            if (embeds := spec.embeds) is not None
+            if (embeds := spec.facts.embeds) is not None
         )
         + sum(map(len, plan.prompt_texts))
         + SEQUENCE_BYTES * len(plan.specs)
@@ -243,9 +243,9 @@ def answer_size(plan: GenerationPlan, *, streams: bool) -> int:
     end."""
     size = 0
     for spec in plan.specs:
-        sampling = spec.sampling
+        sampling = spec.facts.sampling
         if sampling.prompt_logprobs is not None:
-            size += len(spec.prompt_token_ids) * (1 + sampling.prompt_logprobs) * ENTRY_BYTES
+            size += len(spec.facts.prompt_token_ids) * (1 + sampling.prompt_logprobs) * ENTRY_BYTES
         if sampling.logprobs is not None and not streams:
             size += sampling.max_tokens * (2 + sampling.logprobs) * LOGPROB_BYTES
     return size

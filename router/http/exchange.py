@@ -33,7 +33,8 @@ from tandem.router.http.errors import (
 )
 from tandem.router.http.hosts import OwnHosts
 from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
-from tandem.router.metrics import RecentRequests, RouterMetrics
+from tandem.router.metrics import RouterMetrics
+from tandem.router.recent import RecentRequests
 from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
 from tandem.wire.requests import new_id
 

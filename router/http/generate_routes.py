@@ -286,8 +286,8 @@ async def planned(
     if trace is not None:
         trace.began = arrived
         trace.span(TracePhase.READ, arrived, read_at)
-        first = plan.specs[0]
-        trace.planned(plan.prompt_tokens, first.sampling if first.pooling is None else None)
+        facts = plan.specs[0].facts
+        trace.planned(plan.prompt_tokens, facts.sampling if facts.pooling is None else None)
         trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
     return plan
 
@@ -344,7 +344,7 @@ def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:
 
 
 def asked_tokens(plan: GenerationPlan) -> list[int | None]:
-    return [spec.sampling.max_tokens for spec in plan.specs]
+    return [spec.facts.sampling.max_tokens for spec in plan.specs]
 
 
 def notes_of(generation: Generation, tokens: int) -> str:

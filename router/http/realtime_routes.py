@@ -22,9 +22,9 @@ from urllib.parse import parse_qs, quote
 import msgspec
 
 from tandem.api.formats.pieces import Text
-from tandem.api.openai.answer import json_pieces
+from tandem.api.openai.answer import Choice, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.plan import plan_chat
+from tandem.api.openai.plan import GenerationPlan, plan_chat
 from tandem.api.openai.prompts import ModelElsewhere
 from tandem.api.realtime.events import (
     Conversation,
@@ -50,6 +50,7 @@ from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
 from tandem.router.http.websocket import GOING_AWAY, WebSocket
 from tandem.router.keys import QuotaExceeded, Reservation
+from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
 
@@ -272,9 +273,10 @@ class _Session:
                 reservation.take_tokens(len(token_ids) - self._known, [])
             ahead = SamplingParams(max_tokens=1, temperature=0.0)
             whole = plan.specs[0]
-            spec: SequenceSpec = msgspec.structs.replace(
-                whole, prompt_token_ids=token_ids, sampling=ahead, reads_ahead=True, job_id=None
+            facts = msgspec.structs.replace(
+                whole.facts, prompt_token_ids=token_ids, sampling=ahead, job_id=None
             )
+            spec: SequenceSpec = msgspec.structs.replace(whole, facts=facts, reads_ahead=True)
             generation = await services.dispatcher.generate([spec], self._exchange.owner, eager=False)
             try:
                 spent = len(token_ids) - self._known
@@ -363,13 +365,9 @@ class _Session:
             item = _item(item_id, "assistant", [{"type": "output_text", "text": text}], status)
             output = [item]
             self._conversation.add(item_id, "assistant", text)
-            where = {
-                "response_id": self._answer_id,
-                "item_id": item_id,
-                "output_index": 0,
-                "content_index": 0,
-            }
-            await self._socket.send(self.event("response.output_text.done", text=text, **where))
+            await self._socket.send(
+                self.event("response.output_text.done", text=text, **self._where(item_id))
+            )
             await self._socket.send(
                 self.event(
                     "response.output_item.done", response_id=self._answer_id, output_index=0, item=item
@@ -402,48 +400,16 @@ class _Session:
             plan = await plan_chat(request, services.model, self._caller(request))
             if trace is not None:
                 trace.answer_id = self._answer_id
-                trace.planned(plan.prompt_tokens, plan.specs[0].sampling)
+                trace.planned(plan.prompt_tokens, plan.specs[0].facts.sampling)
                 trace.span(TracePhase.TOKENIZE, arrived, time.monotonic(), plan.prompt_tokens)
             if reservation is not None:
-                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].sampling.max_tokens])
+                reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].facts.sampling.max_tokens])
             inputs = inputs_size(plan)
             with services.kept.share(inputs + answer_size(plan, streams=True), exchange.owner) as kept:
                 generation = await services.dispatcher.generate(plan.specs, exchange.owner, eager=True)
                 kept.grows_with(generation, inputs)
-                (choice,) = plan.choices(generation, services.model.tokenizer)
-                reader = plan.reader()
-                written: list[str] = []
-                where = {
-                    "response_id": self._answer_id,
-                    "item_id": item_id,
-                    "output_index": 0,
-                    "content_index": 0,
-                }
-                item = _item(item_id, "assistant", [], "in_progress")
-                await self._socket.send(
-                    self.event(
-                        "response.output_item.added", response_id=self._answer_id, output_index=0, item=item
-                    )
-                )
-                while choice.finish_reason is None:
-                    await generation.news()
-                    while (delta := choice.advance()) is not None:
-                        text = delta.text
-                        if reader is not None:
-                            pieces = reader.push(text)
-                            if delta.finish_reason is not None:
-                                pieces += reader.finish(cut=delta.cut)
-                            text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-                        if text:
-                            written.append(text)
-                            await self._socket.send(
-                                self.event("response.output_text.delta", delta=text, **where)
-                            )
-                    if trace is not None:
-                        trace.flushed(time.monotonic())
-                    if choice.failed is not None:
-                        raise choice.failed
-                self._grow("".join(written))
+                text, choice = await self._stream(plan, generation, item_id, trace)
+                self._grow(text)
                 cached = generation.lives[0].cached_tokens or 0
                 usage = {
                     "input_tokens": plan.prompt_tokens,
@@ -452,11 +418,7 @@ class _Session:
                     "input_token_details": {"cached_tokens": cached, "text_tokens": plan.prompt_tokens},
                 }
                 status = 200
-                return (
-                    "".join(written),
-                    "incomplete" if choice.finish_reason == "length" else "completed",
-                    usage,
-                )
+                return text, "incomplete" if choice.finish_reason == "length" else "completed", usage
         except TandemError as error:
             status = error.http_status
             raise
@@ -472,6 +434,39 @@ class _Session:
                 services.metrics.e2e_latency.observe(time.monotonic() - arrived)
                 if reservation is not None:
                     reservation.settle(plan.prompt_tokens, answers)
+
+    async def _stream(
+        self, plan: GenerationPlan, generation: Generation, item_id: str, trace: RequestTrace | None
+    ) -> tuple[str, Choice]:
+        """Sends the text as it comes. Returns all of it."""
+        (choice,) = plan.choices(generation, self._services.model.tokenizer)
+        reader = plan.reader()
+        written: list[str] = []
+        item = _item(item_id, "assistant", [], "in_progress")
+        await self._socket.send(
+            self.event("response.output_item.added", response_id=self._answer_id, output_index=0, item=item)
+        )
+        while choice.finish_reason is None:
+            await generation.news()
+            while (delta := choice.advance()) is not None:
+                text = delta.text
+                if reader is not None:
+                    pieces = reader.push(text)
+                    if delta.finish_reason is not None:
+                        pieces += reader.finish(cut=delta.cut)
+                    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+                if text:
+                    written.append(text)
+                    where = self._where(item_id)
+                    await self._socket.send(self.event("response.output_text.delta", delta=text, **where))
+            if trace is not None:
+                trace.flushed(time.monotonic())
+            if choice.failed is not None:
+                raise choice.failed
+        return "".join(written), choice
+
+    def _where(self, item_id: str) -> dict[str, Any]:
+        return {"response_id": self._answer_id, "item_id": item_id, "output_index": 0, "content_index": 0}
 
 
 def _new_id(kind: str) -> str:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tandem.api.openai.prompts import ServedModel
 from tandem.api.responses.response_store import ResponseStore
+from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
@@ -19,7 +20,6 @@ from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.pool import NodePool
 from tandem.router.siblings import Siblings
-from tandem.router.supervision import TaskSupervisor
 from tandem.router.tracing.traces import Traces
 
 
@@ -43,7 +43,7 @@ class Services:
     links: NodeLinks
     keys: KeyRing
     metrics: RouterMetrics
-    supervisor: TaskSupervisor
+    tasks: Tasks
     bodies: BodyBudget
     kept: KeptMemory
     traces: Traces
@@ -64,10 +64,8 @@ class Services:
         """Returns why a new request would be refused, or None."""
         if self.draining:
             return "the router is draining"
-        if self.supervisor.failed:
-            return "; ".join(
-                f"task {name} died: {why}" for name, why in sorted(self.supervisor.failed.items())
-            )
+        if self.tasks.down:
+            return "; ".join(f"task {name} died: {why}" for name, why in sorted(self.tasks.down.items()))
         if not self.pool.decode_count:
             return self.dispatcher.why_unavailable()
         return None

@@ -149,6 +149,12 @@ async def cluster(services: Services, exchange: HttpExchange) -> None:
     )
 
 
+_REPORTED = (
+    "free_blocks", "total_blocks", "running", "waiting", "waiting_tokens", "transfers", "held_blocks",
+    "quarantined_blocks", "pinned_blocks", "pinned_requests", "left_out", "step_age_s", "detail", "slower",
+)  # fmt: skip
+
+
 def _node(services: Services, member: Member) -> dict[str, Any]:
     info, status = member.info, member.reported
     node: dict[str, Any] = {
@@ -171,24 +177,11 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
     }
     if status is not None and member.status_at is not None:
         now = services.pool.now()
-        node.update(
-            status_age_s=round(now - member.status_at, 3),
-            free_blocks=status.free_blocks,
-            total_blocks=status.total_blocks,
-            running=status.running,
-            waiting=status.waiting,
-            waiting_tokens=status.waiting_tokens,
-            transfers=status.transfers,
-            held_blocks=status.held_blocks,
-            quarantined_blocks=status.quarantined_blocks,
-            pinned_blocks=status.pinned_blocks,
-            pinned_requests=status.pinned_requests,
-            left_out=status.left_out,
-            step_age_s=status.step_age_s,
-            detail=status.detail,
-            slower=status.slower,
-            tiers=msgspec.to_builtins(status.tiers),
-            counters=member.counters.in_full(),
-            counters_age_s=round(now - member.counters_at, 3) if member.counters_at is not None else None,
+        node["status_age_s"] = round(now - member.status_at, 3)
+        node.update((name, getattr(status, name)) for name in _REPORTED)
+        node["tiers"] = msgspec.to_builtins(status.tiers)
+        node["counters"] = member.counters.in_full()
+        node["counters_age_s"] = (
+            round(now - member.counters_at, 3) if member.counters_at is not None else None
         )
     return node

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from benchmarks.burst import BurstDurations, Bursts, Trial, show
 from benchmarks.bursting import BurstFigures
-from benchmarks.side_by_side.processes import Family
-from benchmarks.side_by_side.systems import RunningSystem, System
+from benchmarks.lib.processes import Family
+from benchmarks.lib.servers import RunningSystem, System
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary

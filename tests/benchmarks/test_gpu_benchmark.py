@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_parity, gpu_speed
-from benchmarks.engine_costs import Costs
 from benchmarks.gpu_models import ModelShape, make_model
-from benchmarks.machine import MachineLimits
+from benchmarks.lib import engines
+from benchmarks.lib.costs import Costs
+from benchmarks.lib.machine import MachineLimits
 
 SMALL = ModelShape(64, 96, 2, 2, 1, 1000, 32, "float32", spread=0.3)
 
@@ -60,7 +61,7 @@ def test_a_device_that_computes_something_else_is_noticed(
     path = make_model(SMALL, tmp_path / "model", torch.device("cpu"))
     monkeypatch.setattr(gpu_parity, "_LENGTHS", (3, 20))
     assert all(parity.holds for parity in gpu_parity.check_parity(path, torch.device("cpu")))
-    load = gpu_parity.load_runner
+    load = engines.load_runner
 
     def spoilt(*arguments: object, native: bool, **options: object) -> object:
         runner = load(*arguments, native=native, **options)  # type: ignore[arg-type]
@@ -69,5 +70,5 @@ def test_a_device_that_computes_something_else_is_noticed(
             runner._forward = lambda batch, hooks: forward(batch, hooks).roll(1, dims=1)
         return runner
 
-    monkeypatch.setattr(gpu_parity, "load_runner", spoilt)
+    monkeypatch.setattr(engines, "load_runner", spoilt)
     assert not any(parity.holds for parity in gpu_parity.check_parity(path, torch.device("cpu")))

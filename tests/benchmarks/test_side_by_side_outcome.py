@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from benchmarks.lib.servers import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
 from benchmarks.side_by_side.loads import ALONE, BESIDE, LONG, QUICK, SHARED, cells_of
 from benchmarks.side_by_side.outcome import (
     Absence,
@@ -22,7 +23,6 @@ from benchmarks.side_by_side.outcome import (
     ttft,
 )
 from benchmarks.side_by_side.show import draw_outcome, print_outcome
-from benchmarks.side_by_side.systems import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
 from tandem.cluster.saving import save_picture
 from tandem.loadgen.metrics import Summary, summarize
 from tandem.loadgen.report import MachineDescription
@@ -116,7 +116,7 @@ def test_a_server_is_prompt_if_its_first_token_is(first_answers: tuple[float, ..
     found = outcome()
     found.starts = [Start(TANDEM_PD, run, 1.0, at, 0.0) for run, at in enumerate(first_answers)]
     (promptness,) = [floor for floor in judge(found) if floor.measured is not None]
-    assert (promptness.unit, promptness.met) == (" s", met)
+    assert (promptness.unit, promptness.met) == ("s", met)
 
 
 def test_without_its_peer_a_floor_is_neither_met_nor_missed() -> None:
@@ -174,7 +174,7 @@ def test_the_handover_is_held_to_the_median_of_the_runs() -> None:
         Handovers("x", 0, [99.0]),
     ]
     (floor,) = [floor for floor in judge(found) if "handover" in floor.claim]
-    assert (floor.measured, floor.met, floor.unit) == (7.5, True, " ms")
+    assert (floor.measured, floor.met, floor.unit) == (7.5, True, "ms")
     found.handovers = [Handovers(TANDEM_PD, 0, [12.0])]
     (floor,) = [floor for floor in judge(found) if "handover" in floor.claim]
     assert floor.met is False

@@ -12,7 +12,7 @@ import pytest
 _IN_A_PROCESS_OF_ITS_OWN = """
 import os, sys, time
 from pathlib import Path
-from benchmarks.side_by_side.processes import Family, adopt_orphans, descendants
+from benchmarks.lib.processes import Family, adopt_orphans, descendants
 
 adopt_orphans()
 family = Family(["bash", "-c", sys.argv[2]], {"MARK": "given"}, Path(sys.argv[1]))

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from benchmarks.lib.servers import System
 from benchmarks.side_by_side import experiment as module
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import QUICK, Examination, MeasuredLoad, cells_of
 from benchmarks.side_by_side.outcome import Absence, ComparisonOutcome, Start
 from benchmarks.side_by_side.resume import KeptResults, keep, resume
-from benchmarks.side_by_side.systems import System
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.loadgen.metrics import parse_service_level
 from tandem.loadgen.report import MachineDescription
@@ -89,7 +89,7 @@ class World:
         monkeypatch.setattr(module, "running", self.running)
         monkeypatch.setattr(module, "Examiner", self.examiner)
         monkeypatch.setattr(module, "check_alive", self.check_alive)
-        monkeypatch.setattr(module, "busy_cores", lambda: 0.0)
+        monkeypatch.setattr(module, "warn_of_bystanders", lambda console, title: 0.0)
 
     @contextmanager
     def running(self, system: System, folder: Path) -> Iterator[Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.side_by_side.processes import descendants
-from benchmarks.side_by_side.systems import System, running, tandem_systems, vllm_systems
+from benchmarks.lib.processes import descendants
+from benchmarks.lib.servers import System, running, tandem_systems, vllm_systems
 from tandem.base.errors import ConfigurationError, Unavailable
 
 _SERVER = """

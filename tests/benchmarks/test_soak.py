@@ -14,21 +14,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.soaking.asking import Answer, WrongAnswer, ask
-from benchmarks.soaking.cluster import NodeLook, is_whole
-from benchmarks.soaking.load import SoakLoad
-from benchmarks.soaking.questions import AnswerEnd, SoakQuestion, SoakQuestions
-from benchmarks.soaking.verdict import SoakVerdict, judge
-from benchmarks.soaking.watching import (
+from benchmarks.soaking.cluster import (
     Bounds,
     Growth,
+    NodeLook,
     ProcessSample,
     ProcessWatch,
     gained,
     growth_of,
+    is_whole,
     look_at,
     title_of,
 )
+from benchmarks.soaking.requests import (
+    Answer,
+    AnswerEnd,
+    SoakLoad,
+    SoakQuestion,
+    SoakQuestions,
+    WrongAnswer,
+    ask,
+)
+from benchmarks.soaking.verdict import SoakVerdict, judge
 from tandem.base.errors import Unavailable
 from tandem.loadgen.report import MachineDescription
 

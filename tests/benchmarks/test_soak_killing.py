@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from benchmarks.soaking import killing
-from benchmarks.soaking.cluster import NodeLook
-from benchmarks.soaking.killing import Killer
+from benchmarks.soaking import cluster
+from benchmarks.soaking.cluster import Killer, NodeLook
 from tandem.base.errors import DeadlineExceeded
 
 TITLES = {1: "ray::RouterActor", 2: "ray::PrefillActor.hold", 3: "ray::DecodeActor", 4: "tandem serve"}
@@ -35,9 +34,9 @@ class View:
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(killing, "title_of", lambda process: TITLES.get(process, ""))
-    monkeypatch.setattr(killing.os, "kill", lambda process, number: found.append((process, number)))
-    monkeypatch.setattr(killing, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster, "title_of", lambda process: TITLES.get(process, ""))
+    monkeypatch.setattr(cluster.os, "kill", lambda process, number: found.append((process, number)))
+    monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0.0)
     return found
 
 
@@ -60,7 +59,7 @@ def test_only_nodes_are_killed_and_it_waits_until_a_successor_serves(
     whole = [renewed(NODES[0]), NODES[1]]
     view = View(NODES, NODES, lost, lost[1:], starting, whole)
     ticks = itertools.count()
-    monkeypatch.setattr(killing, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     made = killer(view)
     asyncio.run(made.kill_one())
     ((process, number),) = killed
@@ -83,6 +82,6 @@ def test_over_time_every_node_has_its_turn(killed: list[tuple[int, int]]) -> Non
 def test_a_victim_without_a_successor_is_said(
     killed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(killing, "WHOLE_WITHIN_S", 0.0)
+    monkeypatch.setattr(cluster, "WHOLE_WITHIN_S", 0.0)
     with pytest.raises(DeadlineExceeded, match="has no successor"):
         asyncio.run(killer(View(NODES)).kill_one())

@@ -20,7 +20,7 @@ from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig, NodeTimeouts
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.node.service import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.embeds import PromptEmbeds
@@ -79,7 +79,7 @@ class TestChannel:
 
 @dataclasses.dataclass
 class Served:
-    node: Node
+    node: EngineNode
     channel: TestChannel
     info: NodeInfo
     family: VisionFamily
@@ -98,8 +98,8 @@ class Served:
             Submit(
                 request_id,
                 ROUTER,
-                tokens,
-                SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
+                prompt_token_ids=tokens,
+                sampling=SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
                 timeout_s=PATIENCE_S,
                 transfer=transfer,
                 cache_salt=salt,
@@ -144,7 +144,7 @@ class House:
     def __init__(self, path: Path, answers: dict[str, list[int]], family: VisionFamily = SMOLVLM) -> None:
         self.path, self.expected, self.family = path, answers, family
         self._numbers = itertools.count()
-        self._started: list[Node | EncodeNode] = []
+        self._started: list[EngineNode | EncodeNode] = []
 
     def serve(
         self, rules: RoleRules, transfer: TransferConfig | None = None, encoder_s: float = 30.0
@@ -162,7 +162,7 @@ class House:
             transfer=transfer,
             timeouts=NodeTimeouts(encoder_s=encoder_s),
         )
-        node = Node(config, rules, open_channel, create_connector)
+        node = EngineNode(config, rules, open_channel, create_connector)
         self._started.append(node)
         info = node.start()
         return Served(node, channels[0], info, self.family)
@@ -356,7 +356,16 @@ def test_a_file_that_is_no_image_is_the_clients_mistake_and_no_others(house: Hou
     ]
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     reader.channel.receive(
-        Submit("b", ROUTER, tokens, sampling, PATIENCE_S, media=named, images=[broken], encoders=[where])
+        Submit(
+            "b",
+            ROUTER,
+            PATIENCE_S,
+            prompt_token_ids=tokens,
+            sampling=sampling,
+            media=named,
+            images=[broken],
+            encoders=[where],
+        )
     )
     chunk = reader.channel.chunks.get(timeout=PATIENCE_S)
     assert chunk.finish is FinishReason.ERROR

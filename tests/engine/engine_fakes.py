@@ -60,7 +60,7 @@ class FakeRunner:
         for new in step.new_reqs:
             self.tokens[new.req_id] = len(new.token_ids)
             computed[new.req_id] = new.num_computed_tokens
-            if new.pooling is not None:
+            if new.facts.pooling is not None:
                 self.pooled.add(new.req_id)
         cached = step.cached_reqs
         for req_id, before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):

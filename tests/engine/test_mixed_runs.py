@@ -32,6 +32,7 @@ from tandem.kvtransfer.multi import create_connector
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PLACEHOLDER
 from tandem.wire.sampling import FinishReason, SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.adapter_files import save_adapter
 from tests.engine.model.tiny_vision import SMOLVLM, prompt_of
@@ -55,7 +56,9 @@ class Question:
     cache_salt: str | None = None
 
     def as_request(self, name: str, **more: Any) -> Request:
-        return Request(name, self.prompt, self.sampling, cache_salt=self.cache_salt, **self.fields, **more)
+        return made_request(
+            name, self.prompt, self.sampling, cache_salt=self.cache_salt, **self.fields, **more
+        )
 
 
 def scheduling(kind: str, drafts: int, **options: Any) -> SchedulerConfig:

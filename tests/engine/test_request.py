@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,13 +15,18 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
+from tests.engine.made_requests import made_request
 
 HASHER = make_block_hasher(HashAlgorithm.SHA256, 4, "seed")
 
 
-def request(name: str = "a", prompt: object = (1, 2, 3), **fields: object) -> Request:
-    sampling = fields.pop("sampling", SamplingParams(max_tokens=5))
-    return Request(name, prompt, sampling, **fields)  # type: ignore[arg-type]
+def request(
+    name: str = "a",
+    prompt: Sequence[int] = (1, 2, 3),
+    sampling: SamplingParams | None = None,
+    **fields: object,
+) -> Request:
+    return made_request(name, prompt, sampling or SamplingParams(max_tokens=5), **fields)
 
 
 def test_tokens_are_the_prompt_and_then_the_output():

@@ -19,7 +19,7 @@ from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.kvtransfer.offload import scheduler_half
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, SlotFile
-from tandem.wire.requests import TierStatus
+from tandem.wire.requests import RequestFacts, TierStatus
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.more import more
@@ -72,7 +72,9 @@ class Conversations:
                 name = waiting.pop(0)
                 live[f"{name}.{turns[name]}"] = name
                 sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-                request = Request(f"{name}.{turns[name]}", talks[name], sampling)
+                request = Request(
+                    f"{name}.{turns[name]}", RequestFacts(prompt_token_ids=talks[name], sampling=sampling)
+                )
                 self.answers[request.request_id] = []
                 self.engine.add_request(request)
             for request_id in self.step():
@@ -261,7 +263,9 @@ def test_decoding_after_a_prompt_that_nobody_computed(runner: ModelRunner) -> No
     talks = Conversations(runner, [TierConfig(spec="synthetic")], ahead=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     talks.answers["long"] = []
-    talks.engine.add_request(Request("long", [5 + i % 90 for i in range(101)], sampling))
+    talks.engine.add_request(
+        Request("long", RequestFacts(prompt_token_ids=[5 + i % 90 for i in range(101)], sampling=sampling))
+    )
     while not talks.step():
         pass
     talks.settle()

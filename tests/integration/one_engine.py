@@ -29,7 +29,7 @@ from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress, Role
-from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
+from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts, TransferRole
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.ranks_here import ranks_here
 from tests.integration.far_machines import FarMachine
@@ -195,15 +195,17 @@ class OneEngine:
         sampling = sampling or SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
         request = Request(
             name,
-            prompt,
-            sampling,
+            RequestFacts(
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                lora=lora,
+                media=embeds.features() if embeds is not None else media,
+                images=images,
+                embeds=embeds,
+            ),
             output_token_ids=output,
             transfer=transfer,
             cache_peers=cache_peers,
-            lora=lora,
-            media=embeds.features() if embeds is not None else media,
-            images=images,
-            embeds=embeds,
             block_hasher=self.engine.scheduler.block_hasher,
         )
         self.engine.add_request(request)

@@ -116,10 +116,10 @@ def test_answers_are_those_of_generate_and_a_lost_rank_costs_its_node(
     (pid,) = prefill._ranks.pids
     os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + PATIENCE_S
-    while prefill.failure is None:
+    while not prefill.status().detail:
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert "rank 1 has ended" in prefill.failure
+    assert "rank 1 has ended" in prefill.status().detail
     began = time.monotonic()
     prefill.stop()
     assert time.monotonic() < began + PATIENCE_S / 2, "it does not wait for what cannot come"

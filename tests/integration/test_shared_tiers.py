@@ -12,7 +12,7 @@ from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.engine.request import Request
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
-from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, TransferRole
+from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts, TierStatus, TransferRole
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine
@@ -177,7 +177,10 @@ def sharing_of(node: OneEngine) -> TierScheduler:
 
 def blocks_there(node: OneEngine, tokens: list[int]) -> int:
     """The length of the prefix of `tokens` that the node's tier has."""
-    half, request = sharing_of(node), Request("r", tokens, SamplingParams())
+    half, request = (
+        sharing_of(node),
+        Request("r", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams())),
+    )
     hasher = node.engine.scheduler.block_hasher
     assert hasher is not None
     request.hash_with(hasher)

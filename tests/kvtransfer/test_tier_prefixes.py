@@ -15,6 +15,7 @@ from tandem.engine.request import Request
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 BLOCK = 4
@@ -47,7 +48,9 @@ GROUPS = [
 
 
 def a_request() -> Request:
-    request = Request("r", list(range(BLOCKS * BLOCK)), SamplingParams())
+    request = Request(
+        "r", RequestFacts(prompt_token_ids=list(range(BLOCKS * BLOCK)), sampling=SamplingParams())
+    )
     request.hash_with(HASHER)
     return request
 

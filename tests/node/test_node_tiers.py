@@ -16,7 +16,7 @@ from tandem.engine.model.runner import ModelRunner
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.wire.endpoints import parse_endpoint
 from tandem.wire.nodes import PeerAddress, Role
 from tandem.wire.requests import KVTransferParams, Submit, TransferRole
@@ -34,7 +34,7 @@ def runner_of(kind: str, folder: Path) -> ModelRunner:
 
 def node_with(
     tiers: list[TierConfig], *, shares: bool = False, checkpoint_tokens: int = 256
-) -> tuple[Node, list[FakeChannel]]:
+) -> tuple[EngineNode, list[FakeChannel]]:
     """An aggregated node, so without peers."""
     channels: list[FakeChannel] = []
 
@@ -46,7 +46,7 @@ def node_with(
         CACHE, tiers=tiers, remote=shares, mirror=shares, checkpoint_tokens=checkpoint_tokens
     )
     config = NodeConfig("n0", Role.AGGREGATED, engine=EngineConfig(cache=cache))
-    return Node(config, DecodeRules(Role.AGGREGATED), open_channel, create_connector), channels
+    return EngineNode(config, DecodeRules(Role.AGGREGATED), open_channel, create_connector), channels
 
 
 def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
@@ -69,7 +69,16 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
         peer = PeerAddress("p", 1, "tcp://p")
         transfer = KVTransferParams("t", TransferRole.CONSUME, peer)
         sampling = SamplingParams(max_tokens=1, temperature=0)
-        channels[0].receive(Submit("c", ROUTER, [5, 6], sampling, timeout_s=PATIENCE_S, transfer=transfer))
+        channels[0].receive(
+            Submit(
+                "c",
+                ROUTER,
+                prompt_token_ids=[5, 6],
+                sampling=sampling,
+                timeout_s=PATIENCE_S,
+                transfer=transfer,
+            )
+        )
         refused = channels[0].chunks.get(timeout=PATIENCE_S)
         assert refused.error is not None
         assert "has no peers" in refused.error.message
@@ -77,7 +86,7 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
         node.stop()
 
 
-def wait_until_free(node: Node) -> None:
+def wait_until_free(node: EngineNode) -> None:
     until = time.monotonic() + PATIENCE_S
     while (status := node.status()).free_blocks < status.total_blocks:
         assert time.monotonic() < until, "some block is held"

@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 
 def submit(name: str, timeout_s: float, reply_to: str = "router") -> Submit:
-    return Submit(name, reply_to, [1], SamplingParams(max_tokens=1), timeout_s)
+    return Submit(name, reply_to, timeout_s, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1))
 
 
 @given(STEPS)
@@ -90,10 +90,7 @@ class Kept:
     def begin(self, answer_id: str = "a", attempt: int = 1, had: int = 0, note: bytes = b"note") -> str:
         request_id = f"{answer_id}-{attempt}"
         self.answers.begin(
-            Submit(
-                request_id, ROUTER, [1, 2], SamplingParams(max_tokens=99), 60.0,
-                output_token_ids=list(range(had)), keep=KeepAnswer(answer_id, attempt, note),
-            )
+            Submit(request_id, ROUTER, 60.0, prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=99), output_token_ids=list(range(had)), keep=KeepAnswer(answer_id, attempt, note))
         )  # fmt: skip
         return request_id
 
@@ -221,13 +218,21 @@ def test_a_follower_that_goes_away_is_told_no_more() -> None:
 
 
 def test_who_keeps_an_answer() -> None:
-    plain = Submit("r", ROUTER, [1], SamplingParams(max_tokens=3), 60.0)
+    plain = Submit("r", ROUTER, 60.0, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=3))
     keep = KeepAnswer("a", 1, b"")
     peer = PeerAddress("p0", 1, "tcp://peer:1")
 
     def role(which: TransferRole) -> Submit:
         transfer = KVTransferParams("t", which, peer)
-        return Submit("r", ROUTER, [1], SamplingParams(max_tokens=3), 60.0, transfer=transfer, keep=keep)
+        return Submit(
+            "r",
+            ROUTER,
+            60.0,
+            prompt_token_ids=[1],
+            sampling=SamplingParams(max_tokens=3),
+            transfer=transfer,
+            keep=keep,
+        )
 
     assert not keeps_here(plain)
     assert keeps_here(role(TransferRole.CONSUME))

@@ -21,7 +21,7 @@ from tandem.kvtransfer.base import (
 )
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.node.service import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.lines import Position
@@ -67,7 +67,9 @@ class FakeChannel:
     def answer_to(self, request_id: str, prompt: int) -> list[int]:
         sampling = SamplingParams(max_tokens=3, temperature=0)
         tokens = list(range(10, 10 + prompt))
-        self.receive(Submit(request_id, ROUTER, tokens, sampling, timeout_s=PATIENCE_S))
+        self.receive(
+            Submit(request_id, ROUTER, prompt_token_ids=tokens, sampling=sampling, timeout_s=PATIENCE_S)
+        )
         answer: list[int] = []
         while True:
             chunk = self.chunks.get(timeout=PATIENCE_S)
@@ -78,7 +80,7 @@ class FakeChannel:
                 return answer
 
 
-def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
+def make_node(rules: RoleRules) -> tuple[EngineNode, list[FakeChannel]]:
     channels: list[FakeChannel] = []
 
     def open_channel(host: str, epoch: int, *, name: str) -> FakeChannel:
@@ -86,7 +88,7 @@ def make_node(rules: RoleRules) -> tuple[Node, list[FakeChannel]]:
         return channels[-1]
 
     config = NodeConfig("n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)))
-    return Node(
+    return EngineNode(
         config, rules, open_channel, lambda context: pytest.fail("no connector was asked for")
     ), channels
 
@@ -125,7 +127,11 @@ def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
     node, channels = make_node(DecodeRules(Role.DECODE))
     node.start(runner=runner)
     runner.error = RuntimeError("boom")
-    channels[0].receive(Submit("a", ROUTER, [1, 2], SamplingParams(max_tokens=1), timeout_s=PATIENCE_S))
+    channels[0].receive(
+        Submit(
+            "a", ROUTER, prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1), timeout_s=PATIENCE_S
+        )
+    )
     assert channels[0].chunks.get(timeout=PATIENCE_S).finish is FinishReason.ERROR
     assert not node.drain(PATIENCE_S), "a node that failed comes to no rest, and says so at once"
     with pytest.raises(InternalError, match="boom"):
@@ -136,11 +142,11 @@ def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
 def test_under_a_quota_a_node_is_bound_to_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     def cores_of_node() -> list[int]:
         config = NodeConfig("n", Role.DECODE, cores=[0, 1])
-        return Node(config, None, None, None).config.cores  # type: ignore[arg-type]
+        return EngineNode(config, PrefillRules(), None, None).config.cores  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tandem.node.node.core_quota", lambda: None)
+    monkeypatch.setattr("tandem.node.engine_node.core_quota", lambda: None)
     assert cores_of_node() == [0, 1]
-    monkeypatch.setattr("tandem.node.node.core_quota", lambda: 2)
+    monkeypatch.setattr("tandem.node.engine_node.core_quota", lambda: 2)
     assert cores_of_node() == []
 
 
@@ -175,7 +181,7 @@ def test_states_that_a_connector_does_not_hand_over_keep_a_node_from_its_role(ru
         engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)),
         transfer=TransferConfig(),
     )
-    node = Node(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
+    node = EngineNode(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="recurrent states, which it does not hand over"):
         node.start(runner=runner)
     assert worker_half.closed

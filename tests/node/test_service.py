@@ -365,7 +365,14 @@ def test_a_router_that_asks_is_told_which_of_its_requests_are_here_and_how_far_t
     node.submit("long", sampling=endless)
     node.submit("moved", output_token_ids=[105, 106, 107], sampling=endless)
     node.service.receive(
-        Submit("another router's", "tcp://router:2", [5], endless, timeout_s=60.0, output_token_ids=[])
+        Submit(
+            "another router's",
+            "tcp://router:2",
+            prompt_token_ids=[5],
+            sampling=endless,
+            timeout_s=60.0,
+            output_token_ids=[],
+        )
     )
     node.outgoing.position = Position(3, 14)
     node.service.receive(Ask(ROUTER))
@@ -599,7 +606,9 @@ def test_while_hidden_states_wait_for_their_folder_further_ones_are_refused() ->
 @pytest.mark.parametrize("role", list(TransferRole))
 def test_of_a_pair_the_prefill_node_writes_hidden_states(role: TransferRole) -> None:
     transfer = KVTransferParams("t", role, PeerAddress("p", 1, "tcp://127.0.0.1:9"))
-    asked = Submit("r", ROUTER, [5], SamplingParams(hidden_states="x"), 60.0, transfer=transfer)
+    asked = Submit(
+        "r", ROUTER, 60.0, prompt_token_ids=[5], sampling=SamplingParams(hidden_states="x"), transfer=transfer
+    )
     assert writes_states_here(asked) == (role is TransferRole.PRODUCE)
 
 

@@ -39,7 +39,15 @@ class Now:
 
 def submit(request_id: str = "r", **fields) -> Submit:
     sampling = SamplingParams(max_tokens=3, temperature=0)
-    return Submit(request_id, ROUTER, [5, 6, 7], sampling, timeout_s=60.0, trace=True, **fields)
+    return Submit(
+        request_id,
+        ROUTER,
+        prompt_token_ids=[5, 6, 7],
+        sampling=sampling,
+        timeout_s=60.0,
+        trace=True,
+        **fields,
+    )
 
 
 class ManualTracer:

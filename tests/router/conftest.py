@@ -227,7 +227,7 @@ def bombarded(
     yield running
     assert running.complete(max_tokens=3).status_code == 200
     running.wait_for(running.idle, "nothing is left behind")
-    assert running.look(lambda: running.server.services.supervisor.failed) == {}
+    assert running.look(lambda: running.server.services.tasks.down) == {}
     running.close()
 
 

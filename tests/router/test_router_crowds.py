@@ -35,7 +35,7 @@ def router(start_router: StartRouter) -> Iterator[RunningRouter]:
     running.wait_ready()
     yield running
     running.wait_for(running.idle, "nothing is left behind", 20)
-    assert running.look(lambda: running.server.services.supervisor.failed) == {}
+    assert running.look(lambda: running.server.services.tasks.down) == {}
 
 
 def answers_are_right(router: RunningRouter) -> None:

@@ -450,7 +450,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
             raise ValueError("a bug")
 
         monkeypatch.setattr(
-            next(life.ledger for life in lives if life.spec.sampling.seed == 1), "accept", broken
+            next(life.ledger for life in lives if life.spec.facts.sampling.seed == 1), "accept", broken
         )
         router.nodes["d0"].resume()
         assert doomed.rest()[-1]["error"]["code"] == "internal_error"
@@ -483,6 +483,22 @@ def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router
     assert text == router.expected("the fox", COUNT, seed=9)
     assert len(decode.submits) == len(router.nodes["p0"].submits) == 1
     assert decode.cancels == []
+
+
+def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_router: StartRouter) -> None:
+    """The node would run it when the peer goes on, if ever, and another node has room now."""
+    router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5))
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=3)
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=3)
+        blocked = serving(router)
+        other(router, blocked).resume()
+        blocked.wait_until(lambda: blocked.asks >= 2, "it is asked, and the request stays")
+        blocked.set(status_fields={"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60})
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
+    assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
 
 
 def test_a_request_that_waits_for_its_first_token_is_left_too(start_router: StartRouter) -> None:

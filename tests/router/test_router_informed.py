@@ -10,7 +10,7 @@ from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, EngineConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
+from tandem.node.engine_node import EngineNode
 from tandem.router.prefixes import CachedBlocks, PromptHashes
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
@@ -28,7 +28,7 @@ class WholeNode:
             Role.AGGREGATED,
             engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE, **cache)),  # type: ignore[arg-type]
         )
-        self.node = Node(config, DecodeRules(Role.AGGREGATED), NumberedChannel, create_connector)
+        self.node = EngineNode(config, DecodeRules(Role.AGGREGATED), NumberedChannel, create_connector)
         self.info = self.node.start(runner=FakeRunner(NUM_BLOCKS))  # type: ignore[arg-type]
 
     def kill(self) -> None:

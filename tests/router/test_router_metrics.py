@@ -12,7 +12,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.router.config import ApiKey
-from tandem.router.metrics import ADVICE, RouterMetrics, parts_of
+from tandem.router.metrics import RouterMetrics
+from tandem.router.recent import ADVICE, parts_of
 from tandem.wire.nodes import NodeState, PoolReport, Role
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import RunningRouter, StartRouter

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.router.config import ApiKey
-from tandem.router.metrics import ADVICE
+from tandem.router.recent import ADVICE
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.requests import TierStatus
 from tests.browser import Browser

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.metrics import (
+from tandem.router.recent import (
     BUCKET_S,
     LATEST,
     SLOWEST,

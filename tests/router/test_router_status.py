@@ -220,14 +220,14 @@ def test_tokenize_and_detokenize_are_each_others_inverse(start_router: StartRout
 
 def test_a_task_that_keeps_dying_makes_it_unhealthy(start_router: StartRouter) -> None:
     router = start_router()
-    supervisor = router.server.services.supervisor
+    tasks = router.server.services.tasks
 
     async def die() -> None:
         raise ValueError("broken")
 
-    router.look(lambda: supervisor.run("doomed", die))
-    router.wait_for(lambda: "doomed" in supervisor.failed, "given up")
-    assert supervisor.restarts["doomed"] == 5
+    router.look(lambda: tasks.keep("doomed", die))
+    router.wait_for(lambda: "doomed" in tasks.down, "given up")
+    assert tasks.restarts["doomed"] == 5
     answer = router.client.get("/health")
     assert answer.status_code == 503
     assert "doomed" in answer.json()["reason"]

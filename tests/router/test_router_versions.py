@@ -27,7 +27,7 @@ def of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(**sampling: int) -> Submit:
-    return Submit("r", "tcp://x:1", [1, 2, 3], SamplingParams(**sampling), 10.0)
+    return Submit("r", "tcp://x:1", 10.0, prompt_token_ids=[1, 2, 3], sampling=SamplingParams(**sampling))
 
 
 @pytest.fixture

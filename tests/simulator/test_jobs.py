@@ -14,7 +14,7 @@ from tandem.simulator.outcome import AnswerTimes
 from tandem.simulator.simulation import SimulationSetup, _Simulation
 from tandem.simulator.traffic import PlayedTraffic
 from tandem.wire.nodes import Role
-from tandem.wire.requests import Submit
+from tandem.wire.requests import RequestFacts, Submit
 from tandem.wire.sampling import SamplingParams
 from tests.simulator.worlds import node_costs
 
@@ -55,7 +55,9 @@ class Agents(_Simulation):
     ) -> list[int]:
         sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, seed=name)
         spec = SequenceSpec(
-            "turn", prompt, sampling, self._loop.time() + 100, job_id="j", is_last_step=is_last_step
+            "turn",
+            RequestFacts(prompt_token_ids=prompt, sampling=sampling, job_id="j", is_last_step=is_last_step),
+            self._loop.time() + 100,
         )
         generation = await self._dispatcher.generate([spec], "agents", eager=False)
         (life,) = generation.lives

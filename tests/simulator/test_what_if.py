@@ -13,8 +13,8 @@ from tandem.base.errors import ConfigurationError
 from tandem.cluster.trace.why import Explanation
 from tandem.cluster.trace.why_text import show_explanation
 from tandem.loadgen.traces import TraceRow
-from tandem.router.metrics import LATEST, RequestAccount
 from tandem.router.page_state import NodeRow, PageState, RouterState
+from tandem.router.recent import LATEST, RequestAccount
 from tandem.simulator.simulation import SimulationSetup, simulate
 from tandem.simulator.what_if import compared, other_clusters
 from tests.router.test_router_recent import QUICK

@@ -50,7 +50,9 @@ def test_a_message_of_another_channel_is_refused() -> None:
 
 def test_what_a_node_does_not_know_is_refused_not_ignored() -> None:
     """A router that is newer than a node must not have a request run without what it asked for."""
-    submit = msgspec.to_builtins(Submit("r", "tcp://x:1", [1], SamplingParams(), 1.0))
+    submit = msgspec.to_builtins(
+        Submit("r", "tcp://x:1", 1.0, prompt_token_ids=[1], sampling=SamplingParams())
+    )
     submit["sampling"]["unheard_of"] = 1
     with pytest.raises(msgspec.ValidationError, match="unheard_of"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=ToNode)

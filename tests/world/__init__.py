@@ -9,4 +9,8 @@ node      the product's node around that model: service, loop, scheduler, cache,
 router    the product's dispatcher, pool and links
 schedule  what happens in a schedule: requests, faults, healing; and what must hold
 search    runs schedules by their seeds, and prints those that break a promise
+seeds     seeds that broke one
+shrink    makes such a schedule smaller
+diagram   draws what happened in it
+mutants   bugs that are put in, to see how soon they are found
 """

@@ -23,10 +23,11 @@ from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import Outcome
+from tandem.router.dispatch.admission import Slots
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.placement import Placement
 from tandem.router.pool import NodePool
-from tandem.wire.lines import Lines
 from tandem.wire.requests import TransferRole
 from tests.world.schedule import run
 from tests.world.search import fix_hashes
@@ -73,22 +74,6 @@ def _preemption_not_told(right: Any) -> Any:
     return lambda self: None
 
 
-def _gaps_not_noticed(right: Any) -> Any:
-    def take(self: Lines[Any], letter: Any, peer: Any, events: Any) -> bool:
-        peer.line = letter.line
-        return right(self, letter, peer, events) or letter.number > peer.heard + 1
-
-    return take
-
-
-def _doubled_letters_delivered(right: Any) -> Any:
-    def take(self: Lines[Any], letter: Any, peer: Any, events: Any) -> bool:
-        delivers = right(self, letter, peer, events)
-        return delivers or (letter.line == peer.line and 0 < letter.number <= peer.heard)
-
-    return take
-
-
 def _tokens_appended(right: Any) -> Any:
     def merge(self: TokenLedger, chunk: Any, may_differ: bool) -> Any:
         chunk.start = len(self.tokens)
@@ -111,10 +96,6 @@ def _cached_before_it_came(right: Any) -> Any:
 
 def _silence_is_no_loss(right: Any) -> Any:
     return lambda self, member, silent_s: None
-
-
-def _loss_not_heard(right: Any) -> Any:
-    return lambda self, node, why: None
 
 
 def _abandoned_send_never_told(right: Any) -> Any:
@@ -212,7 +193,49 @@ def _missing_not_asked_for(right: Any) -> Any:
     return lambda self, node, holding: None
 
 
-# The name, where it was seen, what is patched
+def _freed_in_flight(right: Any) -> Any:
+    def close(self: OutgoingTransfers, sending: Any, outcome: Outcome, reason: str) -> None:
+        right(self, sending, outcome, reason)
+        if sending.in_flight and outcome is not Outcome.SENT:
+            sending.in_flight.clear()
+            self.conclude(sending)
+
+    return close
+
+
+def _leases_never_end(right: Any) -> Any:
+    def tick(self: OutgoingTransfers) -> None:
+        for sending in self._ledger:
+            if sending.destination is not None:
+                sending.destination.lease_until = float("inf")
+        right(self)
+
+    return tick
+
+
+def _place_not_given_back(right: Any) -> Any:
+    return lambda self: self._admission.leave(self, self.wanted)
+
+
+def _silence_is_proof(right: Any) -> Any:
+    def suspect(self: Consumer, key: Any, reason: str, *, proven: bool = False) -> None:
+        right(self, key, reason, proven=proven)
+        for receiving in self._incoming.with_peer(key):
+            self._incoming.end(receiving, Outcome.PEER_LOST, reason)
+
+    return suspect
+
+
+def _begun_again(right: Any) -> Any:
+    return lambda self, life, attempt, spec, hashes, tokens: right(self, life, attempt, spec, hashes, [])
+
+
+def _abort_not_told(right: Any) -> Any:
+    return lambda self, command: None
+
+
+# The name, where it was seen, what is patched. A loss that is not heard of, a gap that is not noticed and a message that is read
+# twice are no bugs here: the question what a node holds, the positions of tokens and the ids of requests find the same.
 MUTANTS: dict[str, tuple[str, Patch]] = {
     "load-freed-under-a-write": (
         "SGLang #24527: pages are used again while the peer's write is in flight",
@@ -234,8 +257,6 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "blocks of a preempted request go on being sent",
         (WorkerHalf, "handle_preemptions", _preemption_not_told),
     ),
-    "gaps-not-noticed": ("tokens after a lost message are taken", (Lines, "_take", _gaps_not_noticed)),
-    "doubled-letters-delivered": ("a Submit runs twice", (Lines, "_take", _doubled_letters_delivered)),
     "tokens-appended": ("both nodes' first token is shown", (TokenLedger, "_merge", _tokens_appended)),
     "cached-before-it-came": (
         "another request finds a prefix that is still being loaded",
@@ -244,10 +265,6 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "silence-is-no-loss": (
         "SGLang #16903: a node that is gone is waited for",
         (NodePool, "_check_silent", _silence_is_no_loss),
-    ),
-    "loss-not-heard": (
-        "requests wait for a node that is gone",
-        (RequestLife, "on_node_lost", _loss_not_heard),
     ),
     "abandoned-send-never-told": (
         "vLLM #50425: a client that goes away leaves the prefill node's KV",
@@ -296,6 +313,30 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
     "closed-not-heard": (
         "TensorRT-LLM #12542: a decode node's blocks wait for ever",
         (Consumer, "on_closed", lambda right: lambda self, message: None),
+    ),
+    "freed-in-flight": (
+        "TensorRT-LLM PR 14565: a time-out frees what is still being sent",
+        (OutgoingTransfers, "close", _freed_in_flight),
+    ),
+    "leases-never-end": (
+        "vLLM PR 38027: a dead decode node keeps the prefill node's blocks",
+        (OutgoingTransfers, "tick", _leases_never_end),
+    ),
+    "silence-is-proof": (
+        "a peer that does not answer is taken for one that writes no more",
+        (Consumer, "suspect", _silence_is_proof),
+    ),
+    "abort-not-told": (
+        "SGLang #18701: a request that is aborted while its KV comes leaks its blocks",
+        (Consumer, "cancel", _abort_not_told),
+    ),
+    "place-not-given-back": (
+        "TensorRT-LLM PR #12313, at the router: who goes away keeps a place",
+        (Slots, "release_all", _place_not_given_back),
+    ),
+    "begun-again": (
+        "a request that moves to another node begins its answer again",
+        (Placement, "submit", _begun_again),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import random
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from collections.abc import Callable
 from tandem.base.errors import NodeLost
 from tandem.wire.listening import Listener
 from tests.world.process import Process
+
+OnFrame = Callable[[float, str, str, bytes], None]
+"""Is told of every frame that is sent: when, by which process, to which (or to an endpoint that is closed), and its bytes."""
 
 
 @dataclasses.dataclass
@@ -41,6 +45,8 @@ class Network:
         ] = {}  # when the last frame from one process to an endpoint arrives
         self._ports = itertools.count(10_000)
         self.frames = 0
+        self.on_frame: OnFrame | None = None
+        self.digest = hashlib.blake2b(digest_size=8)  # of all frames that were sent, with their times
 
     def open(self, process: Process, receive: Callable[[bytes], None], endpoint: str = "") -> str:
         endpoint = endpoint or f"tcp://10.0.0.1:{next(self._ports)}"
@@ -68,6 +74,10 @@ class Network:
         if endpoint not in self._machine_at:
             raise NodeLost(f"nothing is known of {endpoint}")
         self.frames += 1
+        self.digest.update(f"{process.loop.time()} {process.name} {endpoint} ".encode() + frame)
+        if self.on_frame is not None:
+            there = self._open.get(endpoint)
+            self.on_frame(process.loop.time(), process.name, there.process.name if there else endpoint, frame)
         rng, weather = self.rng, self.weather
         if rng.random() < weather.lost:
             return

@@ -298,6 +298,13 @@ class WorldNode:
             and (self.worker is None or not self.worker.stats().in_progress)
         )
 
+    @property
+    def has_room_for_any(self) -> bool:
+        """Whether the longest request fits beside the blocks that a silent peer may still write to."""
+        stats = self.scheduler.stats()
+        held = stats.held_blocks + (self.worker.stats().quarantined_blocks if self.worker is not None else 0)
+        return stats.total_blocks - held >= -(-MAX_LEN // BLOCK_SIZE)
+
     def left_over(self) -> str:
         stats = self.scheduler.stats()
         transfers = self.worker.stats() if self.worker is not None else None

@@ -11,6 +11,12 @@ from tandem.wire.handoff import ProcessIdentity
 _pids = itertools.count(1)
 
 
+def begin_pids() -> None:
+    """A schedule numbers its processes from the start, as a machine does when it boots."""
+    global _pids
+    _pids = itertools.count(1)
+
+
 class Process:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str, machine: str, skew: float = 0.0) -> None:
         self.loop = loop

@@ -16,7 +16,7 @@ import os
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError
@@ -25,15 +25,17 @@ from tandem.node.loop import ResetCache
 from tandem.simulator.clock import VirtualLoop
 from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
+from tandem.wire.requests import RequestFacts, forget_drawn_ids
 from tandem.wire.sampling import SamplingParams
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
-from tests.world.network import Network, Weather
+from tests.world.network import Network, OnFrame, Weather
 from tests.world.node import WorldNode
-from tests.world.process import Process
+from tests.world.process import Process, begin_pids
 from tests.world.router import WorldRouter
 
 FAULTS_S = 20.0
+AWAY = "away"  # one node stays away after the faults
 AWAY_S = 45.0
 AT_ONCE_S = 7.5  # while a node has been away for long, new requests are answered within this
 QUIET_S = 120.0  # after the faults, everything has ended within this time
@@ -55,6 +57,9 @@ class Outcome:
     preemptions: int = 0
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+    digest: str = ""  # of every frame, with its time
+    nodes: list[str] = dataclasses.field(default_factory=list)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # of requests, by their ids on nodes
 
 
 class _Broken(Exception):
@@ -69,6 +74,8 @@ def _drawn_from(rng: random.Random) -> Iterator[None]:
     # `secrets` draws by what `random` has imported
     os.urandom = random._urandom = drawn  # type: ignore[assignment, attr-defined]
     random.seed(rng.random())
+    forget_drawn_ids()
+    begin_pids()
     try:
         yield
     finally:
@@ -76,15 +83,23 @@ def _drawn_from(rng: random.Random) -> Iterator[None]:
         random.setstate(state)
 
 
-def run(seed: int, *, with_faults: bool = True) -> Outcome:
+def run(
+    seed: int, *, with_faults: bool = True, without: Collection[str] = (), on_frame: OnFrame | None = None
+) -> Outcome:
+    """`without`: what the seed's schedule has and this one leaves out: nodes, requests (r1, r2 ...), faults (f1, f2 ...), and AWAY."""
     rng = random.Random(seed)
     loop = VirtualLoop()
     outcome = Outcome(seed)
     logging.disable(logging.CRITICAL)
     try:
         with _drawn_from(rng):
-            schedule = Schedule(loop, rng, outcome, with_faults)
-            loop.run_until_complete(schedule.run())
+            schedule = Schedule(loop, rng, outcome, with_faults, frozenset(without))
+            schedule.network.on_frame = on_frame
+            try:
+                loop.run_until_complete(schedule.run())
+            finally:
+                schedule.count()
+                _end_tasks(loop)
     except _Broken as broken:
         outcome.violations.append(str(broken))
     except Exception as error:  # a callback of the product's raised
@@ -93,18 +108,30 @@ def run(seed: int, *, with_faults: bool = True) -> Outcome:
     finally:
         logging.disable(logging.NOTSET)
         outcome.seconds = loop.time()
-        with contextlib.suppress(Exception):
-            loop.close()
+        loop.close()
     return outcome
 
 
+def _end_tasks(loop: VirtualLoop) -> None:
+    """A schedule that was broken leaves clients that wait."""
+    for task in asyncio.all_tasks(loop):
+        with contextlib.suppress(Exception):
+            task.get_coro().close()
+
+
 class Schedule:
-    def __init__(self, loop: VirtualLoop, rng: random.Random, outcome: Outcome, with_faults: bool) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: random.Random,
+        outcome: Outcome,
+        with_faults: bool,
+        without: frozenset[str],
+    ) -> None:
         self.loop, self.rng, self.outcome = loop, rng, outcome
-        self.with_faults = with_faults
+        self.with_faults, self.without = with_faults, without
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
-        self.fabric.is_cut = self.network.is_cut
         self.fabric.on_broken = self._broken
         self.ended: set[ProcessIdentity] = set()
         self.nodes: dict[str, WorldNode] = {}
@@ -124,6 +151,10 @@ class Schedule:
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
 
+    def _drawn_for(self, name: str) -> random.Random:
+        """Each request and fault is drawn by itself, so that it stays the same when another one is left out."""
+        return random.Random(f"{self.outcome.seed} {name}")
+
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
 
@@ -132,8 +163,8 @@ class Schedule:
         if not self.outcome.violations:
             self.outcome.violations.append(text)
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+    def _tokens(self, count: int, rng: random.Random | None = None) -> list[int]:
+        return [(rng or self.rng).randrange(VOCABULARY) for _ in range(count)]
 
     # ── the cluster ──
 
@@ -158,7 +189,7 @@ class Schedule:
             self.transfer,
             rng,
             self.ended,
-            num_blocks=self._num_blocks,
+            num_blocks=self._prefill_blocks if role is Role.PREFILL else self._num_blocks,
             ahead=self._ahead,
             on_broken=self._on_broken,
         )
@@ -218,17 +249,19 @@ class Schedule:
     def _spec(
         self, label: str, within_s: float, clock: Callable[[], float]
     ) -> tuple[SequenceSpec, list[int]]:
-        rng = self.rng
+        rng = self._drawn_for(label)
         family = rng.choice(self._families)
-        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40))]
+        prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40), rng)]
         num_tokens = rng.choice([1, 2, 5, 20, 45])
         spec = SequenceSpec(
             label=label,
-            prompt_token_ids=prompt,
-            sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+            facts=RequestFacts(
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
+                priority=rng.choice([0, 0, 0, 1]),
+                cache_salt=rng.choice([None, "a", "b"]),
+            ),
             deadline=clock() + within_s,
-            priority=rng.choice([0, 0, 0, 1]),
-            cache_salt=rng.choice([None, "a", "b"]),
         )
         return spec, answer_to(prompt, num_tokens)
 
@@ -239,7 +272,7 @@ class Schedule:
         label = f"r{self.outcome.requests}"
         spec, right = self._spec(label, within_s, router.process.clock)
         self.note(
-            f"{label} at {router.process.name}: {len(spec.prompt_token_ids)} tokens, {len(right)} wanted"
+            f"{label} at {router.process.name}: {len(spec.facts.prompt_token_ids)} tokens, {len(right)} wanted"
         )
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
         self._clients[task] = router
@@ -265,8 +298,8 @@ class Schedule:
         except TandemError as refused:
             self._on_error(router, spec, refused, must_succeed)
             return
+        (life,) = generation.lives
         try:
-            (life,) = generation.lives
             while not life.ended:
                 await generation.news()
                 tokens = list(life.ledger.tokens)
@@ -289,6 +322,7 @@ class Schedule:
                     f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else "")
                 )
         finally:
+            self.outcome.names |= dict.fromkeys(life.request_ids, label)
             generation.cancel()
 
     def _on_error(
@@ -305,8 +339,11 @@ class Schedule:
     # ── faults ──
 
     def _fault(self) -> None:
-        rng = self.rng
         self.outcome.faults += 1
+        name = f"f{self.outcome.faults}"
+        if name in self.without:
+            return
+        rng = self._drawn_for(name)
         kind = rng.choice(
             ["weather", "weather", "cut", "moves", "moves", "stop", "stop", "kill", "kill", "router", "reset"]
         )
@@ -325,7 +362,17 @@ class Schedule:
             pair = tuple(rng.sample(self.machines, 2))
             ways = {pair, pair[::-1]} if rng.random() < 0.5 else {pair}
             self.network.cut |= ways
-            self.note(f"cut: {sorted(ways)} for {lasts:.1f} s")
+            moves_pass = rng.random() < 0.3
+            if moves_pass:
+                # They have a network of their own, which is slow now
+                self.fabric.weather = MoveWeather(stalls=0.7)
+                self.loop.call_later(lasts, self._fair_moves)
+            else:
+                self.fabric.cut |= ways
+                self.loop.call_later(lasts, self.fabric.cut.difference_update, ways)
+            self.note(
+                f"cut: {sorted(ways)} for {lasts:.1f} s" + (", but not for moves" if moves_pass else "")
+            )
             self.loop.call_later(lasts, self.network.cut.difference_update, ways)
         elif kind == "moves":
             self.fabric.weather = MoveWeather(
@@ -367,6 +414,8 @@ class Schedule:
         """One node may stay away for longer: the others must do its work."""
         living = [node for node in self.nodes.values() if node.process.is_alive]
         node = self.rng.choice(living) if living else None
+        if AWAY in self.without:
+            return None
         if node is None or sum(other.role is node.role for other in living) < 2 or self.rng.random() < 0.5:
             return None
         self.note(f"{node.process.name} stays away for {AWAY_S:.0f} s")
@@ -378,31 +427,50 @@ class Schedule:
         self._fair_weather()
         self._fair_moves()
         self.network.cut.clear()
+        self.fabric.cut.clear()
         for node in self.nodes.values():
             self._go_on(node.process)
 
     async def _others_do_its_work(self, away: WorldNode) -> None:
         await asyncio.sleep(AWAY_S / 2)
         if away.process.is_alive:
-            await self._probe(AT_ONCE_S)
+            await self._probe(AT_ONCE_S, promised=self._can_do_its_work(away))
         await asyncio.sleep(AWAY_S / 2)
         self._look()
         if self._clients and not away.process.is_alive:
             return  # it was killed meanwhile, and comes back
-        if self._clients:
+        if self._clients and self._can_do_its_work(away):
             raise _Broken(f"{len(self._clients)} clients wait although only {away.process.name} is away")
         self._go_on(away.process)
+
+    def _can_do_its_work(self, away: WorldNode) -> bool:
+        """A stopped process writes on when it goes on. What it began to write to nodes of its own machine stays held until then, because
+        they cannot shut it out; where that leaves too few blocks for a long request, nothing is promised."""
+        shut_in = [
+            node
+            for node in self.nodes.values()
+            if node.process.machine == away.process.machine and not node.has_room_for_any
+        ]
+        return any(
+            node.role is not Role.PREFILL and node is not away and node not in shut_in
+            for node in self.nodes.values()
+        )
 
     # ── the course ──
 
     async def run(self) -> None:
         rng = self.rng
         self._num_blocks = rng.choice([36, 38, 44, 80])
+        self._prefill_blocks = rng.choice(
+            [26, self._num_blocks]
+        )  # prompts preempt each other when they are few
         self._ahead = rng.random() < 0.5
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
         for name, role in self._layout():
-            self._start_node(name, role)
+            self.outcome.nodes.append(name)
+            if name not in self.without:
+                self._start_node(name, role)
         for _ in range(rng.randint(1, 2)):
             self._start_router()
         for router in self.routers:
@@ -427,6 +495,9 @@ class Schedule:
         self._look()
         await self._probe()
         await self._until_quiet()
+
+    def count(self) -> None:
+        self.outcome.digest = self.network.digest.hexdigest()
         self.outcome.frames = self.network.frames
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
@@ -436,11 +507,13 @@ class Schedule:
                     self.outcome.transfers[name] = self.outcome.transfers.get(name, 0) + number
 
     def _arrival(self) -> None:
+        label = f"r{self.outcome.requests + 1}"
+        rng = self._drawn_for(f"arrival of {label}")
         living = [router for router in self.routers if router.process.is_alive]
-        if living:
-            self._ask(
-                self.rng.choice(living), within_s=300.0, must_succeed=False, gives_up=self.rng.random() < 0.25
-            )
+        if label in self.without:
+            self.outcome.requests += 1
+        elif living:
+            self._ask(rng.choice(living), within_s=300.0, must_succeed=False, gives_up=rng.random() < 0.25)
 
     def _look(self) -> None:
         if self.outcome.violations:
@@ -464,9 +537,9 @@ class Schedule:
                     f"not quiet {QUIET_S:.0f} s after all faults: {left}; {places}; {len(self._clients)} clients wait"
                 )
 
-    async def _probe(self, within_s: float = PROBE_S) -> None:
+    async def _probe(self, within_s: float = PROBE_S, *, promised: bool = True) -> None:
         tasks = [
-            self._ask(router, within_s=within_s, must_succeed=True, gives_up=False)
+            self._ask(router, within_s=within_s, must_succeed=promised, gives_up=False)
             for router in self.routers
             if router.process.is_alive
             for _ in range(2)

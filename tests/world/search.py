@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.queues import Queue
+from pathlib import Path
 
 from tests.world.schedule import Outcome, run
+from tests.world.seeds import FOUND
 
 
 def fix_hashes(module: str) -> None:
@@ -30,17 +33,29 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=1 << 40, help="the most schedules")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument(
+        "--found", action="store_true", help="the seeds that were ever found to break a promise"
+    )
+    parser.add_argument(
+        "--resume", type=Path, help="go on after the seeds of this file, and keep the sums in it"
+    )
     parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--no-faults", action="store_true")
     asked = parser.parse_args()
     fix_hashes("tests.world.search")
-    seeds: Iterable[int] = asked.seeds or range(asked.first, asked.first + asked.most)
-    sums = Sums()
+    sums = Sums(asked.first) if asked.resume is None else Sums.kept_in(asked.resume, asked.first)
+    named: Sequence[int] = [*FOUND] if asked.found else asked.seeds
+    seeds: Iterable[int] = named or range(sums.next, sums.next + asked.most)
+    began = time.monotonic() - sums.seconds
+    until = time.monotonic() + 60 * asked.minutes
     for outcome in _outcomes(seeds, asked.processes, with_faults=not asked.no_faults):
         sums.add(outcome)
+        sums.seconds = time.monotonic() - began
+        if asked.resume is not None:
+            sums.keep_in(asked.resume)
         if asked.history:
-            print("\n".join(outcome.history))
-        if not asked.seeds and sums.seconds > 60 * asked.minutes:
+            print("\n".join([*outcome.history, f"{outcome.frames} frames, all together {outcome.digest}"]))
+        if not named and time.monotonic() > until:
             break
     print(sums.shown())
     return 1 if sums.broken else 0
@@ -77,15 +92,37 @@ def _work(seeds: Iterable[int], with_faults: bool, done: Queue[Outcome | None]) 
 
 
 class Sums:
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.schedules = self.broken = 0
-        self.simulated_s = 0.0
+    def __init__(self, first: int) -> None:
+        self.next = first  # all seeds before it have been run
+        self._ran: set[int] = set()  # later ones
+        self.broken: list[int] = []
+        self.schedules = 0
+        self.simulated_s = self.seconds = 0.0
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.transfers: Counter[str] = Counter()
 
+    @classmethod
+    def kept_in(cls, file: Path, first: int) -> Sums:
+        sums = cls(first)
+        if file.exists():
+            kept = json.loads(file.read_text())
+            sums.next, sums.schedules, sums.broken = kept["next"], kept["schedules"], kept["broken"]
+            sums.simulated_s, sums.seconds = kept["simulated_s"], kept["seconds"]
+            sums.counts, sums.errors, sums.transfers = (
+                Counter(kept[name]) for name in ("counts", "errors", "transfers")
+            )
+        return sums
+
+    def keep_in(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({name: value for name, value in vars(self).items() if name != "_ran"}))
+
     def add(self, outcome: Outcome) -> None:
+        self._ran.add(outcome.seed)
+        while self.next in self._ran:
+            self._ran.remove(self.next)
+            self.next += 1
         self.schedules += 1
         self.simulated_s += outcome.seconds
         for name in ("requests", "answered", "faults", "frames", "steps", "preemptions"):
@@ -93,12 +130,8 @@ class Sums:
         self.errors.update(outcome.errors)
         self.transfers.update(outcome.transfers)
         if outcome.violations:
-            self.broken += 1
+            self.broken.append(outcome.seed)
             print(f"seed {outcome.seed}: {outcome.violations[0]}", flush=True)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
 
     def shown(self) -> str:
         counts = ", ".join(f"{number} {name}" for name, number in self.counts.items())
@@ -107,7 +140,7 @@ class Sums:
         rate = 60 * self.schedules / self.seconds
         return (
             f"{self.schedules} schedules in {self.seconds:.0f} s ({rate:.0f} a minute, {self.simulated_s / self.schedules:.0f} "
-            f"simulated s each): {counts}; transfers: {transfers}; errors: {errors}; {self.broken} broke a promise"
+            f"simulated s each): {counts}; transfers: {transfers}; errors: {errors}; {len(self.broken)} broke a promise"
         )
 
 

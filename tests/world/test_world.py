@@ -1,4 +1,4 @@
-"""A few schedules of the world, in a process of their own: the order of sets, and with it a seed's history, depends on how it is started."""
+"""A few schedules of the world. `make search` runs as many as one likes."""
 
 from __future__ import annotations
 
@@ -6,40 +6,59 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.world.mutants import hunt
+from tests.world.schedule import Outcome, run
+from tests.world.search import Sums
+from tests.world.seeds import FOUND
+from tests.world.shrink import shrink
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def searched(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.world.search", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_every_schedule_keeps_every_promise() -> None:
-    done = searched("--most", "12", "--minutes", "5")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 broke a promise" in done.stdout
+@pytest.mark.parametrize("seed", [*FOUND, *range(9)])
+def test_every_schedule_keeps_every_promise(seed: int) -> None:
+    outcome = run(seed)
+    assert not outcome.violations, "\n".join(outcome.history)
 
 
 def test_a_seed_gives_the_same_history() -> None:
-    first, second = (searched("--seeds", "7", "--history").stdout.splitlines()[:-1] for _ in range(2))
-    assert len(first) > 20
-    assert first == second
+    """Twice in one process, after another one, and in a process of its own: every frame, at its time."""
+    first, _, second = (run(seed) for seed in (8, 5, 8))
+    assert first.frames > 500
+    assert first.faults > 1
+    assert second.digest == first.digest
+    assert second.history == first.history
+    alone = subprocess.run(
+        [sys.executable, "-m", "tests.world.search", "--seeds", "8", "--history"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    *history, digest, _ = alone.stdout.splitlines()
+    assert history == first.history
+    assert digest == f"{first.frames} frames, all together {first.digest}"
 
 
 def test_a_bug_is_found() -> None:
     """Blocks that are given back before the consumer has read them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.world.mutants", "freed-before-it-is-read", "--most", "40"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert hunt("freed-before-it-is-read", 40) is not None
+
+
+def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
+    file = tmp_path / "build" / "kept.json"
+    sums = Sums.kept_in(file, 40)
+    for seed in (41, 40, 43):  # of several processes, as they come
+        sums.add(Outcome(seed, requests=2))
+    sums.keep_in(file)
+    again = Sums.kept_in(file, 0)
+    assert again.next == 42
+    assert again.schedules == 3
+    assert again.counts["requests"] == 6
+
+
+def test_a_broken_schedule_is_made_small() -> None:
+    assert shrink(list("abcdefgh"), lambda without: not {"c", "g"} & set(without)) == set("abdefh")

@@ -81,7 +81,7 @@ def test_what_a_failed_process_says_has_no_class_and_no_second_full_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor does it send its reader to the doctor, who is here already."""
-    said = f"Traceback (most recent call last):\ntandem.wire.errors.Unavailable: {SLOW_RAY}"
+    said = f"Traceback (most recent call last):\ntandem.base.errors.Unavailable: {SLOW_RAY}"
     child = subprocess.CompletedProcess([], 1, "", said)
     monkeypatch.setattr(machine_checks, "run_python", lambda script: child)
     text = printed(machine_checks.check_ray())

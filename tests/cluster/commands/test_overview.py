@@ -304,7 +304,9 @@ def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
     )  # fmt: skip
     silent = StandingDeployment("code", trouble="the controller did not answer")
     broken = described("draft", msgspec.structs.replace(VIEW, pools=VIEW.pools[:1]))
-    assert (silent.serves, broken.serves) == (False, False)
+    no_writer = [VIEW.pools[0], PoolView(Role.ENCODE, 1, 1, 0, 0)]
+    drawn = described("images", msgspec.structs.replace(VIEW, pools=no_writer))
+    assert (silent.serves, broken.serves, drawn.serves) == (False, False, False)
     console = Console(width=200, record=True, file=io.StringIO())
     show_deployments([whole, silent, broken], console)
     said = console.export_text()

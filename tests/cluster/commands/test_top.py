@@ -12,8 +12,8 @@ from rich.console import Console
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.top import run, screen
-from tandem.router.metrics import ADVICE, Moment
 from tandem.router.page_state import NodeRow, PageState
+from tandem.router.recent import ADVICE, Moment
 from tests.cluster.trace.test_why import state
 
 

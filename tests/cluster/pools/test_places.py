@@ -52,6 +52,10 @@ def test_a_pool_that_follows_the_machines_needs_one_that_writes_answers() -> Non
     following = PoolConfig(nodes=None)
     (said,) = lacking(config(following, following), [])
     assert "pools.decode wants 1 node" in said
+    none = PoolConfig()
+    together = PoolsConfig(prefill=none, decode=none, aggregated=following)
+    (said,) = lacking(TandemConfig(pools=together), [])
+    assert "pools.aggregated wants 1 node" in said
 
 
 def test_nodes_that_were_made_with_other_needs_stay_and_others_get_what_they_leave() -> None:

@@ -16,9 +16,9 @@ from tandem.base.errors import RequestError
 from tandem.cluster.trace.command import TraceClient, explained
 from tandem.cluster.trace.why import BETWEEN, explain, explain_account
 from tandem.cluster.trace.why_text import show_explanation
-from tandem.router.metrics import SlowRequest
 from tandem.router.page_state import PageState, RouterState
 from tandem.router.policy.choose import Alternative
+from tandem.router.recent import SlowRequest
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
 from tandem.wire.tracing import Span, TracePhase
 from tests.router.test_router_recent import QUICK, TARGETS

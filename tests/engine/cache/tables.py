@@ -10,6 +10,7 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 BLOCK = 4
 FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
@@ -26,7 +27,7 @@ def manager(*groups: KVCacheGroup, num_blocks: int = 50, **options: object) -> K
 
 
 def request(name: str, tokens: Iterable[int], **fields: object) -> Request:
-    return Request(name, list(tokens), SamplingParams(max_tokens=99), block_hasher=HASHER, **fields)  # type: ignore[arg-type]
+    return made_request(name, tokens, SamplingParams(max_tokens=99), block_hasher=HASHER, **fields)
 
 
 def admit(cache: KVCacheManager, each: Request, num_new: int | None = None) -> int | None:

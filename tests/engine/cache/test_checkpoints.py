@@ -13,6 +13,7 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import BlockIds, ConnectorMetadata, ScheduledStep, SchedulerConnector
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 BLOCK = 4
@@ -34,7 +35,7 @@ def a_cache(num_blocks: int = 60, min_tokens: int = BLOCK, num_lookahead_tokens:
 
 
 def a_request(name: str, tokens: list[int]) -> Request:
-    request = Request(name, tokens, SamplingParams(max_tokens=8))
+    request = Request(name, RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=8)))
     request.hash_with(HASHER)
     return request
 

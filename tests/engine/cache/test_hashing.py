@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 
 import cbor2
 import pytest
@@ -19,15 +20,16 @@ from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
 from tandem.wire.images import MediaFeature
-from tandem.wire.requests import block_hashes, root_hash
+from tandem.wire.requests import RequestFacts, block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 ALGORITHMS = list(HashAlgorithm)
 
 
-def chain(tokens: object, hasher: BlockHasher | None = None, **fields: object) -> list[bytes]:
+def chain(tokens: Iterable[int], hasher: BlockHasher | None = None, **fields: object) -> list[bytes]:
     hasher = hasher or make_block_hasher(HashAlgorithm.SHA256, 4, "seed")
-    return Request("a", tokens, SamplingParams(), block_hasher=hasher, **fields).block_hashes  # type: ignore[arg-type]
+    return made_request("a", tokens, SamplingParams(), block_hasher=hasher, **fields).block_hashes
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -112,7 +114,9 @@ def test_each_kind_of_key_tells_blocks_apart(algorithm):
 
 
 def test_the_salt_is_in_the_first_block_only_and_carried_on_by_the_chain():
-    request = Request("a", range(12), SamplingParams(), cache_salt="s", lora="l")
+    request = Request(
+        "a", RequestFacts(prompt_token_ids=range(12), sampling=SamplingParams(), cache_salt="s", lora="l")
+    )
     assert extra_keys(request, 0, 4) == (("lora", b"l"), ("salt", b"s"))
     assert extra_keys(request, 4, 8) == (("lora", b"l"),)
     salted, plain = chain(range(12), cache_salt="s"), chain(range(12))
@@ -120,7 +124,10 @@ def test_the_salt_is_in_the_first_block_only_and_carried_on_by_the_chain():
 
 
 def test_media_are_in_the_blocks_that_they_touch():
-    request = Request("a", range(16), SamplingParams(), media=[MediaFeature("m", 3, 6)])
+    request = Request(
+        "a",
+        RequestFacts(prompt_token_ids=range(16), sampling=SamplingParams(), media=[MediaFeature("m", 3, 6)]),
+    )
     touched = [bool(extra_keys(request, start, start + 4)) for start in range(0, 16, 4)]
     assert touched == [True, True, True, False]
 
@@ -129,10 +136,17 @@ def test_media_are_in_the_blocks_that_they_touch():
 def test_a_chain_grown_in_parts_is_the_chain(tokens, cut, algorithm):
     hasher = make_block_hasher(algorithm, 4, "seed")
     whole: list[bytes] = []
-    hasher.extend(whole, Request("a", tokens, SamplingParams(), cache_salt="s"))
+    hasher.extend(
+        whole, Request("a", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(), cache_salt="s"))
+    )
     parts: list[bytes] = []
-    hasher.extend(parts, Request("a", tokens[:cut], SamplingParams(), cache_salt="s"))
-    hasher.extend(parts, Request("a", tokens, SamplingParams(), cache_salt="s"))
+    hasher.extend(
+        parts,
+        Request("a", RequestFacts(prompt_token_ids=tokens[:cut], sampling=SamplingParams(), cache_salt="s")),
+    )
+    hasher.extend(
+        parts, Request("a", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(), cache_salt="s"))
+    )
     assert parts == whole
 
 

@@ -9,6 +9,7 @@ from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.request import Request
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 FULL = KVCacheGroup(AttentionKind.FULL, 4, (0,))
@@ -20,7 +21,9 @@ def manager(num_blocks: int, *groups: KVCacheGroup) -> KVCacheManager:
 
 
 def request(name: str, tokens: int) -> Request:
-    return Request(name, list(range(tokens)), SamplingParams(max_tokens=8))
+    return Request(
+        name, RequestFacts(prompt_token_ids=list(range(tokens)), sampling=SamplingParams(max_tokens=8))
+    )
 
 
 def test_a_request_takes_its_states_with_its_first_token_and_gives_all_back() -> None:

@@ -14,6 +14,7 @@ from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from tandem.wire.pooling import Pooling
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -165,13 +166,15 @@ class Driver:
                 new.append(
                     NewRequestData(
                         req_id,
+                        RequestFacts(
+                            prompt_token_ids=request.tokens[: request.num_prompt],
+                            sampling=request.sampling,
+                            lora=request.lora,
+                            pooling=request.pooling,
+                        ),
                         list(request.tokens),
-                        request.num_prompt,
-                        request.sampling,
                         blocks,
                         request.computed,
-                        request.lora,
-                        pooling=request.pooling,
                     )
                 )
                 request.known = True

@@ -20,7 +20,7 @@ from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.endpoint import ProtocolLoop
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.requests import KVTransferParams, TransferRole
+from tandem.wire.requests import KVTransferParams, RequestFacts, TransferRole
 from tests.engine.model import tiny
 from tests.engine.model.fake_device import FakeDevice
 from tests.engine.model.test_device_order import BLOCK, Truth, engine_on, greedy
@@ -102,7 +102,13 @@ class World:
                     (self.prefill, self.decode, TransferRole.PRODUCE, 1),
                 ):
                     transfer = KVTransferParams(f"t-{name}", role, peer.address)
-                    node.engine.add_request(Request(name, prompts[name], greedy(count), transfer=transfer))
+                    node.engine.add_request(
+                        Request(
+                            name,
+                            RequestFacts(prompt_token_ids=prompts[name], sampling=greedy(count)),
+                            transfer=transfer,
+                        )
+                    )
             if prompts and chance.random() < aborts:
                 name = chance.choice(sorted(prompts))
                 if name not in self.decode.ended:

@@ -25,6 +25,7 @@ from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TokenChunk, TransferRole
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.scheduling.model import FakeModel
 
 BLOCK = 4
@@ -158,13 +159,13 @@ class Driver:
     ) -> Request:
         """Adds a request. A number as `prompt` stands for that many tokens that no other request has."""
         tokens = unique_tokens(request_id, prompt) if isinstance(prompt, int) else prompt
-        request = Request(
+        request = made_request(
             request_id,
             tokens,
             sampling or SamplingParams(max_tokens=max_tokens),
             arrival_time=float(next(self._arrivals)) if arrival_time is None else arrival_time,
             block_hasher=self.scheduler.block_hasher,
-            **fields,  # type: ignore[arg-type]
+            **fields,
         )
         self.model.salts[request_id] = (request.cache_salt, request.lora)
         self.model.media[request_id] = request.image_parts

@@ -214,7 +214,7 @@ class FakeModel:
             assert new.req_id not in self.known
             tables = [list(table) for table in new.block_ids]
             self.known[new.req_id] = KnownRequest(list(new.token_ids), tables)
-            assert list(new.media) == list(self.media.get(new.req_id, ()))
+            assert list(new.image_parts) == list(self.media.get(new.req_id, ()))
         cached = step.cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:

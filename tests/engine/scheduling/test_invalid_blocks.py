@@ -10,7 +10,7 @@ from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
-from tandem.wire.requests import TokenChunk
+from tandem.wire.requests import RequestFacts, TokenChunk
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import (
     BLOCK,
@@ -224,10 +224,7 @@ def found(driver: Driver, prompt: list[int] = PROMPT) -> int:
     """How many tokens of the prompt with the image another request would find."""
     request = Request(
         "asks",
-        prompt,
-        SamplingParams(),
-        media=IMAGE,
-        images=[b"file"],
+        RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams(), media=IMAGE, images=[b"file"]),
         block_hasher=driver.scheduler.block_hasher,
     )
     return driver.scheduler.find_prefix(request)[1]

@@ -13,6 +13,7 @@ from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.state import FEWEST_TOKENS, Pace
+from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.scheduling.driving import Driver
@@ -196,7 +197,14 @@ def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: b
 
     def add(name: str, prompt: int, max_tokens: int) -> None:
         tokens = [100 + (len(name) * 7 + i) % 1000 for i in range(prompt)]
-        engine.add_request(Request(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0)))
+        engine.add_request(
+            Request(
+                name,
+                RequestFacts(
+                    prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=max_tokens, temperature=0)
+                ),
+            )
+        )
 
     add("decodes", 1500, 200)
     while not engine.step().updates:

@@ -154,7 +154,9 @@ def run(
                 world.reset_prefix_cache()
         world.step()
         if jobs:
-            ended = [request for request in world.requests.values() if request.is_finished and request.job_id]
+            ended = [
+                request for request in world.requests.values() if request.is_finished and request.facts.job_id
+            ]
             if ended and of_jobs.random() < 0.5:
                 turn = of_jobs.choice(ended)
                 assert turn.job_id is not None

@@ -115,7 +115,7 @@ def test_a_request_with_tokens_from_elsewhere_computes_them_like_a_prompt():
     step, updates = driver.step()
     assert step.num_scheduled_tokens == {"a": 7}
     assert step.new_reqs[0].token_ids == [1, 2, 3, 4, 5, *answer[:2]]
-    assert step.new_reqs[0].num_prompt_tokens == 5
+    assert len(step.new_reqs[0].facts.prompt_token_ids) == 5
     assert (updates[0].start, updates[0].cached_tokens) == (2, 0)
     driver.run()
     assert request.output_token_ids == driver.outputs["a"] == answer

@@ -392,7 +392,7 @@ class World:
         self.connector.deferrals.clear()
         self.spoil_next = False
         tokens_to_go = sum(
-            request.num_tokens + request.sampling.max_tokens for request in self.requests.values()
+            request.num_tokens + request.facts.sampling.max_tokens for request in self.requests.values()
         )
         patience = 50 + 10 * tokens_to_go
         under_way = self.connector.loads, self.connector.kept
@@ -422,7 +422,7 @@ class World:
 
     def _check_answer(self, request_id: str, request: Request) -> None:
         room = self.scheduler.max_model_len - request.num_prompt_tokens
-        expected = alone(request.prompt_token_ids, min(request.sampling.max_tokens, room), [EOS])
+        expected = alone(request.prompt_token_ids, min(request.facts.sampling.max_tokens, room), [EOS])
         found = self.driver.outputs[request_id]
         assert found == request.output_token_ids
         if request_id in self.aborted or request.status is RequestStatus.FINISHED_ERROR:

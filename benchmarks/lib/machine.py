@@ -1,17 +1,29 @@
-"""The machine's limits, measured in the same run as the figures that are compared with them."""
+"""The machine's limits, measured in the same run as the figures that are compared with them, and whether others are using it."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+QUIET_CORES = 0.2  # a machine is never entirely idle
+_LOOK_FOR_S = 1.0
 
 
 class MachineLimits(msgspec.Struct, frozen=True):
     gemm_flops: float  # per second, in large matrix products
     read_bytes: float  # per second, when a matrix far larger than any cache is read
+
+    def __str__(self) -> str:
+        return f"{self.gemm_flops / 1e9:.0f} GFLOP/s, {self.read_bytes / 1e9:.1f} GB/s"
 
 
 def measure_limits(
@@ -49,3 +61,26 @@ def _best(work: Callable[[], torch.Tensor], device: torch.device, seconds: float
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def busy_cores() -> float:
+    """Returns how many cores are busy at the moment. Call it while no system of the experiment runs."""
+    before = _idle_ticks()
+    began = time.monotonic()
+    time.sleep(_LOOK_FOR_S)
+    idle = (_idle_ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
+    return max(0.0, (os.cpu_count() or 1) - idle)
+
+
+def _idle_ticks() -> int:
+    """Returns the ticks in which cores were idle or waited for a disk, summed over all cores."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    return int(fields[4]) + int(fields[5])
+
+
+def warn_of_bystanders(console: Console, title: str) -> float:
+    """Says so if others use the machine, because figures are worse for it. Returns how many cores they use."""
+    busy = busy_cores()
+    if busy > QUIET_CORES:
+        console.print(f"{title}: others are using {busy:.1f} of the cores", style="yellow", highlight=False)
+    return busy

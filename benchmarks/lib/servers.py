@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.side_by_side.processes import Family
+from benchmarks.lib.processes import Family, free_port
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.cluster.models.store import prepare_model
 
 READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def tandem_systems(model: Path) -> list[System]:
 
 def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
     """Returns `tandem serve` from this source tree, in whatever folder the benchmark runs."""
-    port = _free_port()
+    port = free_port()
     command = (
         sys.executable,
         "-m",
@@ -92,7 +93,7 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
     if not (vllm / "bin" / "vllm").exists():
         raise ConfigurationError(f"--vllm {vllm} is not a virtual environment with vllm in it")
     cores = os.cpu_count() or 1
-    port = _free_port()
+    port = free_port()
     # The scripts end their servers after a time that is longer than any run needs.
     life = {"LIFE_S": "7200"}
     return [
@@ -112,6 +113,34 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
             behind=_PD_SERVERS,
         ),
     ]
+
+
+def add_system_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
+    parser.add_argument(
+        "--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM: measure it, too"
+    )
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the scripts that start vLLM")
+    parser.add_argument("--systems", nargs="+", metavar="KEY", help="only these (all that there are)")
+
+
+def model_folder(name: str) -> Path:
+    return Path(prepare_model(name, lambda what, share: None).path)
+
+
+def asked_systems(options: argparse.Namespace, model: Path) -> list[System]:
+    systems = tandem_systems(model)
+    if options.vllm is not None:
+        if options.peers is None:
+            raise ConfigurationError("--vllm needs --peers FOLDER: the scripts that start it")
+        systems += vllm_systems(model, options.vllm.resolve(), options.peers.resolve())
+    if options.systems is None:
+        return systems
+    unknown = set(options.systems) - {system.key for system in systems}
+    if unknown:
+        known = ", ".join(system.key for system in systems)
+        raise ConfigurationError(f"--systems {' '.join(sorted(unknown))}: there are only {known}")
+    return [system for system in systems if system.key in options.systems]
 
 
 @contextmanager
@@ -165,9 +194,3 @@ def _served_name(system: System) -> str:
         raise Unavailable(
             f"{system.title} does not say what it serves: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""A command and all processes that it started. Linux only.
+"""A command and all processes that it started, and child processes of this module's own. Linux only.
 
 Servers put their processes into sessions of their own, rename them and let them outlive their parents. But orphans are adopted by their nearest
 ancestor that asked for them: after `adopt_orphans`, everything that this process starts stays below it.
@@ -7,20 +7,25 @@ ancestor that asked for them: after `adopt_orphans`, everything that this proces
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from tandem.base.errors import Unavailable
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.1
 _LOG_TAIL_LINES = 15
+_ANSWER_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +146,72 @@ def _all_processes() -> dict[int, _Process]:
                 state, parent = rest.split()[:2]
                 found[int(entry.name)] = _Process(int(entry.name), name, int(parent), state in "ZX")
     return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def cpu_of(process: int) -> float:
+    """Returns the CPU seconds that a process and its threads have taken."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Runs `work` in a process of its own, with the other end of the pipe before its arguments. It must end when the pipe is closed."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.join(10)
+        if process.is_alive():
+            process.terminate()
+
+
+def _serve_calls(calls: Connection, kind: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    made = kind(*arguments)
+    while True:
+        name, words = calls.recv()
+        calls.send(getattr(made, name)(*words))
+        if name == "close":
+            return
+
+
+class Remote:
+    """An object in a process of its own. It must have `close`."""
+
+    def __init__(self, kind: Callable[..., Any], *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._calls, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve_calls, args=(theirs, kind, arguments), daemon=True)
+        self._process.start()
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        self._calls.send((name, arguments))
+
+    def result(self) -> Any:
+        if not self._calls.poll(_ANSWER_S):
+            raise TimeoutError("a benchmark process did not answer")
+        return self._calls.recv()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self.result()
+
+    def close(self) -> None:
+        self.call("close")
+        self._process.join(10)
+
+    def kill(self) -> None:
+        """Ends the process without `close`, which may wait for others."""
+        self._process.kill()
+        self._process.join(10)

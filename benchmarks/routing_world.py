@@ -1,6 +1,4 @@
-"""Routing policies on synthetic traces in a simulator of the pools: cache hits, balance, and waiting times.
-
-    python -m benchmarks.policies [--seconds S] [--load L] [--json FILE]
+"""Pools of nodes in simulated time, and traffic for them: what `benchmarks.routing` measures the quality of decisions with.
 
 The router's own code decides (`tandem.router.policy.choose`) on reports of simulated nodes that are a quarter of a second old, as in reality. Nodes
 are simple: a prefill node computes prompts one after another at a fixed rate, without the part in its prefix cache; a decode node's step grows
@@ -9,24 +7,16 @@ with its requests. Nothing sleeps, because time is simulated.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
-import json
 import random
 import statistics
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from tandem.loadgen.metrics import percentile
-from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
+from tandem.router.config import Heartbeat
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.pool import NodePool
@@ -40,7 +30,6 @@ TOKENS_PER_S = 8000.0
 STEP_S = 0.012
 STEP_PER_REQUEST_S = 0.0006
 STATUS_EVERY_S = 0.25
-PREFILL_NODES, DECODE_NODES = 4, 4
 
 
 class SimulatedRequest(msgspec.Struct, frozen=True):
@@ -154,8 +143,8 @@ class Simulation:
     def __init__(
         self,
         chooser_of: Callable[[NodePool], Chooser],
-        prefill_nodes: int = PREFILL_NODES,
-        decode_nodes: int = DECODE_NODES,
+        prefill_nodes: int,
+        decode_nodes: int,
         routers: int = 1,  # which take requests in turn
         telling_s: float
         | None = None,  # how long a message to another router takes; None: routers only hear nodes' statuses
@@ -181,6 +170,12 @@ class Simulation:
 
     def _later(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), what))
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest prefill node's work over the mean."""
+        busy = [node.busy_s for node in self.nodes.values() if node.info.role is Role.PREFILL]
+        return max(busy) / statistics.mean(busy)
 
     def run(self, asks: Iterator[SimulatedRequest]) -> PolicyOutcome:
         for ask in asks:
@@ -260,55 +255,3 @@ class Simulation:
             for node, tokens in sent.items() if pool is not sender else ():
                 pool.sent(node.node_id, name, tokens)
                 chooser.sent_elsewhere(node.node_id, chooser.marks_of(hashes, node.block_size))
-
-
-def measure(trace: Trace, policy: PolicyName, seconds: float, load: float) -> dict[str, Any]:
-    simulation = Simulation(lambda pool: Chooser(pool, policy, LocalPrefill.NEVER))
-    outcome = simulation.run(trace(random.Random(7), seconds, load))
-    busy = [node.busy_s for node in simulation.nodes.values() if node.info.role is Role.PREFILL]
-    return {
-        "requests": len(outcome.first_token_s),
-        "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
-        "imbalance": max(busy) / statistics.mean(busy),
-        "ttft_ms_p50": percentile(sorted(outcome.first_token_s), 50) * 1000,
-        "ttft_ms_p99": percentile(sorted(outcome.first_token_s), 99) * 1000,
-        "tpot_ms_p99": percentile(sorted(outcome.per_token_s), 99) * 1000,
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.policies", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=120, help="of simulated time")
-    parser.add_argument("--load", type=float, default=1.0, help="more or fewer requests by this factor")
-    parser.add_argument("--json", metavar="FILE", help="a file for the figures")
-    options = parser.parse_args()
-    rows = [
-        {"trace": name, "policy": policy.value, **measure(trace, policy, options.seconds, options.load)}
-        for name, trace in TRACES.items()
-        for policy in PolicyName
-    ]
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
-    show(rows)
-    return 0
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    title = f"{PREFILL_NODES} prefill and {DECODE_NODES} decode nodes, simulated"
-    table = Table(title=title, title_justify="left")
-    headings = ("requests", "cache hits", "busiest / mean", "TTFT ms p50", "TTFT ms p99", "TPOT ms p99")
-    for name in ("trace", "policy"):
-        table.add_column(name)
-    for name in headings:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            row["trace"], row["policy"], str(row["requests"]), f"{row['hit_rate']:.0%}", f"{row['imbalance']:.2f}",
-            f"{row['ttft_ms_p50']:.0f}", f"{row['ttft_ms_p99']:.0f}", f"{row['tpot_ms_p99']:.1f}",
-            end_section=row["policy"] == list(PolicyName)[-1],
-        )  # fmt: skip
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,9 @@
+"""What a cluster does for decode nodes, and for aggregated ones."""
+
+from __future__ import annotations
+
+from tandem.node.roles import RoleTraits
+from tandem.wire.nodes import Role
+
+DECODE = RoleTraits(role=Role.DECODE, node="tandem.decode_node.node:DecodeNode", task="decode", nodes=1)
+AGGREGATED = RoleTraits(role=Role.AGGREGATED, node=DECODE.node, task="do both")

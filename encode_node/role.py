@@ -1,0 +1,15 @@
+"""What a cluster does for encoder nodes."""
+
+from __future__ import annotations
+
+from tandem.node.roles import RoleTraits
+from tandem.wire.nodes import Role
+
+ENCODE = RoleTraits(
+    role=Role.ENCODE,
+    node="tandem.encode_node.node:EncodeNode",
+    task="encode images",
+    is_scaled=False,
+    one_rank="a vision tower is not divided among ranks",
+    fixed="an encoder node has only a vision tower, so its role cannot change, and no other node can become one",
+)

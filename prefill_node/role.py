@@ -1,0 +1,10 @@
+"""What a cluster does for prefill nodes."""
+
+from __future__ import annotations
+
+from tandem.node.roles import RoleTraits
+from tandem.wire.nodes import Role
+
+PREFILL = RoleTraits(
+    role=Role.PREFILL, node="tandem.prefill_node.node:PrefillNode", task="compute prompts", nodes=1
+)

@@ -1,0 +1,113 @@
+"""A schedule's history as a diagram: a column for each process, a line for each message between two of them or for what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tests.world.schedule import Outcome
+
+_WIDTH = 15
+# Sent all the time, whatever happens
+_ALWAYS = {"ping", "status", "renew", "renewed", "clock"}
+
+
+@dataclasses.dataclass
+class _Message:
+    at: float
+    source: str
+    target: str
+    kind: str
+    about: str  # an id of a request or of a transfer
+    count: int = 1
+
+
+def _bodies(decoded: Any) -> Iterator[dict[str, Any]]:
+    """The messages in what a frame has: letters wrap them."""
+    if isinstance(decoded, dict) and "type" in decoded:
+        yield decoded
+    elif isinstance(decoded, list):
+        for part in decoded:
+            yield from _bodies(part)
+
+
+def _about(body: dict[str, Any]) -> list[str]:
+    match body:
+        case {"request_id": str(name)} | {"transfer_id": str(name)}:
+            return [name]
+        case {"request_ids": [*names]}:
+            return [str(name) for name in names]
+        case {"chunks": [*chunks]}:
+            return [str(chunk["request_id"] if isinstance(chunk, dict) else chunk[0]) for chunk in chunks]
+    return [""]
+
+
+class Diagram:
+    def __init__(self) -> None:
+        self._messages: list[_Message] = []
+        self._transfers: dict[str, str] = {}  # their requests
+
+    def on_frame(self, at: float, source: str, target: str, frame: bytes) -> None:
+        for body in _bodies(msgspec.msgpack.decode(frame)):
+            kind = body["type"]
+            if kind in _ALWAYS:
+                continue
+            if transfer := body.get("transfer"):
+                self._transfers[transfer["transfer_id"]] = body["request_id"]
+            for about in _about(body):
+                self._add(_Message(at, source, target, kind, about))
+
+    def _add(self, message: _Message) -> None:
+        """Counts a message that follows one of its like."""
+        for last in reversed(self._messages[-4:]):
+            if (last.source, last.target, last.kind, last.about) == (
+                message.source,
+                message.target,
+                message.kind,
+                message.about,
+            ):
+                last.count += 1
+                return
+        self._messages.append(message)
+
+    def drawn(self, outcome: Outcome) -> str:
+        happened = [(float(line[:8]), line[9:]) for line in outcome.history if line[:8].strip()[:1].isdigit()]
+        columns = list(
+            dict.fromkeys(
+                name
+                for _, text in happened
+                for name in text.split(maxsplit=1)[:1]
+                if name.rpartition("-")[2].isdigit()
+            )
+        )
+        rows: list[tuple[float, int, str]] = [(at, 0, f"── {text}") for at, text in happened]
+        for message in self._messages:
+            request = self._transfers.get(message.about, message.about)
+            about = outcome.names.get(request, "")
+            label = f"{message.kind} {about}".strip() + (f" ×{message.count}" if message.count > 1 else "")
+            rows.append((round(message.at, 3), 1, _arrow(columns, message.source, message.target, label)))
+        head = " " * 9 + "".join(name.center(_WIDTH) for name in columns)
+        return "\n".join(
+            [head, *(f"{at:8.3f} {text}" for at, _, text in sorted(rows, key=lambda row: row[:2]))]
+        )
+
+
+def _arrow(columns: list[str], source: str, target: str, label: str) -> str:
+    if source not in columns or target not in columns:
+        return f"   {source} ──▶ {target}: {label}"
+    line = ["│".rjust(_WIDTH // 2 + 1).ljust(_WIDTH)] * len(columns)
+    text = list("".join(line))
+    start, end = (columns.index(name) * _WIDTH + _WIDTH // 2 for name in (source, target))
+    low, high = min(start, end), max(start, end)
+    if low == high:
+        return "".join(text).rstrip() + f"  {source}: {label}"
+    middle = f" {label} ".center(high - low - 1, "─")[: high - low - 1]
+    text[low + 1 : high] = list(middle)
+    if end > start:
+        text[high - 1] = "▶"
+    else:
+        text[low + 1] = "◀"
+    return "".join(text).rstrip()
