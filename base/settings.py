@@ -33,6 +33,19 @@ def about(description: str) -> Meta:
     return Meta(description=description)
 
 
+def fixed(reason: str) -> Meta:
+    """A field that is no setting: it keeps its default, which only code replaces, such as a test. `reason` says in one
+    or two sentences of Markdown what it is, and why no one needs another value."""
+    return Meta(extra={"fixed": reason})
+
+
+def fixed_reason(annotation: Any) -> str | None:
+    """Returns why the field is fixed, or None for a setting."""
+    kind = msgspec.inspect.type_info(annotation)
+    extra = kind.extra if isinstance(kind, msgspec.inspect.Metadata) else None
+    return (extra or {}).get("fixed")
+
+
 def description_of(annotation: Any) -> str:
     kind = msgspec.inspect.type_info(annotation)
     extra = kind.extra_json_schema if isinstance(kind, msgspec.inspect.Metadata) else None

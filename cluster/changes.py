@@ -15,7 +15,7 @@ _LATER = "`tandem apply` changes it while the cluster serves"
 # Settings that nodes read at their start, that the controller can change at once, and that routers read at their start. Any other
 # setting needs a restart of the cluster.
 _OF_NODES = ("model", "cache", "scheduler", "transfer", "answers", "logs", "debug", "timeouts.nodes")
-_AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller", "pools.nodes_per_core")
+_AT_ONCE = ("autoscaling", "slo", "rollout", "timeouts", "controller")
 _OF_ROUTERS = ("router",)
 _OF_CONTROLLER = ("controller.env",)
 # Whether nodes are replaced when the setting changes.

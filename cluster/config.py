@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from tandem.base.logs import LogsConfig
-from tandem.base.settings import AtLeastOne, Seconds, about
+from tandem.base.settings import AtLeastOne, Seconds, about, fixed
 from tandem.cluster.roles import TRAITS
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
@@ -139,9 +140,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # lose a node of each pool, on a single core; further nodes only take time from each other.
     nodes_per_core: Annotated[
         AtLeastOne,
-        about(
-            "most nodes that take turns on one core of a machine; more are refused. On a Ray cluster the places that machines "
-            "offer decide"
+        fixed(
+            "nodes that take turns on one core of a machine; four is the smallest layout that can lose a node of each pool, and further nodes only take time from each other"
         ),
     ] = 4
 
@@ -166,10 +166,12 @@ class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    period_s: Annotated[Seconds, about("seconds between two looks at the load")] = 1.0
+    period_s: Annotated[Seconds, fixed("between two looks at the load")] = 1.0
     grow_after_s: Annotated[Seconds, about("seconds that `slo` is broken before a pool grows")] = 10.0
     shrink_after_s: Annotated[Seconds, about("seconds with room to spare before a pool shrinks")] = 120.0
-    settle_s: Annotated[Seconds, about("seconds after a change before measurements count again")] = 15.0
+    settle_s: Annotated[
+        Seconds, fixed("after a change before measurements count again: they are of the pool before it")
+    ] = 15.0
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,7 +186,10 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     settle_s: Annotated[
-        Seconds, about("seconds that a new node must have served before an old one goes for it")
+        Seconds,
+        fixed(
+            "seconds that a new node must have served before an old one goes for it; what fails at once has failed by then"
+        ),
     ] = 5.0
 
 
@@ -194,9 +199,12 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_s: Annotated[
         Seconds, about("a process that downloads or loads without progress for this long is ended")
     ] = 300.0
-    heartbeat_s: Annotated[Seconds, about("between the controller's questions to a node")] = 0.5
+    heartbeat_s: Annotated[Seconds, fixed("between the controller's questions to a node")] = 0.5
     silence_s: Annotated[
-        Seconds, about("for a node's answer to the controller; a later answer counts as silence")
+        Seconds,
+        fixed(
+            "for a node's answer to the controller; a later answer counts as silence, which `timeouts.unresponsive_s` bounds"
+        ),
     ] = 2.0
     unresponsive_s: Annotated[Seconds, about("a node that is silent for this long is ended and replaced")] = (
         15.0
@@ -204,12 +212,18 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_s: Annotated[
         Seconds, about("an engine step that takes longer than this is stuck: its node is ended and replaced")
     ] = 120.0
-    restart_backoff_s: Annotated[
-        Seconds, about("before a node is started again; doubles up to `restart_backoff_max_s`")
-    ] = 0.5
-    restart_backoff_max_s: Annotated[Seconds, about("longest wait before a node is started again")] = 15.0
-    stop_s: Annotated[Seconds, about("for a process to end after it was told to")] = 10.0
-    machines_s: Annotated[Seconds, about("at start, for the machines that the first nodes need")] = 900.0
+    restart_backoff_s: Annotated[Seconds, fixed("before a node is started again; doubles up to 15 s")] = 0.5
+    restart_backoff_max_s: Annotated[
+        Seconds, about("longest wait before a node is started again; the first is 0.5 s, and each doubles")
+    ] = 15.0
+    stop_s: Annotated[
+        Seconds,
+        fixed("for a process to end after it was told to; `timeouts.nodes.drain_s` is for its requests"),
+    ] = 10.0
+    machines_s: Annotated[
+        Seconds,
+        about("at start, for the machines that the first nodes need"),
+    ] = 900.0
     nodes: NodeTimeouts = NodeTimeouts()
 
 
@@ -291,6 +305,29 @@ def _with(section: _Section, values: dict[str, Any]) -> _Section:
 # The setting that a plain value sets where a section stands.
 SHORTHANDS: dict[type[msgspec.Struct], str] = {ModelConfig: "path", PoolConfig: "nodes"}
 
+# What files of earlier versions may set, and what does it now.
+GONE: dict[tuple[str, ...], str] = {
+    ("router", "tracing", "otlp_headers"): "set OTEL_EXPORTER_OTLP_HEADERS in the environment",
+    ("router", "tracing", "service_name"): "set OTEL_SERVICE_NAME in the environment",
+}
+
+
+def _not_of(role: Role) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What a pool of this role has not, because of what its nodes do."""
+    traits, pool = TRAITS[role], ("pools", role.value)
+    if not role.hands_over:
+        yield (*pool, "transfer_options"), f"nodes that {traits.task} transfer nothing"
+    if traits.one_rank:
+        for name in ("tensor_parallel", "pipeline_parallel", "machines"):
+            yield (*pool, name), f"{traits.one_rank}: set pools.{role.value}.nodes to more"
+    if not traits.is_scaled:
+        for name in ("min", "max"):
+            yield (*pool, name), f"this pool is not scaled by its load: set pools.{role.value}.nodes"
+    if not role.runs_requests:
+        yield (*pool, "cache"), "its nodes have no KV cache, and cache.encoder_tokens is of all nodes"
+        yield (*pool, "scheduler"), "its nodes have no scheduler"
+
+
 # Settings that follow from others and cannot be set, with what to set instead.
 DERIVED: dict[tuple[str, ...], str] = {
     ("router", "tokenizer_path"): "it follows from model.path",
@@ -300,4 +337,7 @@ DERIVED: dict[tuple[str, ...], str] = {
     ("router", "by_priority"): "set scheduler.policy instead",
     ("router", "slo_ttft_s"): "set slo.ttft_s instead",
     ("router", "slo_inter_token_s"): "set slo.inter_token_s instead",
+    ("router", "inbox_host"): "it is the address of the router's machine",
+    ("model", "threads"): "set pools.POOL.threads instead",
+    **{path: why for role in Role for path, why in _not_of(role)},
 }

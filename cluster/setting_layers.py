@@ -15,10 +15,12 @@ from tandem.cluster.config import DERIVED, SHORTHANDS, TandemConfig
 from tandem.cluster.setting_names import (
     Path,
     addressable,
+    all_fields_of,
     did_you_mean,
     dotted,
     fields_of,
     known_settings,
+    no_settings,
     section_type,
 )
 
@@ -83,12 +85,15 @@ _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _uni
 def _read_section(
     content: Mapping[object, object], section: type[msgspec.Struct], prefix: Path, origin: str, layer: Layer
 ) -> None:
-    fields = fields_of(section)
+    fields = all_fields_of(section)
     for key, value in content.items():
         path = (*prefix, str(key))
         info = fields.get(str(key))
+        if info is None and path in no_settings():
+            _give(layer, path, GivenValue(value, origin, textual=False))
+            continue
         if info is None:
-            hint = did_you_mean(dotted(path), [dotted((*prefix, name)) for name in fields])
+            hint = did_you_mean(dotted(path), [dotted((*prefix, name)) for name in fields_of(section)])
             hint = hint or did_you_mean(dotted(path), map(dotted, known_settings()))
             layer.mistakes.append(f"{origin}: {dotted(path)} is not a setting{hint}")
             continue
@@ -102,7 +107,9 @@ def _read_section(
         elif inner in SHORTHANDS:
             _give(layer, (*path, SHORTHANDS[inner]), GivenValue(value, origin, textual=False))
         else:
-            example = next(dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED)
+            example = next(
+                (dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED), None
+            )
             layer.mistakes.append(
                 f"{origin}: {dotted(path)} is a section: set what is in it, such as {example}"
             )
@@ -111,6 +118,8 @@ def _read_section(
 def _give(layer: Layer, path: Path, given: GivenValue) -> None:
     if path in DERIVED:
         layer.mistakes.append(f"{given.origin}: {dotted(path)} cannot be set: {DERIVED[path]}")
+    elif path in no_settings():
+        layer.mistakes.append(f"{given.origin}: {dotted(path)} {no_settings()[path]}")
     else:
         layer.givens[path] = given
 
@@ -118,7 +127,7 @@ def _give(layer: Layer, path: Path, given: GivenValue) -> None:
 def read_environment(environ: Mapping[str, str]) -> Layer:
     """Reads TANDEM_SECTION__NAME=value. Ignores variables without the double underscore."""
     layer = Layer()
-    names = {ENV_PREFIX + ENV_SEPARATOR.join(path).upper(): path for path in addressable()}
+    names = {ENV_PREFIX + ENV_SEPARATOR.join(path).upper(): path for path in (*addressable(), *no_settings())}
     single = {name.replace(ENV_SEPARATOR, "_"): name for name in names if ENV_SEPARATOR in name}
     for variable, value in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX):
@@ -136,8 +145,9 @@ def read_assignments(assignments: Iterable[tuple[str, str | None, str]]) -> Laye
     """Reads (setting, text, origin) of flags. The text is None if the flag had none."""
     layer = Layer()
     by_name = {dotted(path): path for path in addressable()}
+    every_name = by_name | {dotted(path): path for path in no_settings()}
     for name, value, origin in assignments:
-        path = by_name.get(name)
+        path = every_name.get(name)
         if path is None:
             layer.mistakes.append(
                 f"{origin}: {name or 'an empty name'} is not a setting{did_you_mean(name, by_name)}"
@@ -150,7 +160,7 @@ def read_assignments(assignments: Iterable[tuple[str, str | None, str]]) -> Laye
 
 
 def _give_text(layer: Layer, path: Path, value: str, origin: str) -> None:
-    if path not in known_settings():
+    if path not in known_settings() and path not in no_settings():
         section: Any = TandemConfig
         for name in path:
             section = fields_of(section)[name].type

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import msgspec
 
-from tandem.cluster.config import SHORTHANDS, TandemConfig
+from tandem.base.settings import fixed_reason
+from tandem.cluster.config import GONE, SHORTHANDS, TandemConfig
 
 Path = tuple[str, ...]
 """The path of a setting, such as ("router", "port")."""
@@ -20,8 +22,19 @@ def section_type(annotation: Any) -> type[msgspec.Struct] | None:
 
 
 @cache
-def fields_of(section: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+def all_fields_of(section: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
     return {info.encode_name: info for info in msgspec.structs.fields(section)}
+
+
+@cache
+def fields_of(section: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    """The settings and sections of a section, without fields that are fixed and sections that have nothing else."""
+
+    def can_be_set(annotation: Any) -> bool:
+        inner = section_type(annotation)
+        return bool(fields_of(inner)) if inner is not None else fixed_reason(annotation) is None
+
+    return {name: info for name, info in all_fields_of(section).items() if can_be_set(info.type)}
 
 
 def leaves_of(section: type[msgspec.Struct], prefix: Path = ()) -> dict[Path, Any]:
@@ -39,6 +52,24 @@ def leaves_of(section: type[msgspec.Struct], prefix: Path = ()) -> dict[Path, An
 @cache
 def known_settings() -> dict[Path, Any]:
     return leaves_of(TandemConfig)
+
+
+@cache
+def no_settings() -> dict[Path, str]:
+    """What is no setting, or none any more, for who sets it all the same: the value that holds and why no one needs
+    another, or what to do instead."""
+    found = {path: f"is no setting any more: {instead}" for path, instead in GONE.items()}
+
+    def walk(section: msgspec.Struct, prefix: Path) -> None:
+        for name, info in all_fields_of(type(section)).items():
+            path, value = (*prefix, name), getattr(section, name)
+            if section_type(info.type) is not None:
+                walk(value, path)
+            elif (reason := fixed_reason(info.type)) is not None:
+                found[path] = f"is no setting, it is {json.dumps(msgspec.to_builtins(value))}: {reason}"
+
+    walk(TandemConfig(), ())
+    return found
 
 
 @cache

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, about, check_fields, fixed
 from tandem.kvtransfer.config import TierConfig
 
 
@@ -180,9 +180,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_caching: Annotated[bool, about("blocks of earlier prompts are found again")] = True
     checkpoint_tokens: Annotated[
         NotNegative,
-        about(
-            "with recurrent states: a prompt's states are kept where they save a later prompt at least this many tokens, and "
-            "with `cache.mirror` an answer's states are copied this many tokens apart; 0: never"
+        fixed(
+            "with recurrent states: a prompt's states are kept where they save a later prompt at least this many tokens, and an answer's are mirrored this many tokens apart"
         ),
     ] = 256
     hash_algorithm: Annotated[
@@ -280,7 +279,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
     max_encoder_tokens: Annotated[
         AtLeastOne,
-        about(
+        fixed(
             "with images: tokens that the vision tower makes in one step; a larger part of an image gets a step of its own"
         ),
     ] = 2048
@@ -310,9 +309,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
     max_draft_loss: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
-        about(
-            "share of decoding's time that guesses may cost more than they save: guessing stops where it does not pay "
-            "([scheduler](scheduler.md#guesses)); 1: it never stops"
+        fixed(
+            "share of decoding's time that guesses may cost more than they save; beyond it guessing stops until it pays"
         ),
     ] = 0.02
     max_loras: Annotated[
@@ -338,7 +336,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     trace_bytes: Annotated[
         Annotated[int, Meta(ge=1 << 20)],
-        about("most bytes of one node's files there; the oldest steps make room"),
+        fixed("bytes of one node's scheduler trace; the oldest steps make room"),
     ] = 256 << 20
 
     def __post_init__(self) -> None:

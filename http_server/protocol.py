@@ -138,7 +138,7 @@ class HttpConnection(asyncio.Protocol):
         if not busy.fits(owner, 1):
             raise Overloaded(
                 f"requests of this key are in progress on {busy.of(owner)} of {busy.limit} connections "
-                "(router.limits.connections), and more would leave other keys too few; send this one again a little later"
+                "that a key may have, and more would leave other keys too few; send this one again a little later"
             )
         busy.take(owner, 1)
 

@@ -214,7 +214,7 @@ def limits_that_fit(limits: Limits) -> Limits:
     if room >= limits.connections:
         return limits
     logger.warning(
-        "%d connections are taken at once and not router.limits.connections' %d: this process may have no more than "
+        "%d connections are taken at once and not %d: this process may have no more than "
         "%d open files; raise its limit (ulimit -n)",
         room,
         limits.connections,

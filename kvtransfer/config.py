@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, fixed
 
 
 class LoadFailurePolicy(enum.StrEnum):
@@ -41,13 +41,18 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "push"
     lease_s: Annotated[
         Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
-        about("a prefill node holds blocks for this long when the lease is not renewed; at most 3600"),
+        fixed(
+            "a prefill node holds blocks for this long when the lease is not renewed; decode nodes renew it beside their steps"
+        ),
     ] = 10.0
     timeout_s: Annotated[
         Seconds, about("how long a decode node waits for one transfer, once the prompt is being computed")
     ] = 60.0
     handshake_timeout_s: Annotated[
-        Seconds, about("how long two nodes may take to get to know each other")
+        Seconds,
+        fixed(
+            "for two nodes to get to know each other; it is a few messages, and a failure makes the decode node read the prompt"
+        ),
     ] = 5.0
     on_failure: Annotated[
         LoadFailurePolicy,
@@ -58,9 +63,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = LoadFailurePolicy.RECOMPUTE
     patience_s: Annotated[
         Seconds,
-        about(
-            "a transfer is given up when waiting for it, at its link's recent rate, would take this much longer than "
-            "computing the rest on the decode node"
+        fixed(
+            "a transfer is given up when waiting for it, at its link's recent rate, would take this much longer than computing the rest on the decode node; both rates are measured"
         ),
     ] = 1.0
     checksums: Annotated[
@@ -72,9 +76,8 @@ class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ChecksumPolicy.SAMPLE
     canary_share: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
-        about(
-            "share of received prompts that a decode node computes again in idle time, to compare the KV; differences that "
-            "rounding does not explain count as `wrong_kv`; 0: none"
+        fixed(
+            "share of received prompts that a decode node computes again in idle time, to compare the KV; differences that rounding does not explain count as `wrong_kv`"
         ),
     ] = 0.01
     options: Annotated[

@@ -199,5 +199,5 @@ class KeptAnswers:
                 del self._kept[answer.keep.answer_id]
         if size > self._config.kept_bytes:
             raise Unavailable(
-                f"the background answers that are being made here take up answers.kept_bytes ({self._config.kept_bytes})"
+                f"the background answers that are being made here take up the {self._config.kept_bytes} bytes for them"
             )

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from tandem.base.logs import LogsConfig
-from tandem.base.settings import AtLeastOne, Seconds, about
+from tandem.base.settings import AtLeastOne, Seconds, about, fixed
 from tandem.engine.config import EngineConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.nodes import Role
@@ -17,21 +17,28 @@ from tandem.wire.nodes import Role
 class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a node waits for other processes."""
 
-    status_period_s: Annotated[Seconds, about("between a node's reports of itself to routers")] = 0.25
+    status_period_s: Annotated[
+        Seconds, fixed("between a node's reports of itself to routers, which decide by them")
+    ] = 0.25
     router_silence_s: Annotated[
-        Seconds, about("after so long without a router's messages a node gives up its requests")
+        Seconds,
+        fixed(
+            "after so long without a router's messages a node gives up its requests; a router sends one every half second"
+        ),
     ] = 10.0
     drain_s: Annotated[Seconds, about("for the requests of a node that drains to finish")] = 60.0
     rank_silence_s: Annotated[
         Seconds,
-        about(
+        fixed(
             "a node of several ranks ends when one of them has not run, or not taken a step, for this long"
         ),
     ] = 2.0
-    grammar_s: Annotated[Seconds, about("for one answer's grammar to be compiled")] = 10.0
+    grammar_s: Annotated[
+        Seconds, fixed("for one answer's grammar to be compiled; one that takes longer would hold up others'")
+    ] = 10.0
     encoder_s: Annotated[
         Seconds,
-        about(
+        fixed(
             "for an encoder node's rows of an image; then the node that reads the prompt encodes it itself"
         ),
     ] = 5.0
@@ -42,13 +49,15 @@ class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kept_bytes: Annotated[
         AtLeastOne,
-        about(
-            "bytes of background answers that one node keeps; the oldest make room. While so many are being made, further "
-            "ones are refused"
+        fixed(
+            "bytes of background answers that one node keeps; the oldest make room. While so many are being made, further ones are refused"
         ),
     ] = 64 << 20
     kept_s: Annotated[
-        Seconds, about("seconds after its end for which any router finds a background answer")
+        Seconds,
+        fixed(
+            "seconds after its end for which any router finds a background answer, as long as OpenAI keeps one"
+        ),
     ] = 600.0
 
 

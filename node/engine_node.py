@@ -210,11 +210,6 @@ class EngineNode(Node[NodeService]):
     def _tiers(self, runner: ModelRunner) -> list[TierConfig]:
         """The configured tiers. Raises ConfigurationError if this machine lacks the memory for them."""
         cache = self.config.engine.cache
-        if cache.tiers and runner.info.state_blocks and not cache.checkpoint_tokens:
-            raise ConfigurationError(
-                "cache.tiers: a tier stores this model's recurrent states where the prefix cache keeps them, and with "
-                "cache.checkpoint_tokens: 0 it keeps none: set it to 256, its default, or leave cache.tiers empty"
-            )
         wanted = cache.host_bytes_of_tiers
         # A KV cache in host memory takes its pages only when they are first written, so free memory does not show it yet.
         kv_cache = runner.kv_cache.nbytes if wanted and runner.kv_cache.device.type == "cpu" else 0

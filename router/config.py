@@ -15,7 +15,7 @@ from msgspec import Meta
 from tandem.api.settings import ReasoningName, SamplingDefaults, ToolFormat
 from tandem.base.errors import ConfigurationError
 from tandem.base.logs import LogFormat, LogLevel
-from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields
+from tandem.base.settings import AtLeastOne, NotEmpty, NotNegative, Seconds, about, check_fields, fixed
 from tandem.wire.embeds import MOST_BYTES
 
 MOST_PROCESSES = 32  # On one machine. The tally of connections has room for these and for as many successors.
@@ -53,13 +53,14 @@ class UnknownFields(enum.StrEnum):
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits on what one client, or all clients together, may ask for."""
 
-    header_bytes: Annotated[AtLeastOne, about("bytes of one request's header")] = 32 << 10
+    header_bytes: Annotated[
+        AtLeastOne, fixed("bytes of one request's header; proxies and other servers take 8 to 64 KiB")
+    ] = 32 << 10
     body_bytes: Annotated[AtLeastOne, about("bytes of one request's body")] = 16 << 20
     body_bytes_at_once: Annotated[
         AtLeastOne,
-        about(
-            "bytes of all bodies that are being received, parsed or tokenized; at least `body_bytes`. Parsed, a body takes "
-            "several times its bytes. Each key has a [share](api.md#how-many-at-once)"
+        fixed(
+            "bytes of all bodies that are being received, parsed or tokenized; parsed, a body takes several times its bytes, and further ones wait"
         ),
     ] = 256 << 20
     kept_bytes: Annotated[
@@ -71,37 +72,57 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1 << 30
     responses_bytes: Annotated[
         AtLeastOne,
-        about(
-            "bytes of answers of /v1/responses that a router keeps, and of those that are being written in the background; "
-            "the oldest of the key that keeps most make room"
+        fixed(
+            "bytes of answers of /v1/responses that a router keeps, and of those that are being written in the background; the oldest of the key that keeps most make room"
         ),
     ] = 256 << 20
     cached_blocks: Annotated[
         NotNegative,
-        about(
-            "blocks of nodes' caches that a router knows of, about 150 bytes each; beyond that it goes by what it sent to a "
-            "node"
+        fixed(
+            "blocks of nodes' caches that a router knows of, about 150 bytes each; beyond that it goes by what it sent to a node"
         ),
     ] = 4_000_000
-    image_bytes: Annotated[AtLeastOne, about("bytes of one image's file")] = 8 << 20
+    image_bytes: Annotated[
+        AtLeastOne, fixed("bytes of one image's file; `body_bytes` bounds those of a request")
+    ] = 8 << 20
     image_pixels: Annotated[
         Annotated[int, Meta(ge=1, le=89_000_000)],
-        about("pixels of one image. Checking decodes it, two images at a time, with up to 10 bytes a pixel"),
+        fixed(
+            "pixels of one image; checking decodes it, with up to 10 bytes a pixel, and models see a smaller copy"
+        ),
     ] = 40_000_000
     prompt_embeds_bytes: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST_BYTES)], about("bytes of one tensor of `prompt_embeds`")
+        Annotated[int, Meta(ge=1, le=MOST_BYTES)],
+        fixed("bytes of one tensor of `prompt_embeds`; the model's context is a closer limit"),
     ] = 8 << 20
     images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
-    json_depth: Annotated[AtLeastOne, about("how deep a body may nest")] = 64
-    json_containers: Annotated[AtLeastOne, about("objects and arrays in a body")] = 100_000
-    json_items: Annotated[AtLeastOne, about("items in those; a token id is one")] = 1_000_000
-    json_members: Annotated[AtLeastOne, about("names in a body's objects")] = 100_000
+    json_depth: Annotated[AtLeastOne, fixed("how deep a body nests; no API has a body of ten levels")] = 64
+    json_containers: Annotated[
+        AtLeastOne,
+        fixed("objects and arrays in a body; `body_bytes` and the model's context are closer limits"),
+    ] = 100_000
+    json_items: Annotated[
+        AtLeastOne, fixed("items in those; a token id is one, and no model reads so many")
+    ] = 1_000_000
+    json_members: Annotated[
+        AtLeastOne, fixed("names in a body's objects; `body_bytes` is a closer limit")
+    ] = 100_000
     connections: Annotated[
-        AtLeastOne, about("connections open at once; beyond it, the longest idle gives way")
+        AtLeastOne,
+        fixed(
+            "connections open at once in one process, of `router.processes`; beyond it, the longest idle gives way"
+        ),
     ] = 4096
-    prompts_per_request: Annotated[AtLeastOne, about("prompts in one request")] = 128
-    inputs_per_request: Annotated[AtLeastOne, about("texts in one request for vectors or scores")] = 1024
-    choices_per_request: Annotated[AtLeastOne, about("prompts times `n` or `best_of`")] = 128
+    prompts_per_request: Annotated[
+        AtLeastOne, fixed("prompts in one request; a client sends more in further requests")
+    ] = 128
+    inputs_per_request: Annotated[
+        AtLeastOne,
+        fixed("texts in one request for vectors or scores; OpenAI takes 2048, and their answer is one body"),
+    ] = 1024
+    choices_per_request: Annotated[
+        AtLeastOne, fixed("prompts times `n` or `best_of`; OpenAI's limit of `n`")
+    ] = 128
     inflight_per_node: Annotated[AtLeastOne, about("sequences that run at once, per decoding node")] = 256
     queued: Annotated[AtLeastOne, about("sequences that wait beyond those")] = 1024
 
@@ -109,48 +130,71 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In seconds. Each wait in a request's life ends by one of these."""
 
-    header: Annotated[Seconds, about("for a request's header to arrive")] = 10.0
+    header: Annotated[Seconds, fixed("for a request's header to arrive; it is one packet")] = 10.0
     body: Annotated[
         Seconds,
-        about(
-            "for its body to arrive; also for the rest of a body that is answered already, before its connection is closed"
+        fixed(
+            "for its body to arrive, and for the rest of a body that is answered already: 16 MiB at 5 Mbit/s"
         ),
     ] = 30.0
     queue: Annotated[Seconds, about("for a place on a node")] = 30.0
     token_idle: Annotated[
         Seconds,
-        about(
-            "after half of it without a token, the router asks the nodes whether they have the request. It moves the request "
-            "if they do not, or if in the other half they neither answer nor are in a step"
+        fixed(
+            "after half of it without a token, the router asks the nodes whether they have the request; a slow node says so, and keeps it"
         ),
     ] = 30.0
     total: Annotated[Seconds, about("for the whole request")] = 1800.0
     slow_reader: Annotated[
-        Seconds, about("a client that takes nothing of its answer for this long is cut off")
+        Seconds,
+        fixed(
+            "a client that takes nothing of its answer for this long is cut off; it holds memory that others wait for"
+        ),
     ] = 30.0
-    keep_alive: Annotated[Seconds, about("an idle connection is closed after this long")] = 75.0
+    keep_alive: Annotated[
+        Seconds,
+        fixed(
+            "an idle connection is closed after this long: later than most load balancers close theirs, which is after 60 s"
+        ),
+    ] = 75.0
     realtime_ping: Annotated[
         Seconds,
-        about("a client of /v1/realtime that is silent for this long is pinged, and has as long to answer"),
+        fixed(
+            "a client of /v1/realtime that is silent for this long is pinged, and has as long to answer; servers with the `websockets` package do the same"
+        ),
     ] = 20.0
     realtime_idle: Annotated[
-        Seconds, about("a client of /v1/realtime that sends no whole event for this long is cut off")
+        Seconds,
+        fixed(
+            "a client of /v1/realtime that sends no whole event for this long is cut off; it may connect again"
+        ),
     ] = 300.0
-    failover_wait: Annotated[Seconds, about("for a node to appear when the last one was lost")] = 10.0
+    failover_wait: Annotated[
+        Seconds,
+        fixed("for a node to appear when the last one was lost; a client that would wait longer asks again"),
+    ] = 10.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    ping_interval: Annotated[Seconds, about("between two questions to a node")] = 0.5
+    ping_interval: Annotated[Seconds, fixed("between two questions to a node")] = 0.5
     # With the time until the silence is noticed, this stays under 3 s.
-    silence: Annotated[Seconds, about("a node that says nothing for this long is lost")] = 2.5
+    silence: Annotated[
+        Seconds,
+        fixed(
+            "a node that says nothing for this long is lost: with the time until that is noticed, under 3 s"
+        ),
+    ] = 2.5
     starved: Annotated[
         Seconds,
-        about(
+        fixed(
             "the same, while its machine accepts connections for it and no other node could go on with its requests"
         ),
     ] = 10.0
     wedged: Annotated[
-        Seconds, about("a node that has been in one step for this long gets no new requests")
+        Seconds,
+        fixed(
+            "a node that has been in one step for this long gets no new requests; `timeouts.step_s` ends it"
+        ),
     ] = 60.0
 
 
@@ -162,16 +206,14 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Annotated[float, Meta(ge=0, le=1)],
         about("share of requests that are traced without asking for it"),
     ] = 0.0
-    keep: Annotated[AtLeastOne, about("number of last traces that `tandem trace` can show")] = 64
+    keep: Annotated[
+        AtLeastOne, fixed("number of last traces that `tandem trace` can show; a collector keeps all")
+    ] = 64
     otlp_endpoint: Annotated[
         str,
         about(
             "OpenTelemetry's collector, such as `http://localhost:4318`; empty: `OTEL_EXPORTER_OTLP_ENDPOINT`, if it is set"
         ),
-    ] = ""
-    otlp_headers: Annotated[dict[str, str], about("headers for the collector, such as a key")] = {}
-    service_name: Annotated[
-        str, about("the service's name in OpenTelemetry; empty: `OTEL_SERVICE_NAME`, or `tandem`")
     ] = ""
 
     def __post_init__(self) -> None:
@@ -180,11 +222,6 @@ class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError(
                 f"router.tracing.otlp_endpoint must be an http or https URL, not {self.otlp_endpoint!r}"
             )
-        for name, value in self.otlp_headers.items():
-            if not _is_header(name, value):
-                raise ConfigurationError(
-                    f"router.tracing.otlp_headers: {name!r} must be a header's name with a value in printable ASCII"
-                )
 
 
 def _is_http_url(url: str) -> bool:
@@ -194,11 +231,6 @@ def _is_http_url(url: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and url.isprintable()
-
-
-def _is_header(name: str, value: str) -> bool:
-    is_name = re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name) is not None
-    return is_name and value.isascii() and value.isprintable()
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -360,7 +392,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "(`openai`)"
         ),
     ] = SamplingDefaults.MODEL
-    max_failovers: Annotated[NotNegative, about("how often a request may move to other nodes")] = 3
+    max_failovers: Annotated[
+        NotNegative,
+        fixed("how often a request may move to other nodes; what breaks a fourth node is the request"),
+    ] = 3
     api_keys: Annotated[
         tuple[ApiKey, ...],
         about("clients' keys, each with its quotas: [api](api.md#keys). Empty: everyone may ask"),
@@ -422,15 +457,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError(f"router.tls_{missing} must be set, because router.tls_{given} is")
         for group in (self.limits, self.timeouts, self.heartbeat):
             check_fields(group, f"router.{type(group).__name__.lower()}")
-        if self.limits.body_bytes_at_once < self.limits.body_bytes:
+        if self.limits.body_bytes > self.limits.body_bytes_at_once:
             raise ConfigurationError(
-                "router.limits.body_bytes_at_once must be at least body_bytes, "
-                f"{self.limits.body_bytes}, not {self.limits.body_bytes_at_once}"
-            )
-        if self.heartbeat.silence <= self.heartbeat.ping_interval:
-            raise ConfigurationError("router.heartbeat.silence must be longer than ping_interval")
-        if self.heartbeat.starved < self.heartbeat.silence:
-            raise ConfigurationError(
-                "router.heartbeat.starved must be at least silence, "
-                f"{self.heartbeat.silence:g}, not {self.heartbeat.starved:g}"
+                f"router.limits.body_bytes must be at most {self.limits.body_bytes_at_once}, which all bodies together may "
+                f"have, not {self.limits.body_bytes}"
             )

@@ -246,6 +246,9 @@ class RouterMetrics:
         self.failovers = made.counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = made.counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
         self.refusals = made.counter("tandem_requests_refused", "Requests that were not let in", "reason")
+        self.sequences_paused = made.counter(
+            "tandem_sequences_paused", "Sequences that gave their place to another key, to go on later"
+        )
         self.slow_readers_cut = made.counter(
             "tandem_slow_readers_cut", "Answers whose client stopped reading"
         )

@@ -388,8 +388,9 @@ class CachedBlocks:
         if self.count > self._most:
             self._empty(cache)
             logger.warning(
-                "node %s: router.limits.cached_blocks is too small for its cache, so requests go there by what was sent before",
+                "node %s: a router knows of %d cached blocks, and this node's are too many: requests go there by what was sent before",
                 news.node_id,
+                self._most,
             )
         return True
 

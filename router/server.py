@@ -335,7 +335,7 @@ class RouterServer:
             if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
                 logger.error(
                     "node %s is at %s and is told to answer at %s, which it cannot reach: "
-                    "set router.inbox_host to an address of this machine",
+                    "start the router on a Ray cluster, which knows its machine's address",
                     info.node_id, shown(info.request_endpoint), shown(services.links.endpoint),
                 )  # fmt: skip
             services.dispatcher.on_node_joined(info)

@@ -69,13 +69,13 @@ def _decoded(part: ImagePart, limits: RequestLimits) -> tuple[bytes, str]:
         raise _refusal(part, "must be encoded as base64: data:image/png;base64,...")
     most = limits.image_bytes
     if (len(url) - begin.end()) * 3 // 4 > most + 2:
-        raise _refusal(part, f"may have {most} bytes (router.limits.image_bytes), and has more")
+        raise _refusal(part, f"may have {most} bytes, and has more")
     try:
         data = base64.b64decode(url[begin.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refusal(part, f"is not base64: {error}") from error
     if len(data) > most:
-        raise _refusal(part, f"may have {most} bytes (router.limits.image_bytes), and has {len(data)}")
+        raise _refusal(part, f"may have {most} bytes, and has {len(data)}")
     return data, declared
 
 
@@ -83,7 +83,7 @@ def _checked(part: ImagePart, data: bytes, declared: str, limits: RequestLimits)
     try:
         image = open_image(data)
     except DecompressionBombError as error:
-        raise _refusal(part, f"has too many pixels (router.limits.image_pixels): {error}") from error
+        raise _refusal(part, f"has too many pixels: {error}") from error
     kind = _SAME.get(image.format or "", image.format)
     if kind not in FORMATS or kind != _TYPES[declared]:
         raise _refusal(part, f"says that it is {declared}, and is {kind}")
@@ -91,7 +91,7 @@ def _checked(part: ImagePart, data: bytes, declared: str, limits: RequestLimits)
     if width * height > limits.image_pixels:
         raise _refusal(
             part,
-            f"has {width} x {height} pixels, more than {limits.image_pixels} (router.limits.image_pixels): send a smaller copy",
+            f"has {width} x {height} pixels, more than {limits.image_pixels}: send a smaller copy",
         )
     if min(width, height) < _FEWEST_PIXELS or max(width, height) > _LONGEST_RATIO * min(width, height):
         raise _refusal(

@@ -69,9 +69,7 @@ async def embeds_of(request: CompletionRequest, config: ApiSettings) -> list[Pro
 def read_embeds(given: str, most_bytes: int, where: str = _WHERE) -> PromptEmbeds:
     """Decodes one tensor. Blocks for as long as decoding takes. Raises InvalidRequest with the reason."""
     if len(given) * 3 // 4 > most_bytes + _MOST_HEADER:
-        raise _refusal(
-            where, f"may have {most_bytes} bytes (router.limits.prompt_embeds_bytes), and has more"
-        )
+        raise _refusal(where, f"may have {most_bytes} bytes, and has more")
     try:
         file = base64.b64decode(given, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -88,7 +86,7 @@ def read_embeds(given: str, most_bytes: int, where: str = _WHERE) -> PromptEmbed
     if len(tensor.data) > most_bytes:
         raise _refusal(
             where,
-            f"may have {most_bytes} bytes (router.limits.prompt_embeds_bytes), and has {len(tensor.data)}",
+            f"may have {most_bytes} bytes, and has {len(tensor.data)}",
         )
     return PromptEmbeds(tensor.dtype, shape[1], tensor.data)
 

@@ -15,7 +15,6 @@ from tandem.cluster.settings import Settings
 _HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {
     ("router", "api_keys"): lambda keys: [{**key, "key": _HIDDEN} for key in keys],
-    ("router", "tracing", "otlp_headers"): lambda headers: dict.fromkeys(headers, _HIDDEN),
 }
 
 

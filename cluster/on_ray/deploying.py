@@ -143,7 +143,7 @@ async def clear_away(deployment: str, but: str = "") -> None:
 
 def reachable(config: TandemConfig, address: str) -> TandemConfig:
     """Returns the configuration with `address` as the routers' inbox host, so that nodes on other machines can reach it.
-    An address that the operator has set stays."""
+    An address that stands there already stays."""
     replace = msgspec.structs.replace
     if config.router.inbox_host != LOCAL_HOST:
         return config

@@ -66,6 +66,4 @@ def check_room(
         if host.slots is None:
             reason = too_many_for_cores(sizes, len(host.cores), pools.nodes_per_core)
             if reason is not None:
-                raise ConfigurationError(
-                    f"{reason}: scale to fewer, or raise pools.nodes_per_core and run `tandem serve` again"
-                )
+                raise ConfigurationError(f"{reason}: scale to fewer")

@@ -107,14 +107,14 @@ def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | Replace
         new = [router.name for router in there if router.name not in facts.outdated_routers]
         late = [name for name in new if name not in facts.ready]
         if late:
-            return Wait(f"{', '.join(late)}: not served for rollout.settle_s yet")
+            return Wait(f"{', '.join(late)}: not served for long enough yet")
         # A place gets its first new router before it loses an old one, whatever `router.processes` is.
         if len(there) > facts.processes and new:
             return ReplaceRouter(old)
         return AddRouter(old)
     if facts.coming:
         where = ", ".join(place or "the head" for place in sorted(facts.coming))
-        return Wait(f"the routers of {where}: not served for rollout.settle_s yet")
+        return Wait(f"the routers of {where}: not served for long enough yet")
     return None
 
 

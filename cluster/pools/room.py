@@ -32,10 +32,7 @@ def check_cores(pools: PoolsConfig, cores: int) -> None:
     sizes = {role: pools.of(role).last_size for role in Role}
     reason = too_many_for_cores(sizes, cores, pools.nodes_per_core)
     if reason is not None:
-        raise ConfigurationError(
-            f"{reason}: ask for fewer ({_settings(pools)}), or allow more with "
-            f"--set pools.nodes_per_core={-(-sum(sizes.values()) // cores)}"
-        )
+        raise ConfigurationError(f"{reason}: ask for fewer ({_settings(pools)})")
 
 
 def too_many_for_cores(sizes: Mapping[Role, int], cores: int, nodes_per_core: int) -> str | None:
@@ -46,7 +43,7 @@ def too_many_for_cores(sizes: Mapping[Role, int], cores: int, nodes_per_core: in
     nodes = " and ".join(counted(size, f"{role.value} node") for role, size in sizes.items() if size)
     return (
         f"{nodes} are too many for {counted(cores, 'core')}: nodes that share a core slow each other down, and "
-        f"pools.nodes_per_core allows {nodes_per_core} per core, {most} in all"
+        f"{nodes_per_core} per core are the most, {most} in all"
     )
 
 

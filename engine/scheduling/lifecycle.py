@@ -101,8 +101,8 @@ class Lifecycle:
             most := min(encoded.tokens_per_step, encoded.capacity)
         ):
             raise InvalidRequest(
-                f"images of {largest} tokens are more than the {most} of one step, and prompts are not cut: raise "
-                "scheduler.max_encoder_tokens and cache.encoder_tokens, or set scheduler.chunked_prefill"
+                f"images of {largest} tokens are more than the {most} of one step, and prompts are not cut: set "
+                "scheduler.chunked_prefill"
             )
         if largest > encoded.capacity:
             raise InvalidRequest(

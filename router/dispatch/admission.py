@@ -358,6 +358,7 @@ class Admission:
     def take_back(self, slots: Slots) -> None:
         """A sequence has paused for another tenant. The place is passed on by who asked for it."""
         self._free(slots, 1)
+        self._metrics.sequences_paused.inc()
         self.queued += 1
         queue = self._queues.setdefault(slots.line, deque())
         if slots in queue:

@@ -528,6 +528,8 @@ class RequestLife:
         self._placement.stop_waiting(self)
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
+        if self.spec.trace is not None:
+            self.spec.trace.finished(finish.value)
         on_end, on_news = self._on_end, self._on_news
         # The owner refers to this life. Dropping the callbacks breaks that cycle, so that both are freed with
         # the last reference instead of by the garbage collector.

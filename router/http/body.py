@@ -65,8 +65,8 @@ class BodyBudget:
             self._on_refused()
             whose = "this key's part of" if self._shares.held + size <= self._shares.limit else "all"
             raise Overloaded(
-                f"the requests that are being read take up {whose} {self._shares.limit} bytes for them "
-                "(router.limits.body_bytes_at_once); send this one again a little later"
+                f"the requests that are being read take up {whose} {self._shares.limit} bytes for them: "
+                "send this one again a little later"
             )
         self._shares.take(owner, size)
 

@@ -286,7 +286,8 @@ async def planned(
     if trace is not None:
         trace.began = arrived
         trace.span(TracePhase.READ, arrived, read_at)
-        trace.prompt_tokens = plan.prompt_tokens
+        facts = plan.specs[0].facts
+        trace.planned(plan.prompt_tokens, facts.sampling if facts.pooling is None else None)
         trace.span(TracePhase.TOKENIZE, read_at, time.monotonic(), plan.prompt_tokens)
     return plan
 

@@ -49,7 +49,7 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
-from tandem.router.keys import Reservation
+from tandem.router.keys import QuotaExceeded, Reservation
 from tandem.router.tracing.traces import RequestTrace
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
@@ -355,6 +355,8 @@ class _Session:
             status = "cancelled"
         except TandemError as failure:
             status, error = "failed", failure
+            if isinstance(failure, QuotaExceeded):
+                self._services.metrics.refusals.labels(reason="quota").inc()
         except Exception:
             logger.exception("%s: a response failed", self._exchange.request_id)
             status = "failed"
@@ -397,7 +399,8 @@ class _Session:
         try:
             plan = await plan_chat(request, services.model, self._caller(request))
             if trace is not None:
-                trace.answer_id, trace.prompt_tokens = self._answer_id, plan.prompt_tokens
+                trace.answer_id = self._answer_id
+                trace.planned(plan.prompt_tokens, plan.specs[0].facts.sampling)
                 trace.span(TracePhase.TOKENIZE, arrived, time.monotonic(), plan.prompt_tokens)
             if reservation is not None:
                 reservation.take_tokens(plan.prompt_tokens, [plan.specs[0].facts.sampling.max_tokens])

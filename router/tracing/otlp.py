@@ -45,11 +45,9 @@ class OtlpExporter:
     ) -> None:
         base = config.otlp_endpoint.rstrip("/")
         url = base if not base or base.endswith("/v1/traces") else f"{base}/v1/traces"
-        self._sender = _CountedSender(
-            OTLPSpanExporter(url or None, headers=config.otlp_headers or None), metrics
-        )
+        self._sender = _CountedSender(OTLPSpanExporter(url or None), metrics)
         self._metrics = metrics
-        self._service = config.service_name or environ.get("OTEL_SERVICE_NAME") or "tandem"
+        self._service = environ.get("OTEL_SERVICE_NAME") or "tandem"
         self._room = int(environ.get("OTEL_BSP_MAX_QUEUE_SIZE") or QUEUED_SPANS)
         self._processor = BatchSpanProcessor(self._sender, max_queue_size=self._room)
 
@@ -179,6 +177,12 @@ def _router_spans(record: TraceRecord, make: _SpanMaker) -> list[ReadableSpan]:
         "tandem.request_id": record.request_id,
         "tandem.decision": "; ".join(record.decisions),
     }
+    if record.max_tokens is not None:
+        about["gen_ai.request.max_tokens"] = record.max_tokens
+    if record.temperature is not None:
+        about["gen_ai.request.temperature"] = record.temperature
+    if record.finish_reasons:
+        about["gen_ai.response.finish_reasons"] = record.finish_reasons
     if record.answer_id:
         about["gen_ai.response.id"] = record.answer_id
     if record.status is not None:

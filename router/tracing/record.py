@@ -59,6 +59,9 @@ class TraceRecord(msgspec.Struct, frozen=True):
     dropped: int = 0  # how many of the router's spans and arrivals exceeded the limit and were dropped
     # at the first decision: the chosen nodes, and the best of the others
     alternatives: list[Alternative] = []
+    max_tokens: int | None = None  # None before the request is parsed, and for vectors
+    temperature: float | None = None
+    finish_reasons: list[str] = []  # of its sequences, in the order in which they ended
 
 
 class TraceSummary(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from tandem.router.tracing.record import (
     parse_context,
 )
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import ClockReading, NodeTrace, Span, TracePhase
 
 # Half a minute of readings, at two pings a second. That is fresh enough: clocks drift apart by about 10 µs
@@ -106,6 +107,9 @@ class RequestTrace:
         self.ended: float | None = None
         self.status: int | None = None
         self.prompt_tokens = 0
+        self.max_tokens: int | None = None
+        self.temperature: float | None = None
+        self.finish_reasons: list[str] = []
         self.decisions: list[str] = []
         self.attempts: list[str] = []  # the request ids under which nodes know it
         self._spans: list[Span] = []
@@ -127,6 +131,12 @@ class RequestTrace:
         else:
             self._dropped += 1
 
+    def planned(self, prompt_tokens: int, sampling: SamplingParams | None) -> None:
+        """`sampling`: None for vectors."""
+        self.prompt_tokens = prompt_tokens
+        if sampling is not None:
+            self.max_tokens, self.temperature = sampling.max_tokens, sampling.temperature
+
     def attempt(self, request_id: str, nodes: Iterable[NodeInfo], decision: str) -> None:
         if len(self.attempts) < MAX_ATTEMPTS:
             self.attempts.append(request_id)
@@ -147,6 +157,9 @@ class RequestTrace:
             self._arrivals.append(Arrival(at, node_id, tokens))
         else:
             self._dropped += 1
+
+    def finished(self, reason: str) -> None:
+        self.finish_reasons.append(reason)
 
     def flushed(self, now: float) -> None:
         """The text of the tokens that had arrived was written to the client, as far as they make whole
@@ -216,6 +229,9 @@ class RequestTrace:
             missing=sorted({node_id for _, node_id in self._expected}),
             dropped=self._dropped,
             alternatives=self._alternatives,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            finish_reasons=list(self.finish_reasons),
         )
 
     def summary(self) -> TraceSummary:

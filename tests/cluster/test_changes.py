@@ -21,7 +21,6 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
         pools=PoolsConfig(
             prefill=PoolConfig(nodes=3, threads=2),
             decode=PoolConfig(nodes=None, max=4, resources={"GPU": 1}, label_selector={"zone": "a"}),
-            nodes_per_core=9,
         ),
         router=replace(CONFIG.router, port=9, tokenizer_path="other", max_failovers=9),
         debug=True,
@@ -36,7 +35,7 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
         "pools.prefill.threads",
         "timeouts.nodes.drain_s",
     ]
-    assert found.at_once == ["pools.decode.max", "pools.nodes_per_core", "rollout.surge", "timeouts.start_s"]
+    assert found.at_once == ["pools.decode.max", "rollout.surge", "timeouts.start_s"]
     assert found.routers == ["router.max_failovers", "router.port"]
     assert found.refused == []
     kept = applied(CONFIG, wanted)

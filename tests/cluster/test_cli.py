@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import socket
@@ -254,3 +255,12 @@ def test_what_is_no_url_of_a_server_is_a_sentence(
     said = fail(capsys, command, "--url", url)
     assert f"{url!r} is no URL" in said
     assert "such as http://127.0.0.1:8000" in said
+
+
+def test_the_configuration_is_printed_as_json_with_the_origin_of_each_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "--port", "9", "-o", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["router.port"] == {"value": 9, "origin": "--port"}
+    assert values["router.host"]["origin"] == "default"

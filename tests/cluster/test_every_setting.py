@@ -19,7 +19,7 @@ from tandem.cluster.config import DERIVED, OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import without_links
 from tandem.cluster.schema import FILE_NAME, json_schema
 from tandem.cluster.setting_layers import read_assignments, read_environment, read_file
-from tandem.cluster.setting_names import Path, dotted, known_settings
+from tandem.cluster.setting_names import Path, dotted, known_settings, no_settings
 from tandem.cluster.settings import SettingsError, resolve
 from tests.documents import ROOT, Block, blocks
 from tests.doors import passes
@@ -36,21 +36,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "cache.remote": {"cache.tiers": [{"cpu": "1GiB"}]},
     "cache.mirror": {"cache.tiers": [{"cpu": "1GiB"}]},
     "cache.events.replay_endpoint": {"cache.events.endpoint": "tcp://127.0.0.1:5557"},
-    "router.limits.body_bytes_at_once": {"router.limits.body_bytes": 1},
-    "router.heartbeat.ping_interval": {"router.heartbeat.silence": 1e5, "router.heartbeat.starved": 1e6},
-    "router.heartbeat.silence": {"router.heartbeat.ping_interval": 1e-9, "router.heartbeat.starved": 1e6},
-    "router.heartbeat.starved": {"router.heartbeat.ping_interval": 1e-9, "router.heartbeat.silence": 1e-6},
-    "timeouts.silence_s": {"timeouts.unresponsive_s": 1e6},
-    "timeouts.unresponsive_s": {"timeouts.silence_s": 1e-6},
-    "autoscaling.period_s": {"autoscaling.grow_after_s": 1e6, "autoscaling.shrink_after_s": 1e6},
-    "autoscaling.grow_after_s": {"autoscaling.period_s": 1e-6},
-    "autoscaling.shrink_after_s": {"autoscaling.period_s": 1e-6},
     "pools.prefill.nodes": {"pools.decode.nodes": 1},
     "pools.decode.nodes": {"pools.prefill.nodes": 1},
     "pools.aggregated.tensor_parallel": {"pools.aggregated.nodes": 1},
     "pools.aggregated.pipeline_parallel": {"pools.aggregated.nodes": 1},
     **{f"pools.{pool}.min": {f"pools.{pool}.nodes": 10_000} for pool in ("prefill", "decode")},
-    "pools.encode.min": {"pools.encode.nodes": 10_000},
     "pools.aggregated.min": {"pools.aggregated.nodes": 10_000},
     **{f"pools.{pool}.machines": {f"pools.{pool}.nodes": 1, f"pools.{pool}.tensor_parallel": 16} for pool in ("prefill", "decode", "aggregated")},
 }  # fmt: skip
@@ -79,10 +69,10 @@ VALUES: dict[str, list[Any]] = {
     "router.api_keys": [[], [{"name": "a", "key": "k", "requests_per_minute": 6, "priority": -1, "operator": True}]],
     "router.cors_origins": [[], ["*"], ["https://example.com"]],
     "router.tracing.otlp_endpoint": ["", "http://localhost:4318"],
-    "router.tracing.otlp_headers": [{}, {"x-team": "a"}],
-    "router.limits.body_bytes": [1, 1 << 20],
-    "router.limits.body_bytes_at_once": [1, 1 << 40],
-    "router.heartbeat.ping_interval": [1e-3, 1e4],
+    "router.limits.body_bytes": [1, 1 << 28],
+    "autoscaling.grow_after_s": [1, 1e6],
+    "autoscaling.shrink_after_s": [1, 1e6],
+    "timeouts.unresponsive_s": [2, 1e6],
     "router.tls_certificate": ["c.pem"],
     "router.tls_key": ["k.pem"],
     "transfer.options": [{}, {"backend": "UCX"}],
@@ -91,9 +81,6 @@ VALUES: dict[str, list[Any]] = {
     "pools.prefill.nodes": [1, 10_000, None],
     "pools.decode.nodes": [1, 10_000, None],
     **{f"pools.{pool}.max": [1, 10_000, None] for pool in ("prefill", "decode", "aggregated")},
-    "pools.encode.max": [None],  # it is not scaled by its load
-    **{f"pools.encode.{name}": [1] for name in ("tensor_parallel", "pipeline_parallel")},
-    "pools.encode.machines": [1],
     **{f"pools.{pool}.machines": [1, 2, 16] for pool in ("prefill", "decode", "aggregated")},
 }  # fmt: skip
 ENVIRONMENT = {"PYTHONPATH": "/shared/tandem"}
@@ -112,8 +99,7 @@ def allowed(path: Path) -> list[Any]:
     if name in VALUES:
         return VALUES[name]
     if path[0] == "pools" and path[-1] in OF_EACH_POOL:
-        transfers_nothing = path[-1] == "transfer_options" and path[1] in ("aggregated", "encode")
-        return [{}] if transfers_nothing else OF_EACH_POOL[path[-1]]
+        return OF_EACH_POOL[path[-1]]
     if path[-1] == "env":
         return [{}, ENVIRONMENT]
     return list(_of(msgspec.inspect.type_info(known_settings()[path])))
@@ -235,6 +221,25 @@ def test_each_value_that_is_not_allowed_is_refused_with_its_name(tmp_path: FileP
         assert sentence.startswith(f"{file}: {dotted(path)} ")
         assert " must " in sentence or " is not right: " in sentence or " has " in sentence
         assert not VALIDATOR.is_valid(yaml.safe_load(file.read_text())), value
+
+
+@pytest.mark.parametrize("path", no_settings(), ids=dotted)
+def test_what_is_no_setting_says_what_holds_by_every_door(tmp_path: FilePath, path: Path) -> None:
+    """As a file of an earlier version may have it."""
+    name, file = dotted(path), tmp_path / "tandem.yaml"
+    file.write_text(yaml.safe_dump(tree({name: 7})))
+    variable = f"TANDEM_{name.replace('.', '__').upper()}"
+    layers = {
+        str(file): read_file(file),
+        "--set": read_assignments([(name, "7", "--set")]),
+        variable: read_environment({variable: "7"}),
+    }
+    for origin, layer in layers.items():
+        with pytest.raises(SettingsError) as raised:
+            resolve([layer])
+        (sentence,) = raised.value.mistakes
+        assert sentence == f"{origin}: {name} {no_settings()[path]}"
+    assert not VALIDATOR.is_valid(yaml.safe_load(file.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -206,10 +206,10 @@ MISTAKES = [
         f"scheduler: {{max_num_seqs: {2**63}}}",
         f"FILE: scheduler.max_num_seqs must be at most {2**63 - 1}: messages cannot carry a larger number",
     ),
-    ("transfer: {lease_s: .inf}", "FILE: transfer.lease_s must be a finite number"),
+    ("transfer: {timeout_s: .inf}", "FILE: transfer.timeout_s must be a finite number"),
     (
-        "transfer: {lease_s: 86400}",
-        "FILE: transfer.lease_s must be above 0 and at most 3600, not 86400",
+        "rollout: {surge: 86400}",
+        "FILE: rollout.surge must be from 0 to 10000, not 86400",
     ),
     ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of pull, push, not 'sideways'"),
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0 and at most 1000000, not 0"),
@@ -219,19 +219,19 @@ MISTAKES = [
     ),
     (
         "pools: {prefill: 0, decode: 0, aggregated: {nodes: 1, transfer_options: {backend: UCX}}}",
-        "FILE: pools.aggregated.transfer_options is set, but nodes that do both transfer nothing: leave it out",
+        "FILE: pools.aggregated.transfer_options cannot be set: nodes that do both transfer nothing",
     ),
     (
         "pools: {encode: {nodes: 1, transfer_options: {backend: UCX}}}",
-        "FILE: pools.encode.transfer_options is set, but nodes that encode images transfer nothing: leave it out",
+        "FILE: pools.encode.transfer_options cannot be set: nodes that encode images transfer nothing",
     ),
     (
         "pools: {encode: {nodes: 1, max: 2}}",
-        "FILE: pools.encode.max is 2, but this pool is not scaled by its load: leave it out",
+        "FILE: pools.encode.max cannot be set: this pool is not scaled by its load: set pools.encode.nodes",
     ),
     (
         "pools: {encode: {nodes: 1, tensor_parallel: 2}}",
-        "FILE: pools.encode.tensor_parallel is 2, but a vision tower is not divided among ranks: set it to 1, and pools.encode.nodes to more",
+        "FILE: pools.encode.tensor_parallel cannot be set: a vision tower is not divided among ranks: set pools.encode.nodes to more",
     ),
     (
         "pools: {prefill: 0, decode: 0, encode: 1}",
@@ -309,11 +309,7 @@ MISTAKES = [
     ("slo: {ttft_s: 0}", "FILE: slo.ttft_s must be above 0 and at most 1000000, not 0"),
     (
         "autoscaling: {shrink_after_s: 0.5}",
-        "FILE: autoscaling.shrink_after_s must be at least autoscaling.period_s (1.0)",
-    ),
-    (
-        "autoscaling: {period_s: 60}",
-        "FILE: autoscaling.period_s must be at most autoscaling.grow_after_s (10.0)",
+        "FILE: autoscaling.shrink_after_s must be at least 1, the time between two looks at the load",
     ),
     (
         "router: {placement: everywhere}",
@@ -321,7 +317,7 @@ MISTAKES = [
     ),
     (
         "timeouts: {unresponsive_s: 1}",
-        "FILE: timeouts.unresponsive_s must be at least timeouts.silence_s (2.0), not 1.0",
+        "FILE: timeouts.unresponsive_s must be at least 2, the time that a node's answer may take, not 1",
     ),
     (
         "scheduler: {chunked_prefill: false, max_model_len: 9999}",
@@ -343,16 +339,10 @@ def test_a_mistake_is_a_sentence_that_says_what_to_change(tmp_path: Path, text: 
 
 TOGETHER = [  # right only together: one of each alone is refused, by the defaults of the other
     {"router.tls_certificate": "c.pem", "router.tls_key": "k.pem"},
-    {"router.limits.body_bytes": "2000000000", "router.limits.body_bytes_at_once": "4000000000"},
-    {"router.heartbeat.silence": "60.0", "router.heartbeat.starved": "120.0"},
-    {"router.heartbeat.ping_interval": "3.0", "router.heartbeat.silence": "4.0"},
-    {"router.heartbeat.ping_interval": "30.0", "router.heartbeat.silence": "40.0", "router.heartbeat.starved": "50.0"},
     {"cache.events.endpoint": "tcp://127.0.0.1:5557", "cache.events.replay_endpoint": "tcp://127.0.0.1:5558"},
     {"model.draft": "a/b", "scheduler.num_speculative_tokens": "4"},
     {"model.adapters": "{a: b/c}", "scheduler.max_loras": "2"},
     {"cache.remote": "true", "cache.tiers": "[{cpu: 1GiB}]"},
-    {"autoscaling.period_s": "60.0", "autoscaling.grow_after_s": "60.0"},
-    {"timeouts.silence_s": "20.0", "timeouts.unresponsive_s": "30.0"},
     {"scheduler.chunked_prefill": "false", "scheduler.max_num_batched_tokens": "4096", "scheduler.max_model_len": "4096"},
     {"pools.aggregated.nodes": "1", "pools.aggregated.tensor_parallel": "2"},
     {"pools.decode.max": "4", "pools.decode.min": "2", "pools.decode.nodes": "3"},
@@ -396,14 +386,16 @@ def test_settings_that_are_right_together_load_together(
     ("text", "sentences"),
     [
         (
-            "router: {limits: {body_bytes: 2000, body_bytes_at_once: 1000}}",
-            ["FILE: router.limits.body_bytes_at_once must be at least body_bytes, 2000, not 1000"],
+            "router: {limits: {body_bytes: 2000000000}}",
+            [
+                "FILE: router.limits.body_bytes must be at most 268435456, which all bodies together may have, not 2000000000"
+            ],
         ),
         (
-            "router: {heartbeat: {silence: 60, starved: 5}, port: -1}",
+            "router: {limits: {body_bytes: 2000000000}, port: -1}",
             [
                 "FILE: router.port must be from 0 to 65535, not -1",
-                "FILE: router.heartbeat.starved must be at least silence, 60, not 5",
+                "FILE: router.limits.body_bytes must be at most 268435456, which all bodies together may have, not 2000000000",
             ],
         ),
         ("router: {tls_key: k}", ["FILE: router.tls_certificate must be set, because router.tls_key is"]),
@@ -482,7 +474,7 @@ def test_text_from_flags_becomes_every_type(tmp_path: Path) -> None:
             ("cache.prefix_caching", "false", "--set"),
             ("transfer.options", "{backend: UCX}", "--set"),
             ("scheduler.max_model_len", "null", "--set"),
-            ("transfer.lease_s", "2.5", "--set"),
+            ("transfer.timeout_s", "2.5", "--set"),
             ("router.model_aliases", "[a, b]", "--set"),
             ("model", "0123", "--model"),
         ],
@@ -491,7 +483,7 @@ def test_text_from_flags_becomes_every_type(tmp_path: Path) -> None:
     assert found.cache.prefix_caching is False
     assert found.transfer.options == {"backend": "UCX"}
     assert found.scheduler.max_model_len is None
-    assert found.transfer.lease_s == 2.5
+    assert found.transfer.timeout_s == 2.5
     assert found.router.model_aliases == ("a", "b")
     assert found.model.path == "0123"
 
@@ -526,11 +518,10 @@ def test_what_config_prints_is_a_file_that_makes_the_same_config(tmp_path: Path)
 
 
 def test_config_hides_keys(tmp_path: Path) -> None:
-    keys = "api_keys: [{name: me, key: s3cr3t}], tracing: {otlp_headers: {x-team: s3cr3t}}"
+    keys = "api_keys: [{name: me, key: s3cr3t}]"
     printed = render(settings(tmp_path, f"router: {{{keys}}}"))
     assert "s3cr3t" not in printed
     assert "me" in printed
-    assert "x-team" in printed
 
 
 def test_a_refused_value_that_may_hold_a_key_is_not_repeated(tmp_path: Path) -> None:

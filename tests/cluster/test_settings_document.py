@@ -26,7 +26,8 @@ def documented() -> dict[str, object]:
         for role in Role if ".POOL." in name else ("",):
             setting = name.replace("POOL", role)
             assert setting not in rows, f"{setting} is there twice"
-            rows[setting] = yaml.safe_load(default)
+            if tuple(setting.split(".")) not in DERIVED:
+                rows[setting] = yaml.safe_load(default)
     return rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fault_cluster import MEND_S, FaultCluster
@@ -16,7 +15,6 @@ from tools import install_absent, why_impossible
 from tests.other_tandem import LATER, make_later_tandem
 
 APPLY_S = 400.0
-ROLLOUT: dict[str, Any] = {"rollout": {"settle_s": 1}}
 
 
 def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request_fails(
@@ -31,7 +29,7 @@ def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request
     later = {"PYTHONPATH": str(make_later_tandem(tmp_path / "later"))}
     with Lab(tmp_path / "lab", hosts=5, ssh=False, boot_ids=True) as lab:
         give_kernels(lab)
-        with FaultCluster(lab, first, ROLLOUT) as cluster:
+        with FaultCluster(lab, first, {}) as cluster:
             cluster.limit_links("1gbit")
             client = Client(lab, cluster.url)
             of_first: Answers = {}
@@ -41,7 +39,7 @@ def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request
             with client.load(of_first):
                 pass
             with client.load(meanwhile, contents=2):
-                cluster.apply(ROLLOUT | {"model": {"path": str(second)}}, timeout_s=APPLY_S)
+                cluster.apply({"model": {"path": str(second)}}, timeout_s=APPLY_S)
             with client.load(of_second):
                 pass
             assert all(of_first[words] != of_second[words] for words in of_first)
@@ -52,7 +50,7 @@ def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request
             of_nodes = {role: {"nodes": None, "env": later} for role in ("prefill", "decode")}
             changes = {"pools": of_nodes, "router": {"env": later}, "controller": {"env": later}}
             with client.load(in_the_end):
-                cluster.apply(ROLLOUT | {"model": {"path": str(second)}} | changes, timeout_s=APPLY_S)
+                cluster.apply({"model": {"path": str(second)}} | changes, timeout_s=APPLY_S)
                 cluster.until_whole(MEND_S)
             assert in_the_end == of_second
             assert {node["wire_version"] for node in cluster.nodes()} == {LATER}

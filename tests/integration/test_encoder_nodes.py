@@ -18,20 +18,16 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.node.config import NodeTimeouts
 from tests.engine.model import tiny_vision
 from tests.integration.cluster_lab import START_S
 from tests.pictures import data_url, picture
 from tests.waiting import until
 
 NEW_TOKENS = 8
-ENCODER_S = 3
+ENCODER_S = NodeTimeouts().encoder_s
 FILES = [picture(seed, 40 + 3 * seed, 30) for seed in range(6)]
-FLAGS = (
-    "--dtype", "float32",
-    "--set", "router.local_prefill=never",
-    "--set", "scheduler.max_encoder_tokens=16",
-    "--set", "timeouts.restart_backoff_s=5",
-)  # fmt: skip
+FLAGS = ("--dtype", "float32", "--set", "router.local_prefill=never")
 
 
 class Client:
@@ -154,10 +150,7 @@ def test_an_encoder_node_that_stands_still_stops_no_request(serve: Any, tmp_path
     expected = tiny_vision.reference(path, prompts, NEW_TOKENS)
     # No node caches KV or rows of images, so every request with an image asks the encoder node.
     kept = ("--set", "cache.prefix_caching=false", "--set", "cache.encoder_tokens=48")
-    patience = ("--set", f"timeouts.nodes.encoder_s={ENCODER_S}")
-    command = serve(
-        "--model", str(path), "--encode", "1", "--prefill", "1", "--decode", "1", *FLAGS, *kept, *patience
-    )  # fmt: skip
+    command = serve("--model", str(path), "--encode", "1", "--prefill", "1", "--decode", "1", *FLAGS, *kept)
     url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
     client = Client(url)
     until(client.has_encoder, START_S)

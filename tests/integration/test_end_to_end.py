@@ -21,6 +21,7 @@ from safetensors.torch import save
 
 from tandem.cluster.trace.account import a_step, first_token_s, handover, way_to_first_token
 from tandem.cluster.trace.command import TraceClient
+from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.router.config import Heartbeat
 from tandem.wire.tracing import TracePhase
 from tests.faults.processes import actors
@@ -304,6 +305,29 @@ def test_other_shapes_give_the_same_tokens(
         else:
             assert server.counters("decode")["prompt_tokens_computed"] == 0
             assert all(node["counters"]["prompt_tokens_computed"] > 0 for node in server.nodes("prefill"))
+
+
+@pytest.mark.parametrize("policy", LoadFailurePolicy)
+def test_a_transfer_that_fails_ends_the_request_only_where_the_operator_says_so(
+    deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer], policy: LoadFailurePolicy
+) -> None:
+    """No transfer arrives within a millisecond."""
+    config = float32_config(smollm2_path, prefill=1, decode=1)
+    transfer = msgspec.structs.replace(config.transfer, timeout_s=0.001, on_failure=policy)
+    item = max(expected, key=lambda each: len(each.prompt))
+    body = {"prompt": item.prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
+    with deploy(msgspec.structs.replace(config, transfer=transfer)) as server:
+        answer = server.http.post("/v1/completions", json={"model": server.model, **body})
+        server.until_quiet()
+        decode = server.counters("decode")
+        if policy is LoadFailurePolicy.FAIL:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "kv_load_failed")
+            assert "no KV within 0.001 s" in answer.json()["error"]["message"]
+            assert decode["prompt_tokens_computed"] == 0
+        else:
+            choice = answer.raise_for_status().json()["choices"][0]
+            assert_same([(choice["text"], choice["finish_reason"])], [item])
+            assert decode["prompt_tokens_computed"] == len(item.prompt)
 
 
 class TestPromptsAsEmbeddings:

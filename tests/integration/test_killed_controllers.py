@@ -97,7 +97,7 @@ def tandem(ray_nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Tan
     return Tandem(ray_nodes.address, tmp_path_factory.mktemp("operator"))
 
 
-IMPATIENT = ("--set", "timeouts.silence_s=1", "--set", "timeouts.unresponsive_s=4")
+IMPATIENT = ("--set", "timeouts.unresponsive_s=4")
 SETTINGS = ("--model", MODEL, "--kv-memory", "256MiB", "--set", "router.local_prefill=never")
 
 
@@ -151,7 +151,7 @@ STEP = re.compile(r"rollout of revision \d+ begins|\d+ replaced, \d+ left|drains
 def test_at_each_step_of_a_rollout(tandem: Tandem, ray_nodes: RayNodes) -> None:
     """The next controller goes on with the change. First one dies after each step, then one after a single step: the first, the second,
     and so on. Every second rollout brings the first configuration back, and so the last one. (Follows the test before.)"""
-    changes = ("--set", "router.max_failovers=5", "--set", "scheduler.max_num_seqs=100")
+    changes = ("--set", "router.include_usage=true", "--set", "scheduler.max_num_seqs=100")
     for turn in range(KILLS + KILLS % 2):
         changed = () if turn % 2 else changes
         with Load(tandem.url, "SmolLM2-135M-Instruct", clients=CLIENTS):

@@ -131,7 +131,6 @@ def test_a_pool_moves_to_machines_with_other_labels_and_resources_under_load(
             "router": {"port": port},
             "cache": {"memory_bytes": "256MiB"},
             "pools": {"aggregated": {"nodes": 1, **pool}},
-            "rollout": {"settle_s": 1},
             "timeouts": {"machines_s": 5},
         }
         settings.write_text(json.dumps(config))

@@ -100,7 +100,7 @@ def test_a_router_of_another_version_takes_the_place_of_this_one_under_load(
 ) -> None:
     config: dict[str, Any] = {
         "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
-        "router": {"port": free_port()}, "rollout": {"settle_s": 1},
+        "router": {"port": free_port()},
     }  # fmt: skip
     file = tmp_path / "tandem.yaml"
     file.write_text(json.dumps(config))
@@ -185,7 +185,7 @@ def test_a_controller_of_another_version_takes_the_place_of_this_one_under_load_
 
     config: dict[str, Any] = {
         "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
-        "router": {"port": free_port()}, "rollout": {"settle_s": 1}, "controller": {"start_s": 60},
+        "router": {"port": free_port()}, "controller": {"start_s": 60},
     }  # fmt: skip
     ray_nodes = RayNodes(aggregated=2)
     try:
@@ -245,7 +245,7 @@ def test_a_command_in_the_foreground_stays_while_its_controller_is_replaced_and_
 ) -> None:
     config: dict[str, Any] = {
         "model": "smollm2", "pools": {"aggregated": 1}, "cache": {"memory_bytes": "256MiB"},
-        "router": {"port": free_port()}, "rollout": {"settle_s": 1},
+        "router": {"port": free_port()},
     }  # fmt: skip
     file = tmp_path / "tandem.yaml"
     file.write_text(json.dumps(config))

@@ -112,12 +112,6 @@ def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
         node.start(runner=runner_of(kind, tmp_path))
 
 
-def test_a_tier_for_states_that_are_kept_nowhere_is_refused(tmp_path: Path) -> None:
-    node, _ = node_with([TierConfig(cpu=1 << 20)], checkpoint_tokens=0)
-    with pytest.raises(ConfigurationError, match=r"cache.checkpoint_tokens: 0 it keeps none"):
-        node.start(runner=runner_of("mamba2", tmp_path))
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "llama4", "mamba2"])
 def test_a_node_says_where_others_read_its_tier(tmp_path: Path, kind: str) -> None:
     for shares in (True, False):

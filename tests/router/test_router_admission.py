@@ -480,6 +480,7 @@ def test_a_key_may_have_all_places_and_gives_some_up_to_others() -> None:
         await settle()
         others = [await place.ask("other"), await place.ask("other")]
         assert (older.paused, newer.paused) == (0, 2), "each has an even part, and the latest began last"
+        assert place.admission._metrics.sequences_paused._value.get() == 2
         third = place.ask("other")
         await settle()
         assert not third.done(), "it has its part"

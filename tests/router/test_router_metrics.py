@@ -94,6 +94,10 @@ def router(start_router: StartRouter) -> RunningRouter:
         transfers_finished={"received": 1},
         transfer_wait_seconds={"receive": WaitHistogram().plus(0.01)},
         wrong_kv={"p0": 1},
+        transfer_refusals={"stale": 1},
+        transfer_blocks_freed={"sent": 2},
+        pins_ended={"time": 1},
+        encoder_fallbacks={"late": 1},
     )
     router.nodes["d0"].set(
         counters=counters,

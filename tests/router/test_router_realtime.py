@@ -234,6 +234,20 @@ def test_a_key_is_asked_for_and_its_quota_holds(start_router: StartRouter) -> No
     assert router.client.post("/v1/completions", json=asked, headers=bearer).status_code == 200
 
 
+def test_an_answer_that_a_quota_refuses_is_counted_as_elsewhere(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret", requests_per_minute=2),))
+    with closing(RealtimeClient(router.url, authorization="Bearer secret")) as client:
+        client.hear("session.created")
+        for status in ("incomplete", "failed"):
+            client.say(
+                "conversation.item.create",
+                item={"role": "user", "type": "message", "content": [{"type": "input_text", "text": "x"}]},
+            )
+            client.say("response.create", response={"max_output_tokens": 3})
+            assert client.hear("response.done")["response"]["status"] == status
+    assert router.metric("tandem_requests_refused_total", reason="quota") == 1
+
+
 def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRouter) -> None:
     keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
     router = start_router(

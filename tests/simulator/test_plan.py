@@ -199,6 +199,48 @@ def test_the_command_compares_widths(folder: Path, capsys: pytest.CaptureFixture
     assert "give one for each width" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        [
+            "--trace",
+            "trace",
+            "--requests",
+            "2",
+            "--trace-speed",
+            "2",
+            "--trace-scale",
+            "0.5",
+            "--copies",
+            "2",
+        ],
+        [
+            "--rate",
+            "2",
+            "--duration",
+            "3",
+            "--prefix",
+            "64",
+            "--prefixes",
+            "2",
+            "--spread",
+            "0.5",
+            "--traffic-seed",
+            "7",
+        ],
+    ],
+)
+def test_the_command_plans_for_any_traffic_with_costs_of_each_role(
+    folder: Path, capsys: pytest.CaptureFixture[str], traffic: list[str]
+) -> None:
+    row = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}\n'
+    (folder / "trace").write_text(row * 3)
+    files = ["--costs", "node.json", "--prefill-costs", "node.json", "--decode-costs", "node.json"]
+    limits = ["--slo", "ttft=2s,itl=1s", "--most-nodes", "2", *PRICES, "-o", "json"]
+    assert main(["plan", *files, *traffic, *limits]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["attainment"] == 1.0
+
+
 def test_the_command_says_what_to_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", "node.json", *TRAFFIC, *PRICES, "--most-nodes", "8"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -137,6 +137,36 @@ def test_a_broken_trace_is_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
+def test_the_first_requests_of_a_trace_are_played_step_by_step(
+    costs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(costs.parent, MOONCAKE * 3)
+    given = ["--requests", "2", "--step-by-step", "--prefill-costs", str(costs), "-o", "json"]
+    assert main(["simulate", "--costs", str(costs), "--trace", file, *given]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert (report["requests"], report["prompt_tokens"]) == (2, 1200)
+
+
+def test_prompts_by_chance_share_prefixes(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        "--rate",
+        "2",
+        "--duration",
+        "3",
+        "--input",
+        "100",
+        "--prefix",
+        "400",
+        "--prefixes",
+        "2",
+        "-o",
+        "json",
+    ]
+    assert main(["simulate", "--costs", str(costs), *given]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["prompt_tokens"] == report["requests"] * 500
+
+
 def test_a_trace_is_played_faster_longer_and_by_more(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(costs.parent, MOONCAKE + MOONCAKE.replace('"timestamp": 0', '"timestamp": 8000'))
     given = ["--trace-speed", "2", "--trace-scale", "0.5", "--copies", "3"]

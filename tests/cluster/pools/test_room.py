@@ -24,12 +24,10 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-def asked(
-    prefill: PoolConfig | int = 1, decode: PoolConfig | int = 1, kv: int | None = None, per_core: int = 4
-) -> TandemConfig:
+def asked(prefill: PoolConfig | int = 1, decode: PoolConfig | int = 1, kv: int | None = None) -> TandemConfig:
     wanted = pools(prefill, decode)
     return TandemConfig(
-        pools=PoolsConfig(prefill=wanted.prefill, decode=wanted.decode, nodes_per_core=per_core),
+        pools=PoolsConfig(prefill=wanted.prefill, decode=wanted.decode),
         cache=CacheConfig(memory_bytes=kv),
     )
 
@@ -53,17 +51,14 @@ def said_of_memory(config: TandemConfig, free: int, weights: int = 0, *, on_cpu:
 # --- cores
 
 
-def test_more_nodes_than_may_share_the_cores_are_refused_with_how_many_fit_and_what_changes_it() -> None:
+def test_more_nodes_than_may_share_the_cores_are_refused_with_how_many_fit() -> None:
     assert said_of_cores(asked(64), 2) == (
         "64 prefill nodes and 1 decode node are too many for 2 cores: nodes that share a core slow each other "
-        "down, and pools.nodes_per_core allows 4 per core, 8 in all: ask for fewer (--prefill, --decode), or allow more "
-        "with --set pools.nodes_per_core=33"
+        "down, and 4 per core are the most, 8 in all: ask for fewer (--prefill, --decode)"
     )
 
 
-def test_what_the_sentence_proposes_is_accepted() -> None:
-    (per_core,) = re.findall(r"nodes_per_core=(\d+)", said_of_cores(asked(64), 2))
-    assert len(place_nodes(asked(64, per_core=int(per_core)), cores(2))) == 65
+def test_as_many_as_fit_are_accepted() -> None:
     assert len(place_nodes(asked(7), cores(2))) == 8
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.replay.command import add_arguments, run
+from tandem.cluster import cli
+from tandem.cluster.replay.command import run
 from tandem.cluster.replay.reading import TraceReader
 from tandem.engine.scheduling.step_trace import StepTrace
 from tests.engine.scheduling.driving import Driver
@@ -33,12 +33,13 @@ def trace(tmp_path: Path) -> Path:
 
 
 def replayed(path: Path, *words: str, typed: str | None = None) -> str:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     out = Console(file=io.StringIO(), width=200)
     asked: Iterator[str] = iter((typed or "").split("|"))
     run(
-        parser.parse_args([str(path), *words]), out, lambda prompt: next(asked), interactive=typed is not None
+        cli.make_parser().parse_args(["replay", str(path), *words]),
+        out,
+        lambda prompt: next(asked),
+        interactive=typed is not None,
     )
     return out.file.getvalue()  # type: ignore[attr-defined]
 
