@@ -9,7 +9,7 @@ from tandem.encode_node.rows import RowsCache
 from tandem.encode_node.service import EncodeService
 from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
-from tandem.node.node import Loading, Node
+from tandem.node.node import LoadSource, Node
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -18,7 +18,7 @@ class EncodeNode(Node[EncodeService]):
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(config, Role.ENCODE, NumberedChannel)
 
-    def _start(self, loading: Loading) -> NodeInfo:
+    def _start(self, loading: LoadSource) -> NodeInfo:
         # Imported here: the cluster imports nodes for their configuration, and must not import torch.
         from tandem.engine.model.vision.alone import load_tower
 

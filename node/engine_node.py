@@ -26,7 +26,7 @@ from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
 from tandem.node.encoders import EncoderDesk
 from tandem.node.loop import Item, Mailbox, RanksLost
-from tandem.node.node import Loading, Node, OpenChannel
+from tandem.node.node import LoadSource, Node, OpenChannel
 from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
 from tandem.node.requests import RoleRules
@@ -64,7 +64,7 @@ class EngineNode(Node[NodeService]):
         # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
         self.caches_apart = False
 
-    def _start(self, loading: Loading) -> NodeInfo:
+    def _start(self, loading: LoadSource) -> NodeInfo:
         config = self.config
         mailbox: Mailbox[Item] = Mailbox()
         runner = loading.runner or self._load(loading, mailbox)
@@ -220,7 +220,7 @@ class EngineNode(Node[NodeService]):
             )
         return cache.tiers
 
-    def _load(self, loading: Loading, mailbox: Mailbox[Item]) -> ModelRunner:
+    def _load(self, loading: LoadSource, mailbox: Mailbox[Item]) -> ModelRunner:
         # Imported here because the cluster imports this module too, and must not load torch.
         from tandem.engine.model.loading import load_runner
         from tandem.engine.model.prefault import PageMaker
@@ -242,7 +242,7 @@ class EngineNode(Node[NodeService]):
             runner.pages = PageMaker(runner.kv_cache)
         return runner
 
-    def _load_together(self, loading: Loading, mailbox: Mailbox[Item]) -> TorchRunner:
+    def _load_together(self, loading: LoadSource, mailbox: Mailbox[Item]) -> TorchRunner:
         from tandem.engine.model.loading import load_runner
 
         config, (model, _, progress, keepers) = self._whole, loading

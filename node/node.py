@@ -44,7 +44,7 @@ class OpenChannel(Protocol):
     def __call__(self, host: str, epoch: int, *, name: str) -> NodeChannel: ...
 
 
-class Loading(NamedTuple):
+class LoadSource(NamedTuple):
     """What a node starts with."""
 
     model: ModelConfig  # with the paths of this machine
@@ -80,7 +80,7 @@ class Node(Generic[ServiceT]):
         """Loads the model and begins to serve. With a `runner`, which another node of this process has released, it loads nothing.
 
         `model_folder`, `adapters` and `draft_folder` say where the model, each adapter and the draft model are on this machine, in the
-        place of the configuration's paths. `keepers`: see `Loading`."""
+        place of the configuration's paths. `keepers`: see `LoadSource`."""
         found = {
             "path": model_folder,
             "adapters": dict(adapters) if adapters is not None else None,
@@ -88,9 +88,9 @@ class Node(Generic[ServiceT]):
         }
         here = {name: value for name, value in found.items() if value is not None}
         model = msgspec.structs.replace(self.config.engine.model, **here)
-        return self._start(Loading(model, runner, progress, keepers))
+        return self._start(LoadSource(model, runner, progress, keepers))
 
-    def _start(self, loading: Loading) -> NodeInfo:
+    def _start(self, loading: LoadSource) -> NodeInfo:
         raise NotImplementedError
 
     def _serve(self, make_service: Callable[[NodeChannel], ServiceT]) -> NodeChannel:

@@ -190,7 +190,8 @@ class NamedBlocks:
         self._group = group
         # Engine's block hash -> router's, for every block in at least one medium
         self._names: dict[bytes, int] = {}
-        self._media: dict[str, set[bytes]] = {DEVICE_MEDIUM: set()}
+        # Dicts for their order: what is listed does not depend on the process.
+        self._media: dict[str, dict[bytes, None]] = {DEVICE_MEDIUM: {}}
 
     def apply(self, event: KVEvent) -> list[tuple[str, bool, list[int]]]:
         """Returns the changes: the medium, whether blocks were stored (True) or removed, and the routers' hashes of these blocks."""
@@ -201,9 +202,9 @@ class NamedBlocks:
                     medium == DEVICE_MEDIUM and not self._name(event)
                 ):
                     return []
-                there, names = self._media.setdefault(medium, set()), self._names
+                there, names = self._media.setdefault(medium, {}), self._names
                 new = [each for each in event.block_hashes if each in names and each not in there]
-                there.update(new)
+                there.update(dict.fromkeys(new))
                 return [(medium, True, [names[each] for each in new])]
             case BlockRemoved():
                 medium = event.medium or DEVICE_MEDIUM
@@ -238,11 +239,11 @@ class NamedBlocks:
         return True
 
     def _remove(self, medium: str, hashes: Iterable[bytes]) -> list[int]:
-        there, names = self._media.setdefault(medium, set()), self._names
+        there, names = self._media.setdefault(medium, {}), self._names
         removed = []
         for each in hashes:
             if each in there:
-                there.discard(each)
+                del there[each]
                 removed.append(names[each])
                 if not any(each in others for others in self._media.values()):
                     del names[each]

@@ -37,7 +37,7 @@ EVENTS = {
     "Recalled",
     "Unauthorized",
 }
-NOUNS = {"Embedding", "Finding", "Mapping", "Ping", "Pooling", "Ranking", "Reasoning"}
+NOUNS = {"Embedding", "Finding", "Mapping", "Ping", "Pooling", "Ranking", "Reasoning", "Wing"}
 OF_FUSION = {"Fused"}  # engine/model/fused
 
 

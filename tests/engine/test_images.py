@@ -260,7 +260,7 @@ def test_prompts_in_one_piece(lab: ImageLab) -> None:
         engine.engine.shutdown()
     engine = lab.start(batched=512, encoded=16, chunked=False)
     try:
-        with pytest.raises(InvalidRequest, match=r"scheduler\.max_encoder_tokens"):
+        with pytest.raises(InvalidRequest, match=r"scheduler\.chunked_prefill"):
             add(engine, lab, "one")
     finally:
         engine.engine.shutdown()

@@ -31,7 +31,7 @@ def test_a_seed_gives_the_same_history() -> None:
     assert second.digest == first.digest
     assert second.history == first.history
     alone = subprocess.run(
-        [sys.executable, "-m", "tests.world.search", "--seeds", "8", "--history"],
+        [sys.executable, "-m", "tests.world.search", "--seeds", "8", "--worlds", "cluster", "--history"],
         cwd=ROOT,
         capture_output=True,
         text=True,
