@@ -96,6 +96,8 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             ("pools", "prefill", "nodes"),
             f"is 0, but pools.decode is {decode}: set it to at least 1, or use pools.aggregated",
         )
+    if config.rollout.surge == 0:
+        yield from _replacements(config)
     for role in Role:
         yield from _limits(role, config.pools.of(role))
         yield from _ranks(role, config)
@@ -106,6 +108,23 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             yield ("pools", role.value, "env"), f"has {name}, which Tandem sets: {otherwise}"
         for wrong in wrong_in(pool.label_selector):
             yield ("pools", role.value, "label_selector"), wrong
+
+
+def _replacements(config: TandemConfig) -> Iterator[Broken]:
+    """Without a node more than a pool's size, an old one must go before a new one is there."""
+    setting, unavailable = ("rollout", "surge"), config.rollout.max_unavailable
+    if unavailable == 0:
+        yield (
+            setting,
+            "is 0, and rollout.max_unavailable, too: no node could be replaced; set one of them to at least 1",
+        )
+    for role in Role:
+        if unavailable is None and role.writes_answers and config.pools.of(role).last_size == 1:
+            yield (
+                setting,
+                f"is 0, but the only {role.value} node serves until another one does: set it to at least 1, or "
+                "rollout.max_unavailable to 1, which serves nothing meanwhile",
+            )
 
 
 # Variables that Tandem or Ray sets in a node's process, and the settings for them.

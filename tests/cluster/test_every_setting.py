@@ -29,6 +29,8 @@ VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
 # What a value needs beside it. A setting that is not here stands alone.
 NEEDS: dict[str, dict[str, Any]] = {
+    "rollout.surge": {"rollout.max_unavailable": 1},
+    "rollout.max_unavailable": {"rollout.surge": 1},
     "model.draft": {"scheduler.num_speculative_tokens": 4},
     "model.adapters": {"scheduler.max_loras": 2},
     "router.tls_certificate": {"router.tls_key": "k.pem"},

@@ -211,6 +211,15 @@ MISTAKES = [
         "rollout: {surge: 86400}",
         "FILE: rollout.surge must be from 0 to 10000, not 86400",
     ),
+    (
+        "rollout: {surge: 0, max_unavailable: 0}",
+        "FILE: rollout.surge is 0, and rollout.max_unavailable, too: no node could be replaced; set one of them to at least 1",
+    ),
+    (
+        "rollout: {surge: 0}",
+        "FILE: rollout.surge is 0, but the only decode node serves until another one does: set it to at least 1, or "
+        "rollout.max_unavailable to 1, which serves nothing meanwhile",
+    ),
     ("transfer: {direction: sideways}", "FILE: transfer.direction must be one of pull, push, not 'sideways'"),
     ("timeouts: {start_s: 0}", "FILE: timeouts.start_s must be above 0 and at most 1000000, not 0"),
     (
