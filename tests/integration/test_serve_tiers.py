@@ -138,7 +138,6 @@ cache:
   remote: true
   mirror: true
   tiers: [{cpu: 256MiB}]
-  checkpoint_tokens: 64
 model: {dtype: float32}
 scheduler: {max_model_len: 1024}
 router: {local_prefill: never}
