@@ -88,7 +88,7 @@ class WorldDisk:
         for content in self._slots.values():
             for start, data in content.unsynced:
                 fate = self.rng.random()
-                kept = len(data) if fate < 0.4 else self.rng.randrange(len(data)) if fate < 0.7 else 0
+                kept = len(data) if fate < 0.4 else self.rng.randrange(len(data) or 1) if fate < 0.7 else 0
                 lost += kept < len(data)
                 _put(content.synced, start, data[:kept])
             content.unsynced.clear()
@@ -113,7 +113,7 @@ class WorldDisk:
         if not self.is_calm and self.rng.random() < self.weather.full:
             if self.rng.random() < 0.5:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            data = data[: self.rng.randrange(len(data))]
+            data = data[: self.rng.randrange(len(data) or 1)]
         if self._late is not None:
             self._late.append(lambda: content.put(start, data))
         else:
