@@ -1,4 +1,4 @@
-"""A generation as its reader sees it, whoever makes it."""
+"""What an answer is read from: the lives of a request's sequences, as far as the API needs to see them."""
 
 from __future__ import annotations
 

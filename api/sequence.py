@@ -1,4 +1,4 @@
-"""One sequence that a request asks for: what a plan hands to whoever has it generated."""
+"""One sequence that a request asks for. A plan lists them, and the router has them generated."""
 
 from __future__ import annotations
 

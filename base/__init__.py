@@ -5,7 +5,7 @@ Floor 0: imports nothing of ours.
     errors      the tree of everything that can go wrong, with the code a client sees
     settings    which values a setting takes, and the sentence that says so
     logs        a process's log, for people or for machines
-    tasks       background tasks that cannot end unnoticed
+    tasks       background tasks, whose end is always noticed
     progress    the latest step of a long task, and how long ago it came
     shares      what several owners use, and how much of it one of them may hold
 """

@@ -1,4 +1,4 @@
-"""Background tasks of an event loop, none of which can end unnoticed."""
+"""Background tasks of an event loop. The end of each one is noticed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Tasks:
     def __init__(self) -> None:
         self._running: dict[asyncio.Task[Any], None] = {}  # in the order of their begin
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.restarts: dict[str, int] = {}  # of the kept tasks
-        self.down: dict[str, str] = {}  # the kept tasks that are not started again, and why they ended
+        self.restarts: dict[str, int] = {}  # of each task of `keep`, by name
+        self.down: dict[str, str] = {}  # the tasks of `keep` that are not started again, and why they ended
 
     @property
     def failure(self) -> str:

@@ -126,7 +126,7 @@ class EncodeService(NodeLifecycle):
     # --- routers (the channel's thread)
 
     def _take(self, message: ToNode) -> None:
-        """Refuses a request. Other messages are about requests, of which this node has none."""
+        """Refuses a request. This node has no requests, so it ignores messages about them."""
         if isinstance(message, Submit):
             refusal = InvalidRequest(f"{self._config.node_id} encodes images, and runs no requests")
             chunk = failed_chunk(message, refusal.to_wire())

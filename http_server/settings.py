@@ -15,8 +15,8 @@ class Limits(msgspec.Struct, frozen=True):
 class Timeouts(msgspec.Struct, frozen=True):
     """In seconds."""
 
-    header: float  # for a request's header to arrive
-    body: float  # for the rest of a body that is answered already
+    header: float  # within this time a request's header must arrive
+    body: float  # within this time the rest of a body must arrive, after its answer
     keep_alive: float  # an idle connection is closed after this long
     slow_reader: float  # a client that takes nothing of its answer for this long is cut off
 

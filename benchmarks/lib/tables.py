@@ -37,7 +37,7 @@ def at_least(claim: str, measured: float | None, floor: float, unit: str = "") -
 
 
 def seen(claim: str, measured: float, unit: str = "") -> Floor:
-    """A figure of which nothing is required."""
+    """A figure without a floor."""
     return Floor(claim, "", measured, None, unit)
 
 

@@ -32,7 +32,7 @@ class SoakQuestion:
     ending: AnswerEnd
     known: int | None = None  # its number among the known questions
     abort_after_s: float = 0.0
-    kinds: tuple[str, ...] = ()  # for the table
+    kinds: tuple[str, ...] = ()  # the names in the table of results
 
     @property
     def path(self) -> str:
@@ -184,7 +184,7 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    text: str  # of all choices
+    text: str  # the texts of all choices, joined
     tokens: int
 
 

@@ -146,7 +146,7 @@ class AnswerLengths:
 
 
 class PauseState(enum.IntEnum):
-    """For a program that runs the engine by itself. `tandem pause` acts earlier: routers send nothing new."""
+    """For programs that run the engine without a node. `tandem pause` makes routers send nothing new instead."""
 
     UNPAUSED = 0
     PAUSED_NEW = 1  # running requests go on, no request is admitted
