@@ -1,4 +1,5 @@
-"""What every room may use, and what no process says to another: errors, settings, logs, progress, shares and tasks.
+"""What every room may use, and what no process says to another: errors, settings, logs, progress, shares, tasks
+and wings.
 
 Floor 0: imports nothing of ours.
 
@@ -7,5 +8,6 @@ Floor 0: imports nothing of ours.
     logs        a process's log, for people or for machines
     tasks       background tasks, whose end is always noticed
     progress    the latest step of a long task, and how long ago it came
+    wings       parts that can be deleted, each known by the name of its module
     shares      what several owners use, and how much of it one of them may hold
 """

@@ -4,10 +4,10 @@ was taken away, its commands are gone, and the others stay."""
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from tandem.base.wings import find_wings
 
 if TYPE_CHECKING:
     from tandem.cluster.trace.why import Explanation
@@ -33,11 +33,4 @@ class Wing(Protocol):
 
 
 def wings() -> list[Wing]:
-    return [cast("Wing", importlib.import_module(row)) for row in ROWS if _is_there(row)]
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the room itself is gone
-        return False
+    return [cast("Wing", module) for module in find_wings(ROWS)]

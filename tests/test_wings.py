@@ -1,0 +1,41 @@
+"""The core imports no wing, and a wing imports only those that it says it needs. `python -m tests.wings --each` deletes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.base.wings import find_wings, is_there
+from tests.wings import ROOT, WINGS, tracked, who_imports, wing_of, with_dependents
+
+
+@pytest.mark.parametrize("name", WINGS)
+def test_only_a_wing_that_needs_it_imports_a_wing(name: str) -> None:
+    allowed = set(with_dependents([name]))
+    product = [
+        file
+        for file in tracked()
+        if wing_of(file) not in allowed and not file.startswith(("tests/", "benchmarks/"))
+    ]
+    assert not who_imports([name], product)
+
+
+@pytest.mark.parametrize("name", WINGS)
+def test_a_wing_is_there_with_its_tests(name: str) -> None:
+    for path in (*WINGS[name].product, *WINGS[name].tests):
+        assert (ROOT / path).exists(), path
+
+
+def test_a_row_of_a_deleted_wing_counts_for_nothing() -> None:
+    assert [found.__name__ for found in find_wings(("tandem.base.nowhere", "tandem.base.wings"))] == [
+        "tandem.base.wings"
+    ]
+    assert not is_there("tandem.nowhere.at_all")
+
+
+def test_an_error_inside_a_wing_is_no_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_broken_wing.py").write_text("import a_module_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="not_installed"):
+        find_wings(["a_broken_wing"])
