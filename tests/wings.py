@@ -36,6 +36,10 @@ class Wing:
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
     "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "realtime": Wing(
+        ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
+        ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
+    ),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
@@ -16,7 +16,6 @@ from tandem.router.http import (
     admin_routes,
     api_document,
     other_paths,
-    realtime_routes,
     responses_routes,
     status_routes,
     text_routes,
@@ -30,8 +29,7 @@ from tandem.router.http.other_paths import instead_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
-
-Handler = Callable[[Services, HttpExchange], Awaitable[None]]
+from tandem.router.wings import RouteRow, RouterWing
 
 
 async def _answer_from_elsewhere(services: Services, exchange: HttpExchange, error: TandemError) -> bool:
@@ -66,10 +64,10 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     )
 
 
-def make_app(services: Services) -> ASGIApp:
+def make_app(services: Services, wings: Iterable[RouterWing]) -> ASGIApp:
     desk = ResponseDesk(services)
     metrics = SharedRendering(partial(status_routes.render_metrics, services))
-    table: list[tuple[str, Handler, list[str]]] = [
+    table: list[RouteRow] = [
         ("/v1/completions", partial(generate, COMPLETIONS), ["POST"]),
         ("/v1/chat/completions", partial(generate, CHAT), ["POST"]),
         ("/v1/embeddings", vector_routes.embeddings, ["POST"]),
@@ -85,7 +83,6 @@ def make_app(services: Services) -> ASGIApp:
         ("/v1/responses/{response_id}/input_items", partial(responses_routes.input_items, desk), ["GET"]),
         ("/v1/responses/{response_id}", partial(responses_routes.one_response, desk), ["GET", "DELETE"]),
         ("/v1/responses/{response_id}/cancel", partial(responses_routes.cancel_response, desk), ["POST"]),
-        ("/v1/realtime", realtime_routes.realtime, ["GET"]),
         ("/v1/models", status_routes.models, ["GET"]),
         ("/v1/models/{model:path}", status_routes.model, ["GET"]),
         ("/tokenize", text_routes.tokenize, ["POST"]),
@@ -113,6 +110,7 @@ def make_app(services: Services) -> ASGIApp:
         ("/ui", ui_routes.page, ["GET"]),
         ("/ui/state", ui_routes.state, ["GET"]),
         ("/ui/decisions", ui_routes.decisions, ["GET"]),
+        *(row for wing in wings for row in wing.routes()),
     ]
     elsewhere = partial(_answer_from_elsewhere, services)
     routes = [
