@@ -10,6 +10,7 @@ import msgspec
 import tandem
 from tandem.api.anthropic.answer_types import MessageAnswer, MessagesError, TokenCount
 from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
+from tandem.api.field_table import ACCEPTED
 from tandem.api.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -34,7 +35,6 @@ from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, Sc
 from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
 from tandem.api.responses.responses_request import ResponsesRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
-from tandem.router.http.field_table import ACCEPTED
 from tandem.router.http.services import Services
 from tandem.router.http.try_page import TRY_PAGE
 from tandem.router.tracing.record import TraceList, TraceRecord

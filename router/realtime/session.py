@@ -21,6 +21,7 @@ from urllib.parse import quote
 import msgspec
 
 from tandem.api.formats.pieces import Text
+from tandem.api.json_body import parse_object
 from tandem.api.openai.answer import Choice, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.plan import GenerationPlan, plan_chat
@@ -46,7 +47,6 @@ from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs
 from tandem.router.http.errors import BodyTooLarge, body_of
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
-from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
 from tandem.router.keys import QuotaExceeded, Reservation
 from tandem.router.tracing.traces import RequestTrace

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.api import json_body
+from tandem.api.json_body import parse_object
 from tandem.base.errors import InvalidRequest
 from tandem.router.config import Limits
-from tandem.router.http import json_body
-from tandem.router.http.json_body import parse_object
 
 DEPTH = 8
 CONTAINERS = 1000

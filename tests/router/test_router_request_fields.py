@@ -14,6 +14,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
+from tandem.api.field_table import ACCEPTED, INTERNAL, REFUSED
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.prompts import CompletionRequest
 from tandem.api.openai.sampling import Defaults, defaults_of
@@ -24,15 +25,7 @@ from tandem.api.settings import SamplingDefaults
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError
 from tandem.router.config import RouterConfig
-from tandem.router.http.field_table import (
-    ACCEPTED,
-    ACCEPTED_AT,
-    GENERATING,
-    INTERNAL,
-    PATHS,
-    REFUSED,
-    REFUSED_AT,
-)
+from tandem.router.http.request_fields import FIELDS
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.sampling import SamplingParams
 from tests.router.conftest import RunningRouter, StartRouter, bombarded
@@ -162,26 +155,29 @@ def any_path(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
         yield router
 
 
-@pytest.mark.parametrize("kind", PATHS, ids=PATHS.values())
+@pytest.mark.parametrize("kind", FIELDS.paths, ids=[one.path for one in FIELDS.paths.values()])
 def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
     any_path: RunningRouter, kind: type[msgspec.Struct]
 ) -> None:
     """Every field that any path knows, at every path: none that matters is ignored with status 200."""
+    here = FIELDS.paths[kind]
 
     def sent(name: str, value: Any) -> httpx.Response:
-        return any_path.client.post(PATHS[kind], json={**BODIES[kind], name: value})
+        return any_path.client.post(here.path, json={**BODIES[kind], name: value})
 
-    assert any_path.client.post(PATHS[kind], json=BODIES[kind]).status_code == 200
+    assert any_path.client.post(here.path, json=BODIES[kind]).status_code == 200
     own = set(kind.__struct_fields__)
-    elsewhere = {name for other in GENERATING for name in other.__struct_fields__ if kind in GENERATING}
-    for name in sorted((elsewhere | set(REFUSED) | set(REFUSED_AT.get(kind, {}))) - own):
-        if name in ACCEPTED or name in ACCEPTED_AT.get(kind, {}):
+    elsewhere = {
+        name for other in FIELDS.generating for name in other.request.__struct_fields__ if here.generates
+    }
+    for name in sorted((elsewhere | set(REFUSED) | set(here.refused)) - own):
+        if name in ACCEPTED or name in here.accepted:
             continue
         answer = sent(name, ["something else"])
         assert answer.status_code == 400, (name, answer.text)
         assert answer.json()["error"]["param" if kind not in ANTHROPIC else "message"].startswith(name)
         assert sent(name, None).status_code == 200, name
-    for name in sorted({*ACCEPTED, *ACCEPTED_AT.get(kind, {})} - own):
+    for name in sorted({*ACCEPTED, *here.accepted} - own):
         answer = sent(name, ["something else"])
         assert answer.status_code == 200, (name, answer.text)
         assert "x-tandem-ignored-fields" not in answer.headers
@@ -211,7 +207,7 @@ ANTHROPIC = (MessagesRequest, CountRequest)
 def test_a_refusal_says_what_is_right(
     any_path: RunningRouter, path: str, fields: dict[str, Any], instead: str
 ) -> None:
-    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
+    kind = next(kind for kind, its in FIELDS.paths.items() if its.path == path)
     answer = any_path.client.post(path, json=BODIES[kind] | fields)
     assert answer.status_code == 400
     assert instead in answer.json()["error"]["message"]
@@ -229,7 +225,7 @@ def test_a_refusal_says_what_is_right(
 def test_what_asks_for_what_is_so_anyway_is_taken(
     any_path: RunningRouter, path: str, fields: dict[str, Any]
 ) -> None:
-    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
+    kind = next(kind for kind, its in FIELDS.paths.items() if its.path == path)
     answer = any_path.client.post(path, json=BODIES[kind] | fields)
     assert answer.status_code == 200, answer.text
 
@@ -288,7 +284,7 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
 def test_a_mistake_is_told_in_plain_words(
     any_path: RunningRouter, path: str, fields: dict[str, Any], sentence: str
 ) -> None:
-    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
+    kind = next(kind for kind, its in FIELDS.paths.items() if its.path == path)
     answer = any_path.client.post(path, json=BODIES[kind] | fields)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
 
