@@ -35,13 +35,29 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "nccl": Wing(
+        ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
+    ),
     "realtime": Wing(
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "tiers": Wing(
+        ("kvtransfer/offload/", "wire/sharing.py"),
+        (
+            "tests/kvtransfer/offload/",
+            "tests/engine/scheduling/test_tiers.py",
+            "tests/engine/test_tiers_text.py",
+            "tests/node/test_node_tiers.py",
+            "tests/integration/test_restarted_readers.py",
+            "tests/integration/test_serve_tiers.py",
+            "tests/integration/test_shared_tiers.py",
+            "tests/integration/test_shared_tiers_random.py",
+            "tests/integration/test_tiers_between_engines.py",
+        ),
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import LEASE_S, AskChunks, ChunksRead, SharingMessage
-from tests.kvtransfer.test_tier_prefixes import (
+from tests.kvtransfer.offload.test_tier_prefixes import (
     BLOCK,
     BLOCKS,
     STATES,

@@ -16,7 +16,7 @@ from tandem.kvtransfer.offload.manager import ReuseFilter
 from tandem.kvtransfer.offload.patience import Hold
 from tandem.kvtransfer.offload.spec import Copy, create_tier
 from tandem.kvtransfer.protocol.transport import runs_of
-from tests.kvtransfer.kv_tiers import ended
+from tests.kvtransfer.offload.kv_tiers import ended
 
 PATIENCE_S = 20.0
 

@@ -17,7 +17,7 @@ from tandem.kvtransfer.offload.sharing import ANSWER_S, MAX_MIRROR_FETCHES
 from tandem.kvtransfer.protocol.side import PeerKey
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import AskChunks, ChunksFound, PrefixFound
-from tests.kvtransfer.test_tier_prefixes import (
+from tests.kvtransfer.offload.test_tier_prefixes import (
     BLOCK,
     BLOCKS,
     FULL,
@@ -29,7 +29,7 @@ from tests.kvtransfer.test_tier_prefixes import (
     parts_of,
     suffices,
 )
-from tests.kvtransfer.test_tier_sharing import CHUNK_BYTES, Asker, World, keys
+from tests.kvtransfer.offload.test_tier_sharing import CHUNK_BYTES, Asker, World, keys
 
 
 def with_parts(groups: Sequence[KVCacheGroup], *parts: set[Part]) -> tuple[World, Prefixes]:

@@ -25,7 +25,7 @@ from tandem.kvtransfer.offload.manager import StoreRoom
 from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
 from tandem.kvtransfer.sources import KeptSources
 from tandem.wire.nodes import PeerAddress
-from tests.kvtransfer.kv_tiers import ended
+from tests.kvtransfer.offload.kv_tiers import ended
 
 PAGE = 4096
 CHUNK = 3 * PAGE

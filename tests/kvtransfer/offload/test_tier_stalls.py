@@ -26,7 +26,7 @@ from tandem.kvtransfer.offload.patience import (
     Hold,
 )
 from tandem.kvtransfer.offload.spec import Copy, Tier
-from tests.kvtransfer.kv_tiers import PATIENCE_S, ended
+from tests.kvtransfer.offload.kv_tiers import PATIENCE_S, ended
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
 
