@@ -22,6 +22,7 @@ from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.api.text.tokenizer import Tokenizer, matches
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
+from tests.router.paths import SERVED
 
 LONG = "1234567890" * 40_000
 
@@ -176,7 +177,7 @@ PLACES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [place for place in PLACES if chat_with(place, "x")[0] in SERVED])
 def test_a_chat_that_cannot_fit_is_refused_before_anything_looks_into_its_texts(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

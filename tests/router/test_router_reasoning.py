@@ -23,6 +23,7 @@ from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
+from tests.router.paths import of_served
 from tests.router.test_router_chat_families import FOLDER
 from tests.router.test_router_tools import HERMES, PARIS, WEATHER
 
@@ -299,12 +300,12 @@ def budget_router(
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [
+    of_served(
         ("/v1/chat/completions", {"thinking_token_budget": 5}),
         ("/v1/chat/completions", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
         ("/v1/chat/completions", {"thinking_token_budget": 5, "tools": [WEATHER]}),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
-    ],
+    ),
 )
 def test_reasoning_ends_when_its_budget_is_spent(
     budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]], path: str, fields: dict[str, Any]
