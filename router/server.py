@@ -43,7 +43,7 @@ from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.siblings import SentReports, Siblings
 from tandem.router.tracing.traces import Traces
-from tandem.router.wings import RouterWing, open_wings
+from tandem.router.wings import RouterWing, wing_types
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo, PoolReport
@@ -146,7 +146,7 @@ class RouterServer:
             )
             images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
-            self._wings = open_wings(self._services)
+            self._wings = [wing(self._services) for wing in wing_types()]
             self._listen_to_nodes()
             self._listener, self._accepts_by = (
                 (listener, tally),

@@ -58,6 +58,7 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_tiers_between_engines.py",
         ),
     ),
+    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
@@ -23,7 +23,7 @@ from tandem.router.http import (
     vector_routes,
 )
 from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
-from tandem.router.http.generate_routes import CHAT, COMPLETIONS, MESSAGES, generate
+from tandem.router.http.generate_routes import CHAT, COMPLETIONS, generate
 from tandem.router.http.hosts import OwnHosts
 from tandem.router.http.other_paths import instead_of
 from tandem.router.http.rendering import SharedRendering
@@ -64,7 +64,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     )
 
 
-def make_app(services: Services, wings: Iterable[RouterWing]) -> ASGIApp:
+def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
     desk = ResponseDesk(services)
     metrics = SharedRendering(partial(status_routes.render_metrics, services))
     table: list[RouteRow] = [
@@ -76,8 +76,6 @@ def make_app(services: Services, wings: Iterable[RouterWing]) -> ASGIApp:
         ("/score", vector_routes.score, ["POST"]),
         ("/rerank", vector_routes.rerank, ["POST"]),
         ("/v2/rerank", vector_routes.rerank, ["POST"]),
-        ("/v1/messages", partial(generate, MESSAGES), ["POST"]),
-        ("/v1/messages/count_tokens", text_routes.count_tokens, ["POST"]),
         ("/v1/responses", partial(responses_routes.create_response, desk), ["POST"]),
         ("/v1/responses/input_tokens", partial(responses_routes.count_input, desk), ["POST"]),
         ("/v1/responses/{response_id}/input_items", partial(responses_routes.input_items, desk), ["GET"]),
@@ -122,6 +120,12 @@ def make_app(services: Services, wings: Iterable[RouterWing]) -> ASGIApp:
     hosts = OwnHosts(services.config.host, services.config.cors_origins)
     instead = partial(instead_of, known=frozenset(path for path, *_ in table))
     gate = HttpGate(
-        HttpRoutes(routes), services.keys, services.metrics, hosts, services.dispatcher.recent, instead
+        HttpRoutes(routes),
+        services.keys,
+        services.metrics,
+        hosts,
+        services.dispatcher.recent,
+        instead,
+        [wing.error_form for wing in wings if wing.error_form is not None],
     )
     return _with_cors(gate, services.config.cors_origins)
