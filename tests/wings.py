@@ -52,6 +52,7 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_tiers_between_engines.py",
         ),
     ),
+    "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
 }
