@@ -59,6 +59,7 @@ WINGS: dict[str, Wing] = {
         ),
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
+    "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
 }
 
 

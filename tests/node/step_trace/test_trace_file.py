@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.node import trace_file
-from tandem.node.trace_file import TraceFile
+from tandem.node.step_trace.file import MAX_QUEUED, TraceFile
 
 
 def lines(path: Path) -> list[bytes]:
@@ -51,7 +50,7 @@ def test_a_folder_that_cannot_be_written_ends_the_trace_and_nothing_else(
     (tmp_path / "taken").write_text("a file")
     with caplog.at_level(logging.ERROR):
         file = TraceFile(tmp_path / "taken", "d0", 1 << 20)
-        for _ in range(3 * trace_file.MAX_QUEUED):
+        for _ in range(3 * MAX_QUEUED):
             file.write(b"line\n")
         file.close()
     assert "the scheduler trace ends" in caplog.text

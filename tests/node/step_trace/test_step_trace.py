@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.scheduling.step_trace import (
+from tandem.node.step_trace.records import (
     PrefixCacheEvent,
     StepDecision,
     StepSnapshot,
@@ -22,7 +22,7 @@ from tests.engine.scheduling.driving import Driver, FakeConnector
 class Traced:
     def __init__(self, **options: Any) -> None:
         self.lines: list[bytes] = []
-        self.driver = Driver(trace=StepTrace("n0", self.lines.append), **options)
+        self.driver = Driver(watcher=StepTrace("n0", self.lines.append), **options)
 
     @property
     def records(self) -> list[TraceRecord]:

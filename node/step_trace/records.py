@@ -107,8 +107,7 @@ TraceRecord = TraceHeader | StepSnapshot | PrefixCacheEvent | StepDecision | Rec
 
 
 class StepTrace:
-    """Makes the records of each step and passes their lines to `write`. The step thread calls `snapshot`, `looked_up` for each
-    look-up, and `decided`, in this order."""
+    """Makes the records of each step and passes their lines to `write`: a `StepWatcher`."""
 
     def __init__(self, node_id: str, write: Callable[[bytes], None]) -> None:
         self._node_id = node_id
@@ -177,7 +176,6 @@ class StepTrace:
         )
 
     def decided(self, state: SchedulerState, step: StepPlan, finished: set[str], preempted: set[str]) -> None:
-        """`preempted` has every request that the runner must forget the blocks of, also those that lost them between two steps."""
         of_step = {victim.request_id for victim in step.evictions}
         evictions = [
             *step.evictions,

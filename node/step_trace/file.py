@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from tandem.engine.scheduling.step_trace import RecordsLost
+from tandem.node.step_trace.records import RecordsLost
 
 logger = logging.getLogger(__name__)
 
