@@ -36,7 +36,13 @@ class Wing:
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
     "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
+    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("trace and why", "replay", "bench")),
+    "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
+    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
+    "bench": Wing(
+        ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
+    ),
+    "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
 }
 
