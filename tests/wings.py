@@ -42,7 +42,7 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
+    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("trace and why", "replay", "bench")),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -60,6 +60,12 @@ WINGS: dict[str, Wing] = {
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
+    "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
+    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
+    "bench": Wing(
+        ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
+    ),
+    "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
 }
 
 
