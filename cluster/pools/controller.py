@@ -234,7 +234,8 @@ class Controller:
         names = list(self._fleet.routers)
         for role, size in wanted.items():
             staying = self._pools.state.staying(role)
-            names += [record.node_id for record in staying if size >= len(staying)]
+            if size + plan.surge(self._config, self._pools.state, role) >= len(staying):
+                names += [record.node_id for record in staying]
         return names
 
     async def _resize(self, wanted: dict[Role, int]) -> None:
