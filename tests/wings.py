@@ -36,6 +36,22 @@ class Wing:
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
     "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "formats": Wing(
+        ("api/formats/",),
+        (
+            "tests/api/formats/",
+            "tests/router/test_router_tools.py",
+            "tests/router/test_router_reasoning.py",
+            "tests/router/test_router_call_grammars.py",
+            "tests/clients/test_harmony_library.py",
+        ),
+    ),
+    "images in messages": Wing(
+        ("api/images/",), ("tests/router/test_router_images.py", "tests/benchmarks/test_images.py")
+    ),
+    "prompt embeds": Wing(
+        ("api/prompt_embeds/",), ("tests/api/prompt_embeds/", "tests/router/test_router_prompt_embeds.py")
+    ),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
 }

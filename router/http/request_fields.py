@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.api.anthropic import messages_request
 from tandem.api.field_table import FieldRefusal, FieldTable, PathFields
-from tandem.api.openai import chat_request, prompts, text_request
+from tandem.api.openai import chat_request, completion_request, text_request
 from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.api.responses import responses_request
 
@@ -13,7 +13,7 @@ _WHOLE_VECTORS = {"dimensions": FieldRefusal("texts are compared by whole vector
 FIELDS = FieldTable(
     (
         chat_request.FIELDS,
-        prompts.FIELDS,
+        completion_request.FIELDS,
         responses_request.FIELDS,
         *messages_request.FIELDS,
         *text_request.FIELDS,

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
 from tandem.api.field_table import ACCEPTED, INTERNAL, REFUSED
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.sampling import Defaults, defaults_of
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
