@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
+from tests.router.paths import of_served
 from tests.small_model import HERMES, PARIS, SAID, THOUGHT, WEATHER
 
 
@@ -129,12 +130,12 @@ def budget_router(
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [
+    of_served(
         ("/v1/chat/completions", {"thinking_token_budget": 5}),
         ("/v1/chat/completions", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
         ("/v1/chat/completions", {"thinking_token_budget": 5, "tools": [WEATHER]}),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
-    ],
+    ),
 )
 def test_reasoning_ends_when_its_budget_is_spent(
     budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]], path: str, fields: dict[str, Any]
