@@ -38,6 +38,22 @@ WINGS: dict[str, Wing] = {
     "nccl": Wing(
         ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
     ),
+    "formats": Wing(
+        ("api/formats/",),
+        (
+            "tests/api/formats/",
+            "tests/router/test_router_tools.py",
+            "tests/router/test_router_reasoning.py",
+            "tests/router/test_router_call_grammars.py",
+            "tests/clients/test_harmony_library.py",
+        ),
+    ),
+    "images in messages": Wing(
+        ("api/images/",), ("tests/router/test_router_images.py", "tests/benchmarks/test_images.py")
+    ),
+    "prompt embeds": Wing(
+        ("api/prompt_embeds/",), ("tests/api/prompt_embeds/", "tests/router/test_router_prompt_embeds.py")
+    ),
     "realtime": Wing(
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),

@@ -27,7 +27,7 @@ from tandem.api.openai.answer_types import (
     Version,
 )
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted

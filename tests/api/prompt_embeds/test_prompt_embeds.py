@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from tandem.api.openai.prompt_embeds import read_embeds
+from tandem.api.prompt_embeds.reading import read_embeds
 from tandem.base.errors import InvalidRequest
 from tandem.wire.embeds import PromptEmbeds
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.settings import ApiSettings
 from tandem.base.errors import InvalidRequest
 from tandem.wire.embeds import TYPES, PromptEmbeds
@@ -43,13 +43,7 @@ class _Tensor(NamedTuple):
     data: bytes
 
 
-async def embeds_of(request: CompletionRequest, config: ApiSettings) -> list[PromptEmbeds] | None:
-    """Returns the request's embeddings, or None when its prompt is text or tokens."""
-    given = request.prompt_embeds
-    if given is None:
-        return None
-    if not config.prompt_embeds:
-        raise InvalidRequest("prompt_embeds: this server takes none (router.prompt_embeds)", "prompt_embeds")
+async def embeds_of(request: CompletionRequest, config: ApiSettings) -> list[PromptEmbeds]:
     if request.prompt:
         raise InvalidRequest(
             "prompt_embeds: is a whole prompt; leave prompt out, or embed its tokens, too", "prompt_embeds"
@@ -58,6 +52,7 @@ async def embeds_of(request: CompletionRequest, config: ApiSettings) -> list[Pro
         value = getattr(request, name)
         if value is not None and value is not False:
             raise InvalidRequest(f"{name}: not with prompt_embeds, which have no tokens", name)
+    given = request.prompt_embeds or []
     tensors = [given] if isinstance(given, str) else given
     found: list[PromptEmbeds] = []
     for index, tensor in enumerate(tensors):

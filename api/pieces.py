@@ -70,15 +70,3 @@ class NotesCalls:
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
-
-
-def json_text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def json_value(text: str) -> Any:
-    """Parses JSON. Returns None for invalid text and for null: neither is a call."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return None
