@@ -35,7 +35,13 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "nccl": Wing(
+        ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
+    ),
+    "realtime": Wing(
+        ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
+        ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
+    ),
     "simulator": Wing(("simulator/",), ("tests/simulator/",), ("trace and why", "replay", "bench")),
     "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
@@ -45,6 +51,22 @@ WINGS: dict[str, Wing] = {
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "tiers": Wing(
+        ("kvtransfer/offload/", "wire/sharing.py"),
+        (
+            "tests/kvtransfer/offload/",
+            "tests/engine/scheduling/test_tiers.py",
+            "tests/engine/test_tiers_text.py",
+            "tests/node/test_node_tiers.py",
+            "tests/integration/test_restarted_readers.py",
+            "tests/integration/test_serve_tiers.py",
+            "tests/integration/test_shared_tiers.py",
+            "tests/integration/test_shared_tiers_random.py",
+            "tests/integration/test_tiers_between_engines.py",
+        ),
+    ),
+    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
+    "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
 }
 
 
