@@ -82,6 +82,7 @@ WINGS: dict[str, Wing] = {
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
     ),
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
+    "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
 }
 
 

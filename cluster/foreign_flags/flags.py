@@ -438,12 +438,12 @@ class _ForeignFlags(argparse.Action):
         setattr(namespace, self.dest, given)
 
 
-def translated(name: str, value: str) -> list[Assignment] | None:
-    """Returns what a flag that Tandem and vLLM share sets, if the value is in vLLM's words; None for other flags."""
+def translated(name: str, value: str) -> list[Assignment]:
+    """Returns what a flag that Tandem and vLLM share sets, if the value is in vLLM's words; [] for other flags."""
     for flag in VLLM:
         if name in flag.names and isinstance(flag.becomes, SettingFlag):
             return flag.becomes.convert([value])
-    return None
+    return []
 
 
 def read_flags(

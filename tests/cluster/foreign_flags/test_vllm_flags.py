@@ -15,9 +15,7 @@ from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.setting_options import read_settings
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.setting_names import dotted, known_settings
-from tandem.cluster.settings import SettingsError
-from tandem.cluster.vllm_flags import (
+from tandem.cluster.foreign_flags.flags import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     VLLM,
@@ -26,9 +24,11 @@ from tandem.cluster.vllm_flags import (
     StandingFlag,
     table,
 )
+from tandem.cluster.setting_names import dotted, known_settings
+from tandem.cluster.settings import SettingsError
 from tandem.router.config import name_of_key
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "from-vllm.md"
 
 
 @pytest.fixture(autouse=True)
@@ -271,7 +271,7 @@ def test_the_command_takes_or_answers_each_name_of_a_flag(
 
 def test_the_page_shows_the_table() -> None:
     assert "\n".join(table()) in PAGE.read_text(encoding="utf-8"), (
-        "docs/from-vllm.md differs from cluster/vllm_flags.py: put what `table()` yields into it"
+        "docs/from-vllm.md differs from cluster/foreign_flags/flags.py: put what `table()` yields into it"
     )
 
 
