@@ -83,6 +83,24 @@ WINGS: dict[str, Wing] = {
     ),
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
+    "ranks": Wing(
+        ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
+        (
+            "tests/node/ranks/",
+            "tests/kvtransfer/kv_wide_engine.py",
+            "tests/kvtransfer/test_rank_lines.py",
+            "tests/kvtransfer/test_wide_caches.py",
+            "tests/kvtransfer/test_wide_faults.py",
+            "tests/kvtransfer/offload/test_tier_ranks.py",
+            "tests/engine/model/test_stages.py",
+            "tests/engine/model/test_wide.py",
+            "tests/integration/far_machines.py",
+            "tests/integration/test_machines.py",
+            "tests/integration/test_ranks.py",
+            "tests/integration/test_serve_ranks.py",
+            "tests/integration/test_spread_nodes.py",
+        ),
+    ),
 }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tandem.base.errors import InternalError, TandemError, TransferError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
-from tandem.kvtransfer.nixl.rank_lines import (
+from tandem.kvtransfer.nixl.ranks.lines import (
     CacheOpened,
     CloseCache,
     CloseEarlierWays,

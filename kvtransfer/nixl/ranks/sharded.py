@@ -2,7 +2,7 @@
 nodes.
 
 The protocol knows one pool, whose blocks have all heads. This transport splits each of its moves into moves between
-shards (`protocol.shards`). This rank posts its own, tells the other ranks theirs (`rank_lines`), and the move is
+shards (`protocol.shards`). This rank posts its own, tells the other ranks theirs (`lines`), and the move is
 done when all of them are. If one of them fails, the move fails, but only when the others are over: until then they
 touch memory.
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from tandem.base.errors import ConfigurationError, InternalError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
-from tandem.kvtransfer.nixl.rank_lines import (
+from tandem.kvtransfer.nixl.ranks.lines import (
     CacheOpened,
     CloseCache,
     CloseEarlierWays,
