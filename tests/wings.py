@@ -35,9 +35,31 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "nccl": Wing(
+        ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
+    ),
+    "realtime": Wing(
+        ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
+        ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
+    ),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "tiers": Wing(
+        ("kvtransfer/offload/", "wire/sharing.py"),
+        (
+            "tests/kvtransfer/offload/",
+            "tests/engine/scheduling/test_tiers.py",
+            "tests/engine/test_tiers_text.py",
+            "tests/node/test_node_tiers.py",
+            "tests/integration/test_restarted_readers.py",
+            "tests/integration/test_serve_tiers.py",
+            "tests/integration/test_shared_tiers.py",
+            "tests/integration/test_shared_tiers_random.py",
+            "tests/integration/test_tiers_between_engines.py",
+        ),
+    ),
+    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
+    "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
 }
 
 
