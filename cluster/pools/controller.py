@@ -503,3 +503,5 @@ class Controller:
                 f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )
+        # A rollout takes the others away.
+        check_writers(self._pools.state.resized(role, -1))

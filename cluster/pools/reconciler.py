@@ -516,7 +516,9 @@ class Reconciler:
 
     async def _look_at_rollout(self) -> None:
         async with self.writing():
-            if self.state.rollout is None or not self.has_looked:  # routers that serve may not be launched yet
+            if (
+                self.state.rollout is None or not self.has_looked
+            ):  # routers that serve may not be launched yet
                 return
             facts = self._watch.facts(self.state, self.config, self.machines)
             step = rollout.next_step(

@@ -276,6 +276,20 @@ async def test_a_node_that_was_left_out_on_the_way_back_is_tried_again_with_its_
 
 
 @in_loop
+async def test_the_new_one_of_the_only_two_that_write_answers_is_not_drained() -> None:
+    """The pool would have no size left, and the rollout takes the old one away."""
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(5.0)
+        assert {"decode-0", "decode-1"} < rig.routed
+        with pytest.raises(ConfigurationError, match="no node would be left to decode"):
+            await rig.controller.drain_node("decode-1", 1.0)
+        await rig.clock.advance(LONG_S)
+        assert rig.routed == {"prefill-1", "decode-1"}
+
+
+@in_loop
 async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         await rig.controller.start()
