@@ -36,6 +36,16 @@ class Wing:
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
     "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "speculation": Wing(
+        ("engine/model/speculation/",),
+        (
+            "tests/engine/test_draft_model.py",
+            "tests/engine/test_eagle.py",
+            "tests/engine/model/test_ngram.py",
+        ),
+    ),
+    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
 }
