@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,6 +101,16 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_spread_nodes.py",
         ),
     ),
+    "speculation": Wing(
+        ("engine/model/speculation/",),
+        (
+            "tests/engine/test_draft_model.py",
+            "tests/engine/test_eagle.py",
+            "tests/engine/model/test_ngram.py",
+        ),
+    ),
+    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
 }
 
 
@@ -138,14 +148,17 @@ def module_of(file: str) -> str:
     return "tandem." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_in(file: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported_in(file: str) -> list[tuple[int, str]]:
     """Every module of ours that a file imports, anywhere in it: type checking needs them, too."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, each.name) for each in node.names)
+            found += [(node.lineno, each.name) for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{each.name}") for each in node.names)
+            found += [(node.lineno, f"{node.module}.{each.name}") for each in node.names]
+            found.append((node.lineno, node.module))
+    return [(line, name) for line, name in found if name.startswith("tandem.")]
 
 
 def who_imports(names: Iterable[str], files: Iterable[str]) -> list[str]:

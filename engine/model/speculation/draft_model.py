@@ -1,4 +1,4 @@
-"""Makes drafts greedily with a small model that has the same tokenizer, or from the text itself.
+"""Makes drafts greedily with a small model that has the same tokenizer.
 
 The draft model has its own KV cache, whose blocks have the model's block numbers: the owner of a block of the pool owns both. So the
 scheduler keeps no second account, and the draft model is not told of preemptions, prefix hits, aborts or transfers. Instead it
@@ -8,8 +8,6 @@ transferring its KV as well would take more of the link, and would bind prefill 
 decoding needs.
 
 Drafts cannot make an answer wrong. The model verifies each one, and a wrong one only costs time.
-
-Drafts from the text itself are what followed the last occurrence of the newest tokens (`propose_from_text`).
 """
 
 from __future__ import annotations
@@ -24,35 +22,13 @@ import numpy.typing as npt
 import torch
 
 from tandem.engine.model.batching import RequestRows, ScheduledTokens, build_batch
+from tandem.engine.model.parts import Drafts
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.staging import DeviceMark, on
-
-_LONGEST, _SHORTEST = 4, 2
-
-
-def propose_from_text(tokens: npt.NDArray[np.int32], num_drafts: int) -> list[int]:
-    """Returns up to `num_drafts` tokens that may follow `tokens`: those after the longest earlier match of the newest tokens, and the
-    latest of equally long ones."""
-    for length in range(min(_LONGEST, len(tokens) - 1), _SHORTEST - 1, -1):
-        # Starts 0 .. len - length - 1: matches before the newest tokens themselves, with at least one token after them.
-        ends = len(tokens) - length
-        matches = tokens[:ends] == tokens[-length]
-        for offset in range(1, length):
-            matches &= tokens[offset : ends + offset] == tokens[offset - length]
-        starts = np.flatnonzero(matches)
-        if starts.size:
-            # In overlapping repetition ("a a a a") few tokens follow the latest match. Prefer one that enough tokens follow.
-            full = starts[starts + length + num_drafts <= len(tokens)]
-            start = int(full[-1] if full.size else starts[0]) + length
-            return [int(token) for token in tokens[start : start + num_drafts]]
-    return []
-
 
 _READING_S = 0.02  # the time after one step for reading prompts that are new to the draft model
 _FIRST_PIECE, _MOST_READ = 64, 2048  # tokens
 _FADES = 0.8
-
-Drafts = dict[str, list[int]]
 
 
 @dataclasses.dataclass(slots=True)

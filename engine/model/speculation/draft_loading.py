@@ -10,18 +10,22 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
-from tandem.engine.config import ModelConfig
+from tandem.engine.config import ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
+from tandem.engine.model.capabilities import ModelLoad
 from tandem.engine.model.checkpoint import choose_dtype, read_config
 from tandem.engine.model.context import context_length
-from tandem.engine.model.draft_model import DraftModel
+from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.memory import allocate_cache
-from tandem.engine.model.paths import ForwardShape, LoadedModel, load_general, load_native
-from tandem.engine.model.source import ModelSource, Progress, find_source
+from tandem.engine.model.paths import load_general, load_native
+from tandem.engine.model.source import ModelSource, find_source
+from tandem.engine.model.speculation.draft_model import DraftModel
+from tandem.engine.model.wings import capabilities_for
 from tandem.engine.structured.grammars import tokenizer_json
 
 if TYPE_CHECKING:
-    from tandem.engine.model.eagle_loading import LoadedHead
+    from tandem.engine.model.observed import ObservedLayers
+    from tandem.engine.model.speculation.eagle_loading import LoadedHead
 
 # Heads of these types read the model's own hidden states, and are no models by themselves.
 _HEADS = ("eagle", "medusa", "mtp", "mlpspeculator", "nextn")
@@ -66,23 +70,16 @@ class LoadedDraftModel:
 
 
 def load_draft_model(
-    model: ModelConfig,
-    target: ModelSource,
-    plan: CachePlan,
-    guessed: LoadedModel,
-    device: torch.device,
-    threads: int,
-    progress: Progress,
-    native: bool,
+    loading: ModelLoad, plan: CachePlan, guessed: LoadedModel, observed: ObservedLayers | None
 ) -> LoadedDraftModel | LoadedHead:
-    """`target`, `plan` and `guessed` belong to the model that drafts are made for. Raises a ConfigurationError."""
-    source = find_source(model.draft)
+    """All arguments belong to the model that drafts are made for. Raises a ConfigurationError."""
+    target, source = loading.source, find_source(loading.model.draft)
     if not any(group.keeps_every_token for group in plan.groups):
         raise ConfigurationError(
             f"model.draft cannot guess for {target.name}: none of its layers keeps every token, and the draft model's keys and "
             "values lie where such a layer's do. Leave model.draft empty"
         )
-    from tandem.engine.model.eagle_loading import is_head, load_head  # they need transformers
+    from tandem.engine.model.speculation.eagle_loading import is_head, load_head  # they need transformers
 
     if is_head(source):
         return load_head(
@@ -92,8 +89,8 @@ def load_draft_model(
             guessed.vocab_size,
             guessed.vector_size,
             guessed.dtype,
-            device,
-            guessed.observed,
+            loading.device,
+            observed,
         )
     config = read_config(source)
     for name in source.read_json("config.json").get("architectures") or ():
@@ -103,17 +100,21 @@ def load_draft_model(
                 "EAGLE's are served, whose files have fc.weight. Name one, or a small model with the same tokenizer"
             )
     check_vocabularies(target, source)
-    dtype = choose_dtype(model.dtype, source, config)
-
-    def tell(what: str, share: float) -> None:
-        progress(f"draft model: {what}", share)
-
+    # Loaded with what its own files need, and nothing of what is asked of the other model.
+    own = dataclasses.replace(
+        loading,
+        model=ModelConfig(pooling="none"),
+        scheduler=SchedulerConfig(),
+        source=source,
+        config=config,
+        dtype=choose_dtype(loading.model.dtype, source, config),
+        progress=lambda what, share: loading.progress(f"draft model: {what}", share),
+        shard=None,
+    )
     # Loading a model sets the number of torch's threads for it. The two models together need the larger number.
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    loaded = load_native(source, config, dtype, device, threads, tell) if native else None
-    if loaded is None:
-        loaded = load_general(source, config, dtype, device, threads, tell)
+    torch.set_num_threads(loading.threads)
+    loaded = (load_native(own) if loading.native else None) or load_general(own, capabilities_for(own))
     torch.set_num_threads(max(threads_before, torch.get_num_threads()))
     if loaded.states is not None or any(layer.window is not None for layer in loaded.layers):
         raise ConfigurationError(

@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.engine.model.batching import RequestRows, ScheduledTokens, build_batch
-from tandem.engine.model.draft_model import Drafts
+from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice, build_batch
+from tandem.engine.model.parts import AskedRequest, Drafts, RunnerPart
 from tandem.engine.model.runner import Batch, Forward
-from tandem.engine.model.staging import on
+from tandem.engine.model.staging import on, to_device
 
 if TYPE_CHECKING:
-    from tandem.engine.model.hidden_states import ObservedLayers
+    from tandem.engine.model.observed import ObservedLayers
 
 _MOST_WAITING = 256  # hidden states that are kept for a request which gets no drafts for a while
 
@@ -52,7 +52,7 @@ class _Progress:
         return self.waiting.shape[0] if self.waiting is not None else 0
 
 
-class EagleHead:
+class EagleHead(RunnerPart):
     """Only the step thread uses it. It reads the runner's block tables and tokens."""
 
     def __init__(
@@ -71,7 +71,7 @@ class EagleHead:
     ) -> None:
         """`table` is the index of the model's block table that keeps every token. `words` maps the head's tokens to the model's, if they
         differ. `observed` are the layers that an EAGLE-3 head reads instead of the last hidden states."""
-        self._words, self.observed = words, observed
+        self._words, self._observed = words, observed
         self._forward = forward
         self._join = join
         self._device = device
@@ -80,6 +80,9 @@ class EagleHead:
         self._max_model_len = max_model_len
         self._clock = clock
         self._progress: dict[int, _Progress] = {}
+        self._most: dict[int, int] = {}  # the tokens that each row's request may get
+        # Of the pass that is computed, the requests that it makes drafts for; None when there is none.
+        self._wanted: npt.NDArray[np.bool_] | None = None
         # The hash of each block's content; 0: the block is not complete.
         self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
         self.num_read = 0  # rows of prompts and answers, without drafts
@@ -89,16 +92,44 @@ class EagleHead:
     def forget_requests(self) -> None:
         self._progress.clear()
 
-    def take(
+    def add(self, row: int, asked: AskedRequest, requests: RequestRows) -> None:
+        self._most[row] = asked.facts.sampling.max_tokens
+
+    def prepare(
+        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
+    ) -> Batch:
+        self._wanted = self._wants_drafts(scheduled, requests)
+        if self._wanted is None or self._observed is not None:
+            return batch
+        rows = np.flatnonzero(np.repeat(self._wanted, np.diff(scheduled.query_start)))
+        return dataclasses.replace(batch, hidden_rows=to_device(rows, self._device))
+
+    def _wants_drafts(
+        self, scheduled: ScheduledTokens, requests: RequestRows
+    ) -> npt.NDArray[np.bool_] | None:
+        """The requests that it makes drafts for: those that may get more than one token, so none on a prefill node. Returns None when there
+        is none, and for a pass with a request for a vector, which reads the hidden states."""
+        rows: list[int] = scheduled.rows.tolist()
+        if not requests.silent.isdisjoint(rows):
+            return None
+        said = requests.num_tokens[scheduled.rows] - requests.num_prompt_tokens[scheduled.rows]
+        found: npt.NDArray[np.bool_] = np.array([self._most[row] for row in rows]) > said + 1
+        return found if found.any() else None
+
+    def computed(
         self,
-        requests: RequestRows,
         batch: Batch,
         scheduled: ScheduledTokens,
-        wanted: npt.NDArray[np.bool_],
-        hidden: torch.Tensor | None,
+        requests: RequestRows,
+        started: StepOnDevice,
+        forward: Forward,
     ) -> None:
-        """Takes the model's hidden states for all rows of a step's `wanted` requests. A prompt's rows are read at once, because the token
-        after each is known; other rows wait for their next token."""
+        """Takes the model's hidden states for all rows of the wanted requests. A prompt's rows are read at once, because the token after each
+        is known; other rows wait for their next token."""
+        wanted = self._wanted
+        if wanted is None:
+            return
+        hidden = forward.hidden if self._observed is None else None
         reading: list[str] = []
         counts = np.diff(scheduled.query_start)
         ends = np.cumsum(counts * wanted)
@@ -108,8 +139,8 @@ class EagleHead:
             count, end = int(counts[index]), int(ends[index])
             first = int(batch.host_context_lens[index]) - count
             start = int(scheduled.query_start[index])
-            if self.observed is not None:
-                self._keep(requests, row, first, self.observed.states(start, start + count).flatten(1))
+            if self._observed is not None:
+                self._keep(requests, row, first, self._observed.states(start, start + count).flatten(1))
             elif hidden is not None:
                 self._keep(requests, row, first, hidden[end - count : end].clone())
             if not scheduled.samples[index]:

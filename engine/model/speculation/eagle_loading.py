@@ -23,13 +23,13 @@ from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.content import weight_files
-from tandem.engine.model.eagle import EagleHead
 from tandem.engine.model.general import keep_rotary_constant
-from tandem.engine.model.hidden_states import ObservedLayers
+from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.memory import allocate_cache
-from tandem.engine.model.paths import ForwardShape
+from tandem.engine.model.observed import ObservedLayers
 from tandem.engine.model.probe import probe_attention
 from tandem.engine.model.source import ModelSource
+from tandem.engine.model.speculation.eagle import EagleHead
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 
 _EMBEDDINGS = "model.embed_tokens.weight"

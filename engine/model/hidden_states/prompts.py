@@ -1,7 +1,7 @@
 """Writes prompts' hidden states to files, one for each request that asks for it, for training draft heads or probes.
 
-Hooks keep the chosen layers' inputs of each pass. A prompt's rows are copied to the host chunk by chunk, and a thread writes the file
-when the prompt is complete. A preempted request is computed again from its first token, and its rows are collected again.
+A prompt's rows are copied to the host chunk by chunk, and a thread writes the file when the prompt is complete. A preempted request is
+computed again from its first token, and its rows are collected again.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
-from transformers import PreTrainedModel
 
 from tandem.base.errors import ConfigurationError, InternalError
-from tandem.engine.model.batching import RequestRows, ScheduledTokens
-from tandem.engine.model.runner import Batch
+from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice
+from tandem.engine.model.observed import ObservedLayers
+from tandem.engine.model.parts import AskedRequest, RunnerPart
+from tandem.engine.model.runner import Batch, Forward
 
 logger = logging.getLogger(__name__)
 
@@ -33,77 +31,45 @@ SUFFIX = ".safetensors"
 _MOST_BYTES = 2 << 30
 
 
-class ObservedLayers:
-    """The inputs of some layers in the last pass, numbered as in transformers' `output_hidden_states`: 0 is the first layer's input, the
-    tokens' embeddings, and the last number is the head's input. Negative numbers count from the end."""
-
-    def __init__(self, name: str, model: PreTrainedModel, numbers: Sequence[int]) -> None:
-        layers = _layers_of(name, model)
-        total = len(layers)
-        for number in numbers:
-            if not -total - 1 <= number <= total:
-                raise ConfigurationError(
-                    f"model.hidden_states_layers has {number}, and {name} has {total} layers: the numbers are 0, the tokens' embeddings, "
-                    f"to {total}, what the head reads; or -1 to {-total - 1}, counted from the end"
-                )
-        self.numbers = [number % (total + 1) for number in numbers]
-        self._noted: dict[int, torch.Tensor] = {}
-        for number in set(self.numbers):
-            if number < total:
-                layers[number].register_forward_pre_hook(self._note_input(number), with_kwargs=True)
-            else:
-                model.base_model.register_forward_hook(self._note_output(number))
-
-    def rows(self, begin: int, end: int) -> torch.Tensor:
-        """[tokens, layers, hidden size] for these rows of the last pass, in host memory."""
-        return self.states(begin, end).cpu()
-
-    def states(self, begin: int, end: int) -> torch.Tensor:
-        """The same, on the model's device."""
-        return torch.stack([self._noted[number][0, begin:end] for number in self.numbers], dim=1)
-
-    def _note_input(self, number: int) -> Any:
-        def note(_module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            # Later layers may change this tensor in place.
-            self._noted[number] = (given[0] if given else named["hidden_states"]).clone()
-
-        return note
-
-    def _note_output(self, number: int) -> Any:
-        def note(_module: nn.Module, _given: Any, output: Any) -> None:
-            self._noted[number] = output[0]
-
-        return note
-
-
-def _layers_of(name: str, model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ConfigurationError(f"{name} keeps its layers in no list: leave model.hidden_states_folder out")
-
-
 @dataclasses.dataclass(slots=True)
 class _Prompt:
     tokens: int = 0  # tokens whose states are collected
     pieces: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
-class HiddenStates:
-    """Collects the hidden states of prompts. Only the step thread uses it."""
+class HiddenStates(RunnerPart):
+    """Collects the hidden states of prompts whose requests ask for a file."""
 
     def __init__(self, observed: ObservedLayers, folder: str) -> None:
         self._observed = observed
         self._files = StatesFiles(folder)
+        self._names: dict[int, str] = {}  # the file for each request's hidden states, by row
         self._prompts: dict[int, _Prompt] = {}  # by the request's row
 
-    def take(
-        self, names: Mapping[int, str], batch: Batch, scheduled: ScheduledTokens, requests: RequestRows
+    @property
+    def is_full(self) -> bool:
+        return self._files.is_full
+
+    def add(self, row: int, asked: AskedRequest, requests: RequestRows) -> None:
+        if asked.facts.sampling.hidden_states is not None:
+            self._names[row] = asked.facts.sampling.hidden_states
+
+    def clear(self, row: int) -> None:
+        self._names.pop(row, None)
+        self._prompts.pop(row, None)
+
+    def computed(
+        self,
+        batch: Batch,
+        scheduled: ScheduledTokens,
+        requests: RequestRows,
+        started: StepOnDevice,
+        forward: Forward,
     ) -> None:
-        """Call it after each pass. `names` has the file of each request that asks for one, by row."""
+        if not self._names:
+            return
         for index, row in enumerate(scheduled.rows.tolist()):
-            if row not in names:
+            if row not in self._names:
                 continue
             begin, end = int(scheduled.query_start[index]), int(scheduled.query_start[index + 1])
             context, whole = int(batch.host_context_lens[index]), int(requests.num_prompt_tokens[row])
@@ -123,15 +89,8 @@ class HiddenStates:
                 del self._prompts[row]
                 token_ids = torch.from_numpy(requests.tokens[row, :whole].astype("int64"))
                 self._files.write(
-                    names[row], {"token_ids": token_ids, "hidden_states": torch.cat(prompt.pieces)}
+                    self._names[row], {"token_ids": token_ids, "hidden_states": torch.cat(prompt.pieces)}
                 )
-
-    def forget(self, row: int) -> None:
-        self._prompts.pop(row, None)
-
-    @property
-    def is_full(self) -> bool:
-        return self._files.is_full
 
 
 class StatesFiles:
