@@ -42,7 +42,10 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("trace and why", "replay", "bench")),
+    "simulator": Wing(
+        ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
+    ),
+    "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
     "bench": Wing(
