@@ -58,7 +58,9 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("trace and why", "replay", "bench")),
+    "simulator": Wing(
+        ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
+    ),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -111,6 +113,7 @@ WINGS: dict[str, Wing] = {
     ),
     "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
+    "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
 }
 
 

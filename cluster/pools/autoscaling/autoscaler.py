@@ -6,7 +6,8 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.pools.autoscaling import (
+from tandem.cluster.pools.autoscaling.load_meter import LoadMeter
+from tandem.cluster.pools.autoscaling.rules import (
     MOST_TIMES,
     Breach,
     PoolBounds,
@@ -15,7 +16,6 @@ from tandem.cluster.pools.autoscaling import (
     at_its_limit,
     decide,
 )
-from tandem.cluster.pools.load_meter import LoadMeter
 from tandem.cluster.tasks import Clock
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.cluster.pools.autoscaling import PoolLoad
+from tandem.cluster.pools.autoscaling.rules import PoolLoad
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig, TandemConfig
-from tandem.cluster.pools.autoscaler import Autoscaler
-from tandem.cluster.pools.autoscaling import PoolBounds, Resize
+from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
+from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import FakeClock

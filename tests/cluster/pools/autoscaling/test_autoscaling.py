@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig
-from tandem.cluster.pools.autoscaling import (
+from tandem.cluster.pools.autoscaling.load_meter import LoadMeter
+from tandem.cluster.pools.autoscaling.rules import (
     MOST_TIMES,
     Breach,
     PoolBounds,
@@ -18,12 +19,11 @@ from tandem.cluster.pools.autoscaling import (
     QuietTimes,
     decide,
 )
-from tandem.cluster.pools.load_meter import LoadMeter
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
+from tests.cluster.pools.autoscaling.pool_simulation import PROMPT, READS_PER_S, Simulation
 from tests.cluster.pools.helpers import in_loop
-from tests.cluster.pools.pool_simulation import PROMPT, READS_PER_S, Simulation
 
 SLO = SloConfig(ttft_s=2.0, inter_token_s=0.1)
 CONFIG = AutoscalingConfig(period_s=1.0, grow_after_s=5.0, shrink_after_s=20.0, settle_s=3.0)
