@@ -52,6 +52,7 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_tiers_between_engines.py",
         ),
     ),
+    "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
     "ranks": Wing(
         ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
