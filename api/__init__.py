@@ -4,6 +4,8 @@ Floor 2: it imports wire and base. It makes plans (`SequenceSpec`) of checked re
 generate (`ReadableLives`).
 
     settings    what an operator may set of it
+    json_body   a request's body, from bytes to a checked type
+    field_table     which fields each path obeys, takes without effect, and refuses
     sequence    one sequence that a request asks for
     lives       a generation as its reader sees it
     logprob_store   the log-probabilities of an answer's tokens

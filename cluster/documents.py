@@ -16,7 +16,7 @@ from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
 from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
 from tandem.cluster.vllm_flags import table as flags_table
-from tandem.router.http.field_table import table as fields_table
+from tandem.router.http.request_fields import FIELDS
 from tandem.wire.nodes import Role
 
 DOCS = FilePath(__file__).resolve().parents[1] / "docs"
@@ -71,7 +71,7 @@ def vllm_page(page: str) -> str:
 
 
 def api_page(page: str) -> str:
-    return _with_table(page, fields_table())
+    return _with_table(page, FIELDS.lines())
 
 
 def _with_table(page: str, lines: Iterator[str]) -> str:

@@ -43,6 +43,7 @@ from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.siblings import SentReports, Siblings
 from tandem.router.tracing.traces import Traces
+from tandem.router.wings import RouterWing, wing_types
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo, PoolReport
@@ -88,6 +89,7 @@ class RouterServer:
         self._config = config
         self._control = control
         self._services: Services | None = None
+        self._wings: list[RouterWing] = []
         self._http: HttpServer | None = None
         self._exporter: OtlpExporter | None = None
         self._probe = ListenerProbe()
@@ -144,6 +146,7 @@ class RouterServer:
             )
             images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
+            self._wings = [wing(self._services) for wing in wing_types()]
             self._listen_to_nodes()
             self._listener, self._accepts_by = (
                 (listener, tally),
@@ -240,7 +243,7 @@ class RouterServer:
         limits, timeouts = self._config.limits, self._config.timeouts
         tls = self._config.tls_certificate, self._config.tls_key
         self._http = HttpServer(
-            make_app(services),
+            make_app(services, self._wings),
             Limits(limits.header_bytes, limits.connections),
             Timeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
             error_body,

@@ -38,6 +38,12 @@ WINGS: dict[str, Wing] = {
     "nccl": Wing(
         ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
     ),
+    "realtime": Wing(
+        ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
+        ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
+    ),
+    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
+    "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
         (
@@ -72,8 +78,7 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_spread_nodes.py",
         ),
     ),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
-    "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
+from tandem.api.field_table import FieldRefusal, PathFields
 from tandem.api.formats.detection import format_of
 from tandem.api.formats.lark import JsonObject
 from tandem.api.formats.plain_tools import told_in_words
@@ -67,6 +68,27 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
     best_of: Choices | None = None
     suffix: str | None = None
 
+
+_NO_REASONING = "a text is completed without the chat template, so without its reasoning"
+FIELDS = PathFields(
+    "/v1/completions",
+    CompletionRequest,
+    generates=True,
+    refused={
+        "messages": FieldRefusal("send prompt, or a chat to /v1/chat/completions"),
+        "max_completion_tokens": FieldRefusal("use max_tokens"),
+        "max_output_tokens": FieldRefusal("use max_tokens"),
+        "stop_sequences": FieldRefusal("use stop"),
+        "top_logprobs": FieldRefusal("logprobs is their number in a completion", (0,)),
+    },
+    accepted={
+        "reasoning_effort": _NO_REASONING,
+        "include_reasoning": _NO_REASONING,
+        "enable_thinking": _NO_REASONING,
+        "thinking": _NO_REASONING,
+        "prompt_cache_key": "use the header x-session-id",
+    },
+)
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tandem.api.anthropic.messages_answer import MessageStream, whole_message
-from tandem.api.anthropic.messages_request import MessagesRequest, as_chat
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, LoopTurn
 from tandem.api.openai.chat_answer import ChatStream, whole_chat
 from tandem.api.openai.chat_request import ChatRequest
@@ -69,7 +67,6 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
 
 COMPLETIONS = GenerateEndpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
 CHAT = GenerateEndpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStream)
-MESSAGES = GenerateEndpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
 
 async def generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:

@@ -8,7 +8,6 @@ from typing import Protocol
 from tandem.api.openai.prompts import ServedModel
 from tandem.api.responses.response_store import ResponseStore
 from tandem.base.tasks import Tasks
-from tandem.http_server.turns import Turns
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
@@ -51,7 +50,6 @@ class Services:
     siblings: Siblings
     figures: SharedFigures
     others: OtherModels
-    frame_turns: Turns = dataclasses.field(default_factory=Turns)  # for realtime sessions to read
     control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
 

@@ -15,8 +15,7 @@ from tandem.engine.request import Request
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.prefixes import Prefixes
-from tandem.wire.requests import RequestFacts
-from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 BLOCK = 4
 BLOCKS = 6
@@ -48,9 +47,7 @@ GROUPS = [
 
 
 def a_request() -> Request:
-    request = Request(
-        "r", RequestFacts(prompt_token_ids=list(range(BLOCKS * BLOCK)), sampling=SamplingParams())
-    )
+    request = made_request("r", range(BLOCKS * BLOCK))
     request.hash_with(HASHER)
     return request
 

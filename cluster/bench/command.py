@@ -16,11 +16,14 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, TandemError
 from tandem.cluster.api_client import key_from_environment
+from tandem.cluster.commands.output import add_output, wants_json
+from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.models.store import find_model
 from tandem.cluster.saving import as_json, check_file, check_picture, new_figure, save_picture, write_json
 from tandem.cluster.trace.command import TraceClient
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_trace
+from tandem.loadgen import options as load_options
 from tandem.loadgen.api import Api, ListedModel, RequestShape, served_models
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import LoadStream, arrival_times, make_sessions
@@ -42,9 +45,17 @@ _BUSY_GENERATOR = 0.7
 _INTERRUPTED = 130
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    load_options.add_arguments(parser)
+    add_output(parser)
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns 0 when it measured, 1 when no request succeeded, 130 when it was interrupted; then it shows what it measured until then.
     Raises ConfigurationError for what the operator can correct."""
+    args.url = choose_url(args.url)
+    if wants_json(args) and args.json is None:
+        args.json = Path("-")
     options = options_from(args)
     _check_files(options)
     return asyncio.run(_measure(options, Console(stderr=True)))

@@ -22,7 +22,7 @@ from tandem.api.text.tokenizer import (
     WordCache,
     keeps_words,
 )
-from tests.router.conftest import CORPUS
+from tests.small_model import CORPUS
 
 MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
 KINDS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise, takewhile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from tandem.api.formats.registry import CALLS, MENTIONED, REASONING
 from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.base.errors import InvalidRequest
+from tests.small_model import TEMPLATES
 
-FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 FAMILIES: dict[str, tuple[ToolFormat, ReasoningName]] = {
@@ -107,11 +106,11 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 
 def family(name: str) -> ChatTemplate:
-    return ChatTemplate({"default": (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")}, VARIABLES)
+    return ChatTemplate({"default": (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")}, VARIABLES)
 
 
 def test_every_template_is_in_the_table() -> None:
-    assert sorted(FAMILIES) == sorted(path.stem for path in FOLDER.glob("*.jinja"))
+    assert sorted(FAMILIES) == sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
     assert len(FAMILIES) >= 15
 
 
@@ -125,7 +124,7 @@ def test_a_template_is_rendered_as_transformers_renders_it(name: str, chat: str)
     try:
         (expected,), _ = render_jinja_template(
             [messages],
-            chat_template=(FOLDER / f"{name}.jinja").read_text(encoding="utf-8"),
+            chat_template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"),
             tools=options.get("tools"),
             add_generation_prompt=options.get("add_generation_prompt", True),
             continue_final_message=options.get("continue_final_message", False),

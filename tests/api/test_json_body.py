@@ -5,14 +5,22 @@ import json
 import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.api import json_body
+from tandem.api.json_body import parse_object
 from tandem.base.errors import InvalidRequest
-from tandem.router.config import Limits
-from tandem.router.http import json_body
-from tandem.router.http.json_body import parse_object
+
+
+class Limits(msgspec.Struct, frozen=True):
+    json_depth: int
+    json_containers: int = 200_000
+    json_items: int = 2_000_000
+    json_members: int = 200_000
+
 
 DEPTH = 8
 CONTAINERS = 1000

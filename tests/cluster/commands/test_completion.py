@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.cli import main, make_parser
-from tandem.cluster.completion import SCRIPTS, complete
+from tandem.cluster.commands.completion import SCRIPTS, complete
 
 
 def offered(line: str) -> list[str]:

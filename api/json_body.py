@@ -20,14 +20,13 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
+from tandem.api.field_table import INTERNAL, FieldTable
 from tandem.api.openai.mistakes import explain
 from tandem.base.errors import InvalidRequest
-from tandem.router.config import Limits, UnknownFields
-from tandem.router.http.field_table import INTERNAL, refusal_of, takes_without_effect
 
 # The largest single match, and the largest piece.
 WINDOW = 256 << 10
@@ -44,6 +43,17 @@ _UNITS = re.compile(
 
 Decode = Callable[[str], Any]
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+class JsonLimits(Protocol):
+    @property
+    def json_depth(self) -> int: ...
+    @property
+    def json_containers(self) -> int: ...
+    @property
+    def json_items(self) -> int: ...
+    @property
+    def json_members(self) -> int: ...
 
 
 def decode_in_pieces(text: str, decode: Decode, window: int = WINDOW) -> Any:
@@ -161,7 +171,7 @@ _WINDOW_BYTES = 256 << 10
 _AT_ONCE_BYTES = 64 << 10
 
 
-def parse_object(body: bytes | bytearray, limits: Limits) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray, limits: JsonLimits) -> dict[str, Any]:
     max_depth = limits.json_depth
     if (
         len(body) <= _AT_ONCE_BYTES
@@ -226,7 +236,7 @@ def _faultless(body: bytes | bytearray, max_depth: int) -> dict[str, Any] | None
     return value if depth <= max_depth and colons == body.count(b":") else None
 
 
-def _has_few_marks(body: bytes | bytearray, limits: Limits) -> bool:
+def _has_few_marks(body: bytes | bytearray, limits: JsonLimits) -> bool:
     if len(body) <= min(limits.json_containers, limits.json_items, limits.json_members):
         return True
     return (
@@ -236,7 +246,7 @@ def _has_few_marks(body: bytes | bytearray, limits: Limits) -> bool:
     )
 
 
-def _check_counts(body: bytes | bytearray, limits: Limits) -> None:
+def _check_counts(body: bytes | bytearray, limits: JsonLimits) -> None:
     """Checks the numbers of values before parsing, because an empty array of two bytes takes thirty times as
     much memory.
 
@@ -363,7 +373,7 @@ def _printable(key: str) -> str:
 
 
 def read_request(
-    body: Mapping[str, Any], request_type: type[R], unknown_fields: UnknownFields
+    body: Mapping[str, Any], request_type: type[R], table: FieldTable, *, refuse_unknown: bool
 ) -> tuple[R, list[str]]:
     """Returns the typed request and the names of the unknown fields that were ignored."""
     try:
@@ -379,11 +389,11 @@ def read_request(
             raise InvalidRequest(f"{name}: internal to the server, not accepted from a client", name)
         if name in fields:
             known[name] = value
-        elif takes_without_effect(request_type, name):
+        elif table.takes_without_effect(request_type, name):
             continue
-        elif (why := refusal_of(request_type, name, value)) is not None:
+        elif (why := table.refusal_of(request_type, name, value)) is not None:
             raise InvalidRequest(why, name)
-        elif unknown_fields is UnknownFields.REFUSE:
+        elif refuse_unknown:
             raise InvalidRequest(f"{name}: unknown field", name)
         else:
             ignored.append(name)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.api.json_body import decode_in_pieces
 from tandem.base.errors import InvalidRequest
-from tandem.router.http.json_body import decode_in_pieces
 
 WINDOW = 64
 UNITS = ("a", "\u00e4", "\u20ac", "\U0001f600", '"', "\\", "\n", "\x00", "\ud83d", "\ude00", "/")

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from tandem.cluster.commands.parser import SHELL, Command
+
 # The shell passes the words after `tandem` up to the one under the cursor, and filters the answers. Without an answer it completes
 # file names.
 SCRIPTS = {
@@ -42,6 +44,18 @@ end
 complete -c tandem -f -a '(__tandem_complete)'
 """,
 }
+
+
+def _describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=tuple(SCRIPTS))
+
+
+def _run(options: argparse.Namespace) -> int:
+    print(SCRIPTS[options.shell], end="")
+    return 0
+
+
+COMMAND = Command("completion", "print a shell's completion script", SHELL, _describe, _run)
 
 
 def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:

@@ -1,5 +1,4 @@
-"""GET /v1/realtime: a conversation over a WebSocket, whose prompt may arrive in parts and is read ahead
-meanwhile.
+"""One session of /v1/realtime: a conversation over a WebSocket, whose prompt may arrive in parts and is read ahead meanwhile.
 
 Reading ahead is a request for one token of the text so far, which a prefill node serves alone. Its blocks
 stay in that node's prefix cache and may be evicted like any others. So a client that thinks holds nothing on
@@ -17,11 +16,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import msgspec
 
 from tandem.api.formats.pieces import Text
+from tandem.api.json_body import parse_object
 from tandem.api.openai.answer import Choice, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.plan import GenerationPlan, plan_chat
@@ -44,10 +44,9 @@ from tandem.base.errors import InvalidRequest, TandemError
 from tandem.http_server.websocket import GOING_AWAY, WebSocket
 from tandem.router.dispatch import Generation
 from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
-from tandem.router.http.errors import BodyTooLarge, Forbidden, body_of
+from tandem.router.http.errors import BodyTooLarge, body_of
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
-from tandem.router.http.json_body import parse_object
 from tandem.router.http.services import Services
 from tandem.router.keys import QuotaExceeded, Reservation
 from tandem.router.tracing.traces import RequestTrace
@@ -60,52 +59,11 @@ logger = logging.getLogger(__name__)
 # part in AHEAD_SHARE of what there was. So the total work stays linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
-# What a session takes besides its text: its tasks, its socket's buffers and frames.
-SESSION_BYTES = 64 << 10
 # Appended as a possible continuation. Tokens that it changes are not settled yet.
 _MORE = " and so on"
 
 
-async def realtime(services: Services, exchange: HttpExchange) -> None:
-    _check_origin(services, exchange)
-    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
-    name = query.get("model", [None])[0]
-    services.model.check_name(name)
-    timeouts, limits = services.config.timeouts, services.config.limits
-    # A session is a request of its key from its beginning to its end.
-    reservation = enter(services, exchange)
-    try:
-        with services.kept.share(SESSION_BYTES, exchange.owner) as share:
-            socket = WebSocket(
-                exchange,
-                share,
-                most_bytes=limits.body_bytes,
-                ping_s=timeouts.realtime_ping,
-                idle_s=timeouts.realtime_idle,
-                turns=services.frame_turns,
-            )
-            session = _Session(services, exchange, socket, share, name)
-            await socket.accept(session.event("session.created", session=session.shown()))
-            try:
-                await session.run()
-            finally:
-                if reservation is not None:
-                    reservation.settle(0, [])
-    finally:
-        if reservation is not None:
-            reservation.void()
-
-
-def _check_origin(services: Services, exchange: HttpExchange) -> None:
-    """Refuses pages of other sites. Browsers let any page open a WebSocket to any site, so CORS does not
-    protect this path."""
-    if exchange.is_from_elsewhere(services.config.cors_origins):
-        raise Forbidden(
-            "origin: pages of other sites may not connect; router.cors_origins names those that may"
-        )
-
-
-class _Session:
+class RealtimeSession:
     """One connection. The handler's task reads events, one task makes the answer, and one reads ahead. Both
     of these end with the session."""
 

@@ -17,8 +17,8 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster import cli
-from tandem.cluster.commands.bench import run
-from tandem.loadgen.options import add_arguments, options_from
+from tandem.cluster.bench.command import add_arguments, run
+from tandem.loadgen.options import options_from
 from tandem.router.tracing.record import TraceRecord
 from tandem.wire.tracing import Span, TracePhase
 from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
@@ -321,7 +321,7 @@ def test_flags_that_make_no_run_are_refused(flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("flags", [("--json", "/nowhere/at/all.json"), ("--plot", "/nowhere/at/all.png")])
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="cannot be written"):
-        run(arguments(*flags))
+        run(arguments("--url", "http://127.0.0.1:1", *flags))
 
 
 @pytest.mark.parametrize("flags", [("--slo", "ttft"), ("--workload", "mixed"), ("--rate", "fast")])
