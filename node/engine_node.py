@@ -61,13 +61,11 @@ class EngineNode(Node[NodeService]):
         info = runner.info
         scheduler_half, worker_half = self._connector(runner, mailbox)
         scheduler = self._scheduler(info, scheduler_half)
-        checked = config.transfer if self.role.writes_answers else None
         self._engine = engine = Engine(
             scheduler,
             runner,
             worker_half,
             ahead=config.engine.scheduler.plans_ahead(info.device),
-            canary_share=checked.canary_share if checked is not None else 0.0,
             debug=config.engine.debug,
         )
         channel = self._serve(

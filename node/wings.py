@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -29,6 +29,7 @@ ROWS = (
     "tandem.node.encoders.part",
     "tandem.node.kv_events.part",
     "tandem.node.step_trace.part",
+    "tandem.node.canary.part",
 )
 # The other ranks of a node that has several.
 RANKS = "tandem.node.ranks.loading"
@@ -67,9 +68,8 @@ class ServicePart:
     def seconds_until_due(self, now: float) -> float | None:
         """Seconds until `before_step` next has something to do; None: never."""
 
-    def counters(self) -> Mapping[str, Any]:
-        """Fields of NodeCounters. Called from any thread."""
-        return {}
+    def count(self, counters: dict[str, Any]) -> None:
+        """Adds to the fields of NodeCounters. Called from any thread."""
 
     def stop(self) -> None:
         """Called once, when no step runs any more, from another thread."""

@@ -114,6 +114,7 @@ WINGS: dict[str, Wing] = {
     "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
 }
 
 

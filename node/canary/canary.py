@@ -5,14 +5,14 @@ A checksum proves that the bytes arrived as they were sent. The canary checks th
 computes wrongly, two nodes whose weights differ, and a block that was reused while it travelled.
 
 The canary runs between steps, a few tokens at a time, and only while the engine is idle. It gives its blocks back as soon as
-a request arrives, and begins again later. The KV that it computes is never cached. A `Canary` exists only while there is a
-prompt to check.
+a request arrives, and begins again later. The KV that it computes is never cached.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,41 @@ class CanaryFindings:
     wrong: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
+class CanaryChecks:
+    """An `IdleCheck`: chooses a share of the received prompts. Only the step thread uses it."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, share: float) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._share = share
+        self.current: Canary | None = None  # the check that runs or waits for idle time
+        self.findings = CanaryFindings()
+
+    @property
+    def lora(self) -> str | None:
+        return self.current.lora if self.current is not None else None
+
+    def received(self, request: Request) -> None:
+        """One prompt is checked at a time. A newer prompt replaces one whose check has not begun, because the newer one's blocks stay
+        cached for longer."""
+        is_free = self.current is None or not self.current.has_begun
+        if is_free and random.random() < self._share and Canary.can_check(self._scheduler, request):
+            self.current = Canary(self._scheduler, self._runner, request, self.findings)
+
+    def step(self) -> bool:
+        if self.current is None:
+            return False
+        if self.current.step():
+            self.current = None
+        return True
+
+    def stand_aside(self) -> None:
+        if self.current is not None:
+            self.current.stand_aside()
+
+
 class Canary:
-    """The check of one prompt. Only the step thread uses it."""
+    """The check of one prompt."""
 
     def __init__(
         self, scheduler: Scheduler, runner: ModelRunner, request: Request, findings: CanaryFindings

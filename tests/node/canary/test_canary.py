@@ -12,6 +12,7 @@ from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.node.canary.canary import CanaryChecks
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
@@ -33,8 +34,9 @@ class Node:
             info.num_blocks,
             info.max_model_len,
         )
-        self.engine = Engine(self.scheduler, self.runner, None, canary_share=share, debug=True)
-        self.findings = self.engine.canary_findings
+        self.engine = Engine(self.scheduler, self.runner, None, debug=True)
+        self.checks = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, share)
+        self.findings = self.checks.findings
         self.free = self.scheduler.stats().free_blocks
 
     def receive(self, name: str, prompt: list[int]) -> Request:
@@ -42,7 +44,7 @@ class Node:
         self.engine.add_request(request)
         while self.scheduler.has_unfinished_requests():
             self.engine.step()
-        self.engine.received(request)
+        self.checks.received(request)
         return request
 
     def idle(self) -> None:
@@ -108,7 +110,7 @@ def test_a_request_that_arrives_is_served_at_once_and_the_check_begins_again(nod
 
 def test_a_prompt_that_fills_no_block_is_left_out(node: Node) -> None:
     node.receive("short", PROMPT[:3])
-    assert node.engine.canary is None
+    assert node.checks.current is None
 
 
 def test_the_newest_of_those_that_wait_is_checked(node: Node) -> None:
@@ -133,7 +135,7 @@ def test_only_a_share_is_checked(
     node = Node(tiny.save("llama", tmp_path), native=False, share=0.5)
     monkeypatch.setattr(random, "random", lambda: drawn)
     node.receive("r", PROMPT)
-    assert (node.engine.canary is not None) == is_checked
+    assert (node.checks.current is not None) == is_checked
 
 
 def test_a_prompt_without_room_for_a_second_copy_is_left_out(tmp_path: Path) -> None:
