@@ -12,6 +12,7 @@ generate (`ReadableLives`).
     openai/     the OpenAI API: its request types, their checks, and the answers
     responses/  OpenAI's Responses API, and the answers that are kept for it
     anthropic/  Anthropic's API for the same chats
+    vectors/    vectors of texts, and what is compared by them
     realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
     images/     images in messages: their checks, and their places in a prompt
     formats/    how models write calls and reasoning, told apart from an answer's text

@@ -36,11 +36,14 @@ class Wing:
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
     "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "vectors": Wing(("router/vectors/", "api/vectors/"), ("tests/router/vectors/",)),
+    "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "realtime": Wing(
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
 }
