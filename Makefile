@@ -3,7 +3,7 @@
 # make test-more     further combinations of widths, blocks and models that `make test` leaves out (about ten minutes); SHARE=3/8 runs
 #                    the third of eight parts of them
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
-#                    commands in the guides as they stand (about 25 minutes); SHARE=1/2 runs half of the files
+#                    commands in the guides as they stand (about 25 minutes); SHARE=1/4 runs the first quarter of the files
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
 #                    greedy, half seeded); the controller killed ten times in each of three ways, at each step of real rollouts and ten
 #                    times at each step of simulated ones, and the control plane away for ten minutes, twice (about 45 minutes);
@@ -90,8 +90,8 @@ test-faults: install
 	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/test_rollout_steps.py
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
-		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py
-	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q --timeout 3600 tests/kvtransfer/test_tier_disk.py
+		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py tests/kvtransfer/nccl/test_random_frames_of_pairs.py
+	TANDEM_CRASHES=10000 TANDEM_KILLS=50 $(BIN)/python -m pytest -q --timeout 3600 tests/kvtransfer/offload/test_tier_disk.py
 	TANDEM_MIXED_ANSWERS=5000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s --timeout 3600 tests/engine/test_mixed_runs.py
 	TANDEM_STEPS=10000 TANDEM_RESETS=30 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow \
 		tests/engine/test_long_run.py tests/router/test_router_resets.py

@@ -1,36 +1,31 @@
-"""Commands of rooms that stand on this one. This room knows each by its row here and never imports it: where such a room
-was taken away, its commands are gone, and the others stay."""
+"""Commands that a deployment may never use, in folders of this room and in rooms above it. The core knows each by its row here and never
+imports it: where such a folder was deleted, its commands are gone, and the others stay."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
 from tandem.base.wings import find_wings
 
 if TYPE_CHECKING:
-    from tandem.cluster.trace.why import Explanation
-    from tandem.router.page_state import PageState
+    from tandem.cluster.commands.parser import Command
 
-ROWS = ("tandem.simulator.commands",)
+ROWS = (
+    "tandem.cluster.trace.commands",
+    "tandem.cluster.replay.commands",
+    "tandem.cluster.bench.commands",
+    "tandem.simulator.commands",
+    "tandem.cluster.chaos.commands",
+)
 
 
 class Wing(Protocol):
     """What such a module has. It is imported whenever `tandem` starts, so its own imports happen when a command runs."""
 
-    def add_commands(self, commands: Any) -> None: ...
-
-    def describe_why(self, parser: argparse.ArgumentParser) -> None:
-        """Adds what it can tell about one request to the options of `tandem why`."""
-        ...
-
-    def explain_more(
-        self, options: argparse.Namespace, why: Explanation, state: Callable[[], PageState]
-    ) -> Explanation:
-        """Returns the explanation with what those options ask for."""
-        ...
+    @property
+    def COMMANDS(self) -> Sequence[Command]: ...
 
 
-def wings() -> list[Wing]:
-    return [cast("Wing", module) for module in find_wings(ROWS)]
+def commands_of_wings() -> list[Command]:
+    return [command for module in find_wings(ROWS) for command in cast("Wing", module).COMMANDS]

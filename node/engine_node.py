@@ -7,35 +7,30 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
-from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
-from tandem.node.encoders import EncoderDesk
-from tandem.node.loop import Item, Mailbox, RanksLost
+from tandem.node.loop import InStep, Item, Mailbox
 from tandem.node.node import LoadSource, Node, OpenChannel
 from tandem.node.ranks.processes import shares_of, with_memory_shared
 from tandem.node.ranks.supervisor import Ranks
 from tandem.node.requests import RoleRules
 from tandem.node.routers import CacheNewsDesk, NamedBlocks
-from tandem.node.service import NodeService
-from tandem.node.trace_file import TraceFile
-from tandem.wire.embeds import TYPES
+from tandem.node.service import NodeService, TellNews
+from tandem.node.wings import Publish, wings
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import CacheNews
 
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner
@@ -58,8 +53,6 @@ class EngineNode(Node[NodeService]):
         self._rules = rules
         self._make_connector = make_connector
         self._engine: Engine | None = None
-        self._publisher: KVEventPublisher | None = None
-        self._trace_file: TraceFile | None = None
         self._ranks: Ranks | None = None  # the node's other ranks; None: it has one rank
         # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
         self.caches_apart = False
@@ -88,9 +81,8 @@ class EngineNode(Node[NodeService]):
                 engine,
                 mailbox,
                 channel,
-                grammars=runner.grammars,
-                news=self._news(scheduler, info),
-                encoders=self._encoders(info, mailbox),
+                news=lambda tell, publishers: self._news(scheduler, info, tell, publishers),
+                wings=wings(),
             )
         )
         return NodeInfo(
@@ -143,8 +135,6 @@ class EngineNode(Node[NodeService]):
 
     def _scheduler(self, info: ModelInfo, connector: SchedulerConnector | None) -> Scheduler:
         config, settings = self.config, self.config.engine.scheduler
-        if settings.trace_folder:
-            self._trace_file = TraceFile(Path(settings.trace_folder), config.node_id, settings.trace_bytes)
         return Scheduler(
             settings,
             config.engine.cache,
@@ -156,46 +146,23 @@ class EngineNode(Node[NodeService]):
             load_failure_policy=config.transfer.on_failure
             if config.transfer
             else LoadFailurePolicy.RECOMPUTE,
-            trace=StepTrace(config.node_id, self._trace_file.write) if self._trace_file is not None else None,
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
         )
 
-    def _encoders(self, info: ModelInfo, mailbox: Mailbox[Item]) -> EncoderDesk | None:
-        if info.images is None or info.dtype not in TYPES:
-            return None
-        return EncoderDesk(
-            self.config.host,
-            self.config.node_id,
-            model=info.content,
-            dtype=info.dtype,
-            width=info.image_row_size,
-            patience_s=self.config.timeouts.encoder_s,
-            deliver=mailbox.put,
-            clock=time.monotonic,
-        )
-
     def _news(
-        self, scheduler: Scheduler, info: ModelInfo
-    ) -> Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None:
+        self, scheduler: Scheduler, info: ModelInfo, tell: TellNews, publishers: list[Publish]
+    ) -> CacheNewsDesk | None:
         cache = self.config.engine.cache
-        if scheduler.block_hasher is None or not (cache.tell_routers or cache.events.endpoint):
+        if scheduler.block_hasher is None or not (cache.tell_routers or publishers):
             return None
         # Routers name blocks by all tokens from a prompt's first one on. A sliding window's group does not keep those blocks.
         whole = next((i for i, group in enumerate(info.groups) if group.keeps_every_token), None)
         cached = None
         if cache.tell_routers and whole is not None:
             cached = NamedBlocks(cache.block_size, whole)
-        events = cache.events
-        publisher = (
-            KVEventPublisher(events.endpoint, events.replay_endpoint, events.topic, events.buffer_steps)
-            if events.endpoint
-            else None
-        )
-        self._publisher = publisher
         scheduler.tell_cache_events()
-        publish = publisher.publish if publisher is not None else None
-        return lambda tell: CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publish)
+        return CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publishers)
 
     def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:
         if not self.role.hands_over or not info.state_blocks or worker_half.hands_over_states:
@@ -265,7 +232,7 @@ class EngineNode(Node[NodeService]):
             host=config.host,
             keepers=keepers,
             silence_s=config.timeouts.rank_silence_s,
-            lost=lambda why: mailbox.put(RanksLost(why)),
+            lost=lambda why: mailbox.put(InStep(partial(_lose, why))),
             report=progress,
         )
         try:
@@ -313,14 +280,10 @@ class EngineNode(Node[NodeService]):
         return self._engine.runner
 
     def _close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
         if self._engine is not None:
             self._engine.shutdown()
         if self._ranks is not None:
             self._ranks.stop()
-        if self._trace_file is not None:
-            self._trace_file.close()
 
     def release(self) -> ModelRunner:
         service = self._serving()
@@ -333,6 +296,11 @@ class EngineNode(Node[NodeService]):
             raise InternalError(f"{self.config.node_id}: its step thread does not end")
         self._runner.forget_requests()
         return self._runner
+
+
+def _lose(why: str) -> NoReturn:
+    """All other ranks of the node have been ended."""
+    raise NodeLost(why)
 
 
 def _of_first_rank(config: NodeConfig) -> NodeConfig:

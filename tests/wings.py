@@ -35,7 +35,9 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "nccl": Wing(
+        ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
+    ),
     "vectors": Wing(("router/vectors/", "api/vectors/"), ("tests/router/vectors/",)),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
@@ -46,6 +48,21 @@ WINGS: dict[str, Wing] = {
     "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "tiers": Wing(
+        ("kvtransfer/offload/", "wire/sharing.py"),
+        (
+            "tests/kvtransfer/offload/",
+            "tests/engine/scheduling/test_tiers.py",
+            "tests/engine/test_tiers_text.py",
+            "tests/node/test_node_tiers.py",
+            "tests/integration/test_restarted_readers.py",
+            "tests/integration/test_serve_tiers.py",
+            "tests/integration/test_shared_tiers.py",
+            "tests/integration/test_shared_tiers_random.py",
+            "tests/integration/test_tiers_between_engines.py",
+        ),
+    ),
+    "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
 }
 
 

@@ -215,9 +215,9 @@ class Controller:
         )
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        for role, size in wanted.items():
-            check_limits(self._config, role, size)
-        async with self._pools.writing:
+        async with self._pools.writing():
+            for role, size in wanted.items():
+                check_limits(self._config, role, size)
             lines = [self._describe_scaling(role, size) for role, size in wanted.items()]
             await self._resize(wanted)
         lines += [
@@ -258,7 +258,7 @@ class Controller:
 
     async def _scale_by_itself(self, resize: Resize) -> None:
         try:
-            async with self._pools.writing:
+            async with self._pools.writing():
                 if resize.role not in [pool.role for pool in self._scaled_pools()]:
                     return  # a rollout or a pause began while this waited for its turn
                 await self._resize({resize.role: resize.size})
@@ -276,7 +276,7 @@ class Controller:
         return f"{role.value}: stays at {size}"
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        async with self._pools.writing:
+        async with self._pools.writing():
             record = self._pools.state.known(node_id)
             if not record.leaving:
                 self._check_may_go(record)
@@ -289,7 +289,7 @@ class Controller:
 
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         deadline = self._clock.now() + timeout_s
-        async with self._pools.writing:
+        async with self._pools.writing():
             hosts = [host for host in self._pools.machines if host.address == address]
             if not hosts:
                 there = ", ".join(host.address for host in self._pools.machines) or "none"
@@ -318,10 +318,11 @@ class Controller:
         return dict(zip(retiring, finished, strict=True))
 
     async def configuration(self) -> TandemConfig:
+        await self._pools.has_read.wait()  # what is applied may be another one than this process was given
         return self._config
 
     async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
-        async with self._pools.writing:
+        async with self._pools.writing():
             running, before = self._config, self._pools.state
             wanted = applied(running, config)
             found = difference(running, config)
@@ -363,7 +364,7 @@ class Controller:
         )
 
     async def go_back(self) -> None:
-        async with self._pools.writing:
+        async with self._pools.writing():
             rollout = self._pools.state.rollout
             if rollout is None:
                 raise ConfigurationError("no rollout is running: there is nothing to take back")
@@ -371,12 +372,12 @@ class Controller:
                 await self._pools.go_back("as asked")
 
     async def pause(self, names: list[str]) -> list[str]:
-        async with self._pools.writing:
+        async with self._pools.writing():
             self._check_names(names)
             return await self._keep_paused({*self._pools.state.paused, *(names or _POOLS)})
 
     async def resume(self, names: list[str]) -> list[str]:
-        async with self._pools.writing:
+        async with self._pools.writing():
             paused = set(self._pools.state.paused)
             if names:
                 self._check_names(names)
@@ -398,11 +399,14 @@ class Controller:
         return paused
 
     async def reset_cache(self, names: list[str]) -> list[str]:
-        self._check_names(names)
+        async with self._pools.writing():  # before that the nodes are not known
+            self._check_names(names)
         chosen = [
             node
             for node in self._fleet.nodes.values()
-            if node.serves and (not names or node.name in names or node.config.role.value in names)
+            # A node that an earlier controller announced serves, even if this one has not reached it yet.
+            if (node.serves or node.info is not None)
+            and (not names or node.name in names or node.config.role.value in names)
         ]
         answers = await asyncio.gather(*(node.reset_cache() for node in chosen))
         done = sorted(node.name for node, reset in zip(chosen, answers, strict=True) if reset)
@@ -440,7 +444,7 @@ class Controller:
                 await self._clock.within(limit_s, another(), "starting another node that decodes")
 
     async def change_role(self, node_id: str, role: Role) -> None:
-        async with self._pools.writing:
+        async with self._pools.writing():
             record = self._pools.state.known(node_id)
             if record.role is not role and self._pools.state.rollout is not None:
                 raise Unavailable(

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -82,7 +82,8 @@ class Reconciler:
         self._unknown: state.UnknownState | None = None  # set when another version wrote the recorded state
         self._contents: dict[int, str] = {}  # the model's content by revision, even if recording it failed
         self.rollout_waits = ""  # what the rollout is waiting for
-        self.writing = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self.has_read = asyncio.Event()  # set once it is known what an earlier controller recorded
         self.changed = Wakeup()  # rung when anything changes that a view shows
         self.machines: list[Host] = []
         self._unseen: set[str] = set()  # machines that Ray does not see while their processes are heard
@@ -112,18 +113,29 @@ class Reconciler:
             self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note
         )
 
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Held by one task at a time. Orders wait for it until `take_over` is done: one that came first would otherwise record a
+        cluster without the nodes that serve."""
+        await self.has_read.wait()
+        async with self._lock:
+            yield
+
     async def take_over(self) -> None:
         """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
-        them. Orders wait for `writing` until this is done: a node that is not adopted yet could otherwise be lost from the record."""
-        async with self.writing:
+        them."""
+        async with self._lock:
             kept = await self._until_told(self._store.load, "what the previous controller recorded")
-            if kept is not None:
-                try:
+            try:
+                if kept is not None:
                     self.state = state.decode(kept)
-                except state.UnknownState as error:
-                    self._unknown = error
-                    raise
-                self.decisions.extend(self.state.decisions)
+                    self.decisions.extend(self.state.decisions)
+                    self.config = self._in_this_process(self.state.revision.config or self._given)
+            except state.UnknownState as error:
+                self._unknown = error
+                raise
+            finally:
+                self.has_read.set()
             await self._fix_the_model()
             if kept is None:
                 return
@@ -235,7 +247,7 @@ class Reconciler:
     # --- recording
 
     async def update(self, change: StateChange) -> None:
-        async with self.writing:
+        async with self.writing():
             await self.keep(change(self.state))
 
     async def keep(self, new: ClusterState) -> None:
@@ -350,7 +362,7 @@ class Reconciler:
     async def _record(self) -> None:
         while self._is_unsure or list(self.decisions) != self.state.decisions:
             try:
-                async with self.writing:
+                async with self.writing():
                     await self.keep(self.state)
             except TandemError as error:
                 logger.warning("the state could not be recorded: %s", error)
@@ -405,7 +417,7 @@ class Reconciler:
     async def _place_routers(self) -> None:
         """Starts and ends routers until each place has `router.processes`. Routers of a machine that is gone are ended; routers on a
         machine that should have none drain first."""
-        async with self.writing:
+        async with self.writing():
             places = self.fleet.router_places(self.machines)
             hosts = {host.address: host for host in self.machines} | dict(places)
             new, going = self.fleet.planned_routers(self.state, places, hosts)
@@ -436,7 +448,7 @@ class Reconciler:
 
     async def _converge(self) -> None:
         while True:
-            async with self.writing:
+            async with self.writing():
                 change = plan.next_change(self.fleet.config, self.state, self.machines, self._rank)
                 if change is None:
                     return
@@ -486,7 +498,7 @@ class Reconciler:
             await self._clock.sleep(self.config.timeouts.heartbeat_s)
 
     async def _look_at_rollout(self) -> None:
-        async with self.writing:
+        async with self.writing():
             if self.state.rollout is None:
                 return
             facts = self._watch.facts(self.state, self.config, self.machines)

@@ -17,6 +17,7 @@ from tandem.cluster import wings
 from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.ready_lines import curl_line, own_command
 from tandem.cluster.commands.setting_options import read_settings
+from tandem.cluster.trace import wings as trace_wings
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 
@@ -141,7 +142,9 @@ def test_the_commands_of_a_room_that_was_taken_away_are_gone_and_the_others_stay
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = set(subcommands(make_parser()))
-    monkeypatch.setattr(wings, "ROWS", ("tandem.room_taken_away.commands",))
+    for table in (wings, trace_wings):
+        rows = [name.replace("simulator", "room_taken_away") for name in table.ROWS]
+        monkeypatch.setattr(table, "ROWS", rows)
     assert there - set(subcommands(make_parser())) == {"profile", "simulate", "plan"}
     for words in (["--help"], ["why", "--help"]):
         with pytest.raises(SystemExit):

@@ -12,8 +12,8 @@ from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.test_loading import load
 
@@ -38,10 +38,7 @@ class Node:
         self.free = self.scheduler.stats().free_blocks
 
     def receive(self, name: str, prompt: list[int]) -> Request:
-        request = Request(
-            name,
-            RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams(temperature=0.0, max_tokens=2)),
-        )
+        request = made_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=2))
         self.engine.add_request(request)
         while self.scheduler.has_unfinished_requests():
             self.engine.step()
@@ -96,12 +93,7 @@ def test_a_request_that_arrives_is_served_at_once_and_the_check_begins_again(nod
     assert node.engine.use_idle_time()
     assert node.scheduler.stats().free_blocks < node.free
     node.engine.add_request(
-        Request(
-            "other",
-            RequestFacts(
-                prompt_token_ids=[9, *PROMPT], sampling=SamplingParams(temperature=0.0, max_tokens=2)
-            ),
-        )
+        made_request("other", [9, *PROMPT], SamplingParams(temperature=0.0, max_tokens=2))
     )
     assert node.scheduler.stats().free_blocks == node.free
     node.scheduler.check_integrity()
@@ -147,17 +139,9 @@ def test_only_a_share_is_checked(
 def test_a_prompt_without_room_for_a_second_copy_is_left_out(tmp_path: Path) -> None:
     node = Node(tiny.save("llama", tmp_path), native=False)
     request = node.receive("r", PROMPT)
-    held = Request(
-        "hog",
-        RequestFacts(
-            prompt_token_ids=[3] * (node.runner.info.max_model_len - 1), sampling=SamplingParams(max_tokens=1)
-        ),
-    )
+    held = made_request("hog", [3] * (node.runner.info.max_model_len - 1), SamplingParams(max_tokens=1))
     while node.scheduler.lend_blocks(held) is not None:
-        held = Request(
-            f"{held.request_id}.",
-            RequestFacts(prompt_token_ids=held.prompt_token_ids, sampling=held.facts.sampling),
-        )
+        held = made_request(f"{held.request_id}.", held.prompt_token_ids, held.facts.sampling)
     room = node.scheduler.stats().free_blocks
     node.idle()
     assert node.findings.checked in (0, 1)

@@ -18,7 +18,6 @@ from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TransferStats
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
@@ -29,8 +28,9 @@ from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress, Role
-from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts, TransferRole
+from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model.ranks_here import ranks_here
 from tests.integration.far_machines import FarMachine
 
@@ -193,16 +193,14 @@ class OneEngine:
         sampling: SamplingParams | None = None,
     ) -> None:
         sampling = sampling or SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        request = Request(
+        request = made_request(
             name,
-            RequestFacts(
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                lora=lora,
-                media=embeds.features() if embeds is not None else media,
-                images=images,
-                embeds=embeds,
-            ),
+            prompt,
+            sampling,
+            lora=lora,
+            media=embeds.features() if embeds is not None else media,
+            images=images,
+            embeds=embeds,
             output_token_ids=output,
             transfer=transfer,
             cache_peers=cache_peers,

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
-from tandem.engine.request import Request
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
-from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts, TierStatus, TransferRole
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, TransferRole
+from tests.engine.made_requests import made_request
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine
 from tests.more import more
@@ -179,7 +178,7 @@ def blocks_there(node: OneEngine, tokens: list[int]) -> int:
     """The length of the prefix of `tokens` that the node's tier has."""
     half, request = (
         sharing_of(node),
-        Request("r", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams())),
+        made_request("r", tokens),
     )
     hasher = node.engine.scheduler.block_hasher
     assert hasher is not None

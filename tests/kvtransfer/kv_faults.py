@@ -13,8 +13,6 @@ import msgspec
 
 from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
-from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
@@ -209,6 +207,10 @@ def _for_device(context: ConnectorContext) -> Transport:
 
 
 def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    # Imported here: it is a wing.
+    from tandem.kvtransfer.nccl.options import NcclOptions
+    from tandem.kvtransfer.nccl.transport import NcclTransport
+
     return _create(context, NcclTransport(context.node_id, context.host, NcclOptions()))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kv_connectors import WAYS
 from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_faults import FAULTS, Faults, inject
 from kv_pulse import Pulse
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 MORE_ROUNDS = 20  # rounds until one request is loaded, because a fault may hit all requests of a few rounds
 ROUNDS = int(os.environ.get("TANDEM_FAULT_ROUNDS", "2"))
 AT_ONCE = 3
-LONE = [(transport, direction, (1, 1)) for transport in ("nixl", "nccl") for direction in ("push", "pull")]
+LONE = [(*way, (1, 1)) for way in WAYS]
 # Nodes of several ranks.
 WIDE = [("nixl", "push", (1, 2)), ("nixl", "pull", (2, 1)), ("nixl", "push", (2, 4))]
 MORE_WIDE = [("nixl", "pull", (1, 2)), ("nixl", "push", (2, 1)), ("nixl", "pull", (2, 4))]

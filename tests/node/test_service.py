@@ -28,6 +28,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
 from tandem.node.requests import writes_states_here
 from tandem.node.service import NodeService
+from tandem.node.wings import wings
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PromptEmbeds
@@ -125,7 +126,7 @@ class Node:
     ) -> None:
         # The context is so long that a request without a stop outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
-        self.runner.adapters = adapters
+        self.runner.adapters, self.runner.grammars = adapters, grammars
         self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(
@@ -145,7 +146,7 @@ class Node:
             ),
             mailbox=mailbox,
             line=self.outgoing,
-            grammars=grammars,
+            wings=wings(),
         )
         self.service.start()
 

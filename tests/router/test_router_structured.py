@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,12 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.api.openai import sampling
 from tandem.api.settings import ToolFormat
-from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import Heartbeat
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
-from tests.router.test_router_tools import TEMPLATE_WITH_TOOLS, WEATHER
+from tests.small_model import WEATHER
 
 PERSON = {
     "type": "object",
@@ -143,13 +139,6 @@ def test_the_official_clients_parsing_works_unchanged(
         model="fake", messages=[{"role": "user", "content": "who?"}], response_format=Person
     )
     assert answer.choices[0].message.parsed == Person(name="Bob", age=7, tags=None)
-
-
-@pytest.fixture
-def folder_with_tools(model_folder: str, tmp_path: Path) -> str:
-    (tmp_path / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE_WITH_TOOLS)
-    return str(tmp_path)
 
 
 class TestTools:
@@ -323,28 +312,3 @@ def test_each_format_is_made_to_write_what_its_reader_reads(
     assert answer["finish_reason"] == "tool_calls"
     assert len(answer["message"]["tool_calls"]) == 2
     assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {}
-
-
-def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks run in threads: while one is under way, the event loop goes on. What was checked is not checked again."""
-    checked: list[str] = []
-    loop_went_on = threading.Event()
-
-    def slow(text: str) -> None:
-        checked.append(text)
-        assert loop_went_on.wait(10), "the event loop waited for it"
-
-    owner = CacheOwner("alice", "alice")
-
-    async def scenario() -> None:
-        check = asyncio.create_task(sampling.check_grammar("start: /once/", "p", owner))
-        await asyncio.sleep(0)
-        loop_went_on.set()
-        await check
-        await sampling.check_grammar("start: /once/", "p", owner)
-
-    monkeypatch.setattr(sampling, "_problem", slow)
-    asyncio.run(scenario())
-    assert checked == ["start: /once/"]
-    asyncio.run(sampling.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
-    assert len(checked) == 2, "another tenant's check tells nothing"

@@ -288,7 +288,7 @@ class WorldNode:
             mailbox,
             self.line,
             process.clock,
-            news=(lambda tell: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
+            news=(lambda tell, _: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
             if has_news
             else None,
         )

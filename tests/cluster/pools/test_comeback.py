@@ -185,6 +185,39 @@ async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the
 
 
 @in_loop
+@pytest.mark.parametrize("order", ["scale", "pause", "reset", "apply"])
+async def test_an_order_before_the_record_was_read_changes_what_was_recorded(order: str) -> None:
+    """Ray restarts a controller while its control store is still away: a command reaches it first."""
+    async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(1.0)
+        await rig.controller.scale({Role.DECODE: 3})
+        await rig.clock.advance(1.0)
+        await rig.kill_controller()
+        nodes = list(rig.launcher.running)
+        orders = {
+            "scale": lambda: rig.controller.scale({Role.PREFILL: 2}),
+            "pause": lambda: rig.controller.pause(["decode-2"]),
+            "reset": lambda: rig.controller.reset_cache([]),
+            "apply": lambda: rig.controller.apply(
+                replace(rig.config, pools=pools(1, 3), slo=replace(rig.config.slo, ttft_s=7.0)), dry_run=False
+            ),
+        }
+        given = asyncio.create_task(orders[order]())
+        await settle()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(1.0)
+        await start
+        told = await given
+        await rig.clock.advance(20.0)
+        running = rig.launcher.running
+        assert running[: len(nodes)] == nodes, "they served, and no order named them"
+        assert len(running) - len(nodes) == (order == "scale")
+        if order == "reset":
+            assert told == sorted(node.config.node_id for node in nodes)
+
+
+@in_loop
 async def test_what_was_being_drained_when_the_controller_was_killed_goes_all_the_same() -> None:
     async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         await rig.controller.start()

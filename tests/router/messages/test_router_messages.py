@@ -12,8 +12,7 @@ from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import ApiKey
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
-from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)
-from tests.router.test_router_tools import HERMES, PARIS
+from tests.small_model import HERMES, PARIS, THOUGHT
 
 if TYPE_CHECKING:
     import anthropic
@@ -36,7 +35,7 @@ def client_of(router: RunningRouter, key: str = "unused") -> anthropic.Anthropic
 @pytest.fixture
 def router(
     start_router: StartRouter,
-    thinking_folder: str,  # noqa: F811
+    thinking_folder: str,
     tokenizer: Tokenizer,
     end_token: int,
 ) -> RunningRouter:

@@ -18,7 +18,6 @@ from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.raw_http import connect
 from tests.router.responses.test_router_responses import TEXT, WEATHER, create, events_of
-from tests.router.test_router_reasoning import thinking_folder  # noqa: F401  (a fixture)
 from tests.router.test_router_several import die, revive
 from tests.waiting import until
 
@@ -39,7 +38,7 @@ def two_routers(start_router: StartRouter, **settings: Any) -> Pair:
 @pytest.fixture
 def pair(
     start_router: StartRouter,
-    thinking_folder: str,  # noqa: F811
+    thinking_folder: str,
     tokenizer: Tokenizer,
     end_token: int,
 ) -> Pair:

@@ -24,8 +24,7 @@ from tandem.router.config import ApiKey, Heartbeat, Limits
 from tandem.router.responses.wing import Responses
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
-from tests.router.test_router_reasoning import THOUGHT, thinking_folder  # noqa: F401  (a fixture)
-from tests.router.test_router_tools import HERMES, PARIS
+from tests.small_model import HERMES, PARIS, THOUGHT
 
 WEATHER: Any = {
     "type": "function",
@@ -39,7 +38,7 @@ TEXT = f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{HERMES}"
 @pytest.fixture
 def router(
     start_router: StartRouter,
-    thinking_folder: str,  # noqa: F811
+    thinking_folder: str,
     tokenizer: Tokenizer,
     end_token: int,
 ) -> RunningRouter:
