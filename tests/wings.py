@@ -115,6 +115,8 @@ WINGS: dict[str, Wing] = {
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
+    "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
 }
 
 

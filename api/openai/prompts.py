@@ -32,7 +32,7 @@ from tandem.api.settings import ApiSettings
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.base.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from tandem.base.errors import ContextLengthExceeded, InvalidRequest, RequestError, UnknownModel
 from tandem.base.shares import OneAtATime
 from tandem.wire.adapters import identity_of
 from tandem.wire.pooling import VectorModel
@@ -45,6 +45,12 @@ LONG_TEXT = 256 << 10
 long_texts = OneAtATime()
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+
+class NotHere(RequestError):
+    """What a path names by its id, which names no model, is not here. Another deployment may have it."""
+
+    http_status = 404
 
 
 class ModelElsewhere(UnknownModel):

@@ -16,6 +16,7 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import Cancelled, InternalError, NodeLost, Overloaded, TandemError
 from tandem.base.shares import Shares
 from tandem.router.config import RouterConfig
+from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import LeftBehind
 from tandem.router.links import Links
@@ -156,7 +157,7 @@ class FollowedAnswer:
             self._news.set()
 
 
-class Recalls:
+class Recalls(FollowedAnswers):
     """Asks nodes for kept answers and passes their replies to readers. Runs on the event loop only."""
 
     def __init__(self, config: RouterConfig, links: Links, pool: NodePool) -> None:
@@ -234,13 +235,12 @@ class Recalls:
                 self._links.end_answer(member.info, answer_id, why, forget=forget)
 
     def leave_all(self, error: TandemError) -> None:
-        """Ends all readers because this router ends; their clients may go on at another router."""
+        """Ends all readers; their clients may go on at another router."""
         for answer in list(self._followed.values()):
             answer.fail(LeftBehind(str(error)))
 
     def on_chunk(self, node_id: str, epoch: int, chunk: TokenChunk) -> bool:
-        """Returns whether the chunk belongs to a reader of this router. A chunk for a reader that has gone is
-        dropped."""
+        """A chunk for a reader that has gone is dropped, and is no stray."""
         answer = self._followed.get(chunk.request_id)
         if answer is None or (answer.found.node.node_id, answer.found.node.epoch) != (node_id, epoch):
             return chunk.request_id.startswith("follow-")
@@ -248,8 +248,7 @@ class Recalls:
         return True
 
     def on_line_broken(self, node: NodeInfo) -> None:
-        """The node's messages may have been lost. Follows again, from the first token that is missing
-        here."""
+        """Follows again, from the first token that is missing here."""
         for answer in [one for one in self._followed.values() if one.found.node == node]:
             self.follow(answer)
 

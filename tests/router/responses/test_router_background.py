@@ -11,12 +11,13 @@ import pytest
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import WireError
 from tandem.router.config import ApiKey, Heartbeat
-from tandem.router.dispatch import recall
+from tandem.router.responses import recall
+from tandem.router.responses.wing import Responses
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.raw_http import connect
-from tests.router.test_router_responses import TEXT, WEATHER, create, events_of
+from tests.router.responses.test_router_responses import TEXT, WEATHER, create, events_of
 from tests.router.test_router_several import die, revive
 from tests.waiting import until
 
@@ -139,10 +140,7 @@ def test_another_router_cancels_it(pair: Pair) -> None:
     response_id, _ = begin_stream(first, 4)
     path = f"/v1/responses/{response_id}"
     assert second.client.post(f"{path}/cancel").json()["status"] == "cancelled"
-    stored = first.server.services.responses.find(response_id, "")
-    assert stored is not None
-    first.wait_for(lambda: stored.ended, "it hears of it")
-    assert first.client.get(path).json()["status"] == "cancelled"
+    until(lambda: first.client.get(path).json()["status"] == "cancelled")
     first.wait_for(first.idle, "nothing is left of it")
 
 
@@ -235,7 +233,7 @@ def test_ids_that_are_made_up_flood_neither_the_nodes_nor_other_keys(
     router = start_router(prefill=0, api_keys=keys, heartbeat=PATIENT)
     router.nodes["d0"].set(mute=True)  # so that questions stay open
     greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
-    questions = router.server.services.dispatcher.recalls._questions
+    questions = router.wing(Responses).desk.recalls._questions
 
     def ask(digit: int, key: dict[str, str]) -> socket.socket:
         connection = connect(router)

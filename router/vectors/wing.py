@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,8 +12,9 @@ import msgspec
 from tandem.api.openai.answer import AnswerHead, json_pieces
 from tandem.api.openai.plan import Caller
 from tandem.api.openai.prompts import ServedModel
-from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.api.openai.vectors import (
+from tandem.api.vectors.answer_types import EmbeddingList, Ranking, ScoreList
+from tandem.api.vectors.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
+from tandem.api.vectors.vectors import (
     VectorPlan,
     plan_embeddings,
     plan_rerank,
@@ -25,10 +27,12 @@ from tandem.api.openai.vectors import (
 )
 from tandem.base.errors import Unavailable
 from tandem.router.dispatch import Generation
+from tandem.router.http.api_document import GENERATION_ERRORS, operation
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
 from tandem.router.http.services import Services
+from tandem.router.wings import RouteRow, RouterWing, WingDocument
 
 
 class VectorEndpoint(msgspec.Struct, frozen=True):
@@ -45,19 +49,7 @@ SCORE = VectorEndpoint("score", ScoreRequest, plan_scores, whole_scores)
 RERANK = VectorEndpoint("rerank", RerankRequest, plan_rerank, whole_rerank)
 
 
-async def embeddings(services: Services, exchange: HttpExchange) -> None:
-    await _make(EMBEDDINGS, services, exchange)
-
-
-async def score(services: Services, exchange: HttpExchange) -> None:
-    await _make(SCORE, services, exchange)
-
-
-async def rerank(services: Services, exchange: HttpExchange) -> None:
-    await _make(RERANK, services, exchange)
-
-
-async def _make(endpoint: VectorEndpoint, services: Services, exchange: HttpExchange) -> None:
+async def make_vectors(endpoint: VectorEndpoint, services: Services, exchange: HttpExchange) -> None:
     arrived = time.monotonic()
     reservation = enter(services, exchange)
     generation: Generation | None = None
@@ -103,3 +95,46 @@ async def _read(
     if services.model.max_model_len is None:  # nodes tell how the model makes vectors; there is none yet
         raise Unavailable(services.dispatcher.why_unavailable("prefill or aggregated"))
     return request, await planned(endpoint.plan, services, exchange, request, arrived)
+
+
+class Vectors(RouterWing):
+    document = WingDocument(
+        types=(EmbeddingRequest, EmbeddingList, ScoreRequest, ScoreList, RerankRequest, Ranking),
+        paths={
+            "/v1/embeddings": {
+                "post": operation("Make vectors of texts", EmbeddingRequest, EmbeddingList, GENERATION_ERRORS)
+            },
+            "/v1/score": {
+                "post": operation(
+                    "Compare texts by their vectors", ScoreRequest, ScoreList, GENERATION_ERRORS
+                )
+            },
+            "/v1/rerank": {
+                "post": operation(
+                    "Sort documents by their vectors' nearness to a query's",
+                    RerankRequest,
+                    Ranking,
+                    GENERATION_ERRORS,
+                )
+            },
+        },
+        examples={
+            "/v1/embeddings": {"input": "Hello!"},
+            "/v1/score": {"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
+            "/v1/rerank": {"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
+        },
+    )
+
+    def routes(self) -> list[RouteRow]:
+        score, rerank = partial(make_vectors, SCORE), partial(make_vectors, RERANK)
+        return [
+            ("/v1/embeddings", partial(make_vectors, EMBEDDINGS), ["POST"]),
+            ("/v1/score", score, ["POST"]),
+            ("/v1/rerank", rerank, ["POST"]),
+            ("/score", score, ["POST"]),
+            ("/rerank", rerank, ["POST"]),
+            ("/v2/rerank", rerank, ["POST"]),
+        ]
+
+
+WING = Vectors

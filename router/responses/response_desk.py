@@ -20,7 +20,7 @@ from tandem.api.lives import ReadableLives
 from tandem.api.openai.answer import PIECE_TOKENS
 from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat
 from tandem.api.responses.response_maker import ResponseMaker, new_response_id
-from tandem.api.responses.response_store import ResponseNotFound, StoredResponse
+from tandem.api.responses.response_store import ResponseNotFound, ResponseStore, StoredResponse
 from tandem.api.responses.responses_request import (
     InputItem,
     ResponsesRequest,
@@ -30,11 +30,12 @@ from tandem.api.responses.responses_request import (
 )
 from tandem.api.sequence import KeptAnswer
 from tandem.base.errors import Cancelled, InternalError, InvalidRequest, TandemError
-from tandem.router.dispatch import FoundAnswer, Generation, LeftBehind
+from tandem.router.dispatch import Generation, LeftBehind
 from tandem.router.http.body import answer_size, inputs_size
 from tandem.router.http.services import Services
-from tandem.router.http.sibling_desk import forget_elsewhere, response_elsewhere
 from tandem.router.keys import Reservation
+from tandem.router.responses.recall import FoundAnswer, Recalls
+from tandem.router.responses.sharing import SharedResponses
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class ResponseDesk:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self.store = ResponseStore(services.config.limits.responses_bytes)
+        self._shared = SharedResponses(services.siblings, self.store)
+        self.recalls = Recalls(services.config, services.links, services.pool)
+        services.dispatcher.followed = self.recalls
         self._adopting: dict[tuple[str, str], asyncio.Task[StoredResponse]] = {}
 
     def begin(
@@ -75,7 +80,7 @@ class ResponseDesk:
         note = AnswerNote(owner, int(time.time()), request, before)
         response = self._response(new_response_id(), note)
         if request.store is not False:
-            self._services.responses.add(response)
+            self.store.add(response)
         if request.background:
             plan = _kept(plan, response.id, note)
 
@@ -87,12 +92,12 @@ class ResponseDesk:
 
     async def find(self, response_id: str, owner: str) -> StoredResponse:
         """Finds a response here, in a sibling process, or on the nodes. Raises ResponseNotFound."""
-        found = self._services.responses.find(response_id, owner)
+        found = self.store.find(response_id, owner)
         if found is not None:
             return found
         if _ID.fullmatch(response_id) is None:
             raise ResponseNotFound(response_id)
-        if (copy := await response_elsewhere(self._services, response_id, owner)) is not None:
+        if (copy := await self._shared.copy_of(response_id, owner)) is not None:
             return copy
         key = (response_id, owner)
         task = self._adopting.get(key)
@@ -107,7 +112,7 @@ class ResponseDesk:
         """Cancels a response and waits for its end. A response that has ended stays as it is."""
         if response.ended:
             return
-        self._services.dispatcher.recalls.end(response.id, Cancelled(CANCELLED))
+        self.recalls.end(response.id, Cancelled(CANCELLED))
         if response.task is not None:
             response.task.cancel()
         async for _ in response.follow(len(response.events) - 1):
@@ -115,20 +120,20 @@ class ResponseDesk:
 
     async def forget_everywhere(self, response: StoredResponse) -> None:
         self.forget(response)
-        await forget_elsewhere(self._services, response.id, response.owner)
+        await self._shared.forget(response.id, response.owner)
 
     def forget(self, response: StoredResponse) -> None:
         if response.body["background"]:
-            self._services.dispatcher.recalls.end(response.id, Cancelled(CANCELLED), forget=True)
+            self.recalls.end(response.id, Cancelled(CANCELLED), forget=True)
         if response.task is not None:
             response.task.cancel()
-        self._services.responses.drop(response)
+        self.store.drop(response)
 
     # --- one that another router began ------------------------------------------------------------------------
 
     async def _adopt(self, response_id: str, owner: str) -> StoredResponse:
         services = self._services
-        found = await services.dispatcher.recalls.find(response_id, owner)
+        found = await self.recalls.find(response_id, owner)
         if found is None:
             raise ResponseNotFound(response_id)
         try:
@@ -144,7 +149,7 @@ class ResponseDesk:
             await plan_chat(as_chat(note.request, note.before), services.model, caller), response_id, note
         )
         response = self._response(response_id, note)
-        services.responses.add(response)
+        self.store.add(response)
         logger.info("%s: found on %s", response_id, found.node.node_id)
         self._write(response, plan, self._following(found, plan, owner), None, arrived)
         await response.caught_up.wait()
@@ -154,7 +159,7 @@ class ResponseDesk:
         self, found: FoundAnswer, plan: GenerationPlan, owner: str
     ) -> Callable[[], Awaitable[ReadableLives]]:
         async def follow() -> ReadableLives:
-            return self._services.dispatcher.recalls.begin(found, plan.specs[0], owner)
+            return self.recalls.begin(found, plan.specs[0], owner)
 
         return follow
 
@@ -227,7 +232,7 @@ class ResponseDesk:
             response.add(maker.fail(failure))
             if isinstance(lives, Generation) and response.keeps_events:
                 # Other routers hear it from the nodes.
-                services.dispatcher.recalls.end(response.id, failure)
+                self.recalls.end(response.id, failure)
         except Exception as bug:
             logger.exception("%s: writing it failed", response.id)
             error = InternalError(f"the router failed to write it: {type(bug).__name__}")
@@ -236,7 +241,7 @@ class ResponseDesk:
             if reservation is not None:
                 reservation.void()
             response.end(error)
-            services.responses.settle()
+            self.store.settle()
 
     async def _read(
         self, response: StoredResponse, plan: GenerationPlan, maker: ResponseMaker, lives: ReadableLives

@@ -17,8 +17,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from tandem.api.openai.prompts import ModelElsewhere
-from tandem.api.responses.response_store import ResponseNotFound
+from tandem.api.openai.prompts import ModelElsewhere, NotHere
 from tandem.base.errors import DeadlineExceeded, Unavailable, UnknownModel
 from tandem.router.config import RouterConfig
 from tandem.router.http.exchange import HttpExchange
@@ -70,9 +69,9 @@ class OtherModels:
         else:
             await self._in_time(exchange, work, f"the router of the model {there.model[:200]!r}")
 
-    async def find(self, exchange: HttpExchange, missing: ResponseNotFound) -> None:
-        """Finds a response by its id, which names no model: asks the other routers in turn, and passes on the
-        answer of the one that has it. Raises `missing` when none has it."""
+    async def find(self, exchange: HttpExchange, missing: NotHere) -> None:
+        """Finds what the path names by its id: asks the other routers in turn, and passes on the answer of the one
+        that has it. Raises `missing` when none has it."""
         if not self._urls or self._was_passed_on(exchange):
             raise missing
         names = {url.rstrip("/"): name for name, url in self._urls.items()}

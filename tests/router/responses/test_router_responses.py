@@ -21,6 +21,7 @@ from tandem.api.responses.response_store import (
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import WireError
 from tandem.router.config import ApiKey, Heartbeat, Limits
+from tandem.router.responses.wing import Responses
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.small_model import HERMES, PARIS, THOUGHT
@@ -137,7 +138,7 @@ def test_in_the_background_and_taken_up_again(router: RunningRouter) -> None:
     begun = create(router, background=True).json()
     assert begun["status"] in ("queued", "in_progress")
     path = f"/v1/responses/{begun['id']}"
-    store = router.server.services.responses
+    store = router.wing(Responses).desk.store
     # Ten tokens may come in one portion, and then they are one delta.
     router.wait_for(lambda: len(store.find(begun["id"], "").events) > 3, "some events")
     assert router.client.get(path).json()["status"] == "in_progress"
@@ -174,7 +175,7 @@ def test_one_in_the_background_is_cancelled(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=5)
     begun = create(router, background=True).json()
     path = f"/v1/responses/{begun['id']}"
-    store = router.server.services.responses
+    store = router.wing(Responses).desk.store
     router.wait_for(lambda: len(store.find(begun["id"], "").events) > 1, "it is being written")
     assert router.client.post(f"{path}/cancel").json()["status"] == "cancelled"
     assert router.client.post(f"{path}/cancel").json()["status"] == "cancelled"

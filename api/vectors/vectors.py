@@ -15,10 +15,10 @@ from tandem.api.lives import VectorLife, VectorLives
 from tandem.api.openai.answer import AnswerHead, LoopTurn
 from tandem.api.openai.plan import Caller
 from tandem.api.openai.prompts import PromptTooLong, ServedModel, prompt_ids, prompts_of
-from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest, VectorFields
 from tandem.api.sequence import SequenceSpec
 from tandem.api.settings import ApiSettings
 from tandem.api.text.tenant_cache import CacheOwner
+from tandem.api.vectors.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest, VectorFields
 from tandem.base.errors import InternalError, InvalidRequest
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import RequestFacts

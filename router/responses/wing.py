@@ -7,22 +7,26 @@ not a handler.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from tandem.api.openai.plan import GenerationPlan, plan_chat
+from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
 from tandem.api.responses.response_store import StoredResponse
 from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
+from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
 from tandem.router.http.body import read_body
 from tandem.router.http.exchange import EventStream, HttpExchange, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
-from tandem.router.http.response_desk import ResponseDesk, conversation
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
+from tandem.router.responses.response_desk import ResponseDesk, conversation
+from tandem.router.wings import RouteRow, RouterWing, WingDocument
 
 MOST_ITEMS = 100
 
@@ -188,3 +192,61 @@ async def _before(desk: ResponseDesk, exchange: HttpExchange, request: Responses
 
 async def _find(desk: ResponseDesk, exchange: HttpExchange) -> StoredResponse:
     return await desk.find(exchange.scope["path_params"]["response_id"], exchange.owner)
+
+
+_ERRORS = ("400", "401", "404")
+
+
+class Responses(RouterWing):
+    document = WingDocument(
+        types=(ResponsesRequest, ResponseAnswer, ResponseDeleted, InputItems, InputTokens),
+        paths={
+            "/v1/responses": {
+                "post": operation(
+                    "Answer a chat with items",
+                    ResponsesRequest,
+                    ResponseAnswer,
+                    GENERATION_ERRORS,
+                    event=EVENT,
+                )
+            },
+            "/v1/responses/input_tokens": {
+                "post": operation(
+                    "Count the tokens of its prompt", ResponsesRequest, InputTokens, GENERATION_ERRORS
+                )
+            },
+            "/v1/responses/{response_id}/input_items": {
+                "get": operation("What it was asked with", None, InputItems, _ERRORS, parameter="response_id")
+            },
+            "/v1/responses/{response_id}/cancel": {
+                "post": operation("End it", None, ResponseAnswer, _ERRORS, parameter="response_id")
+            },
+            "/v1/responses/{response_id}": {
+                "get": operation(
+                    "One that is kept, as it is now", None, ResponseAnswer, _ERRORS, parameter="response_id"
+                ),
+                "delete": operation("Forget it", None, ResponseDeleted, _ERRORS, parameter="response_id"),
+            },
+        },
+        examples={
+            "/v1/responses": {"input": "Hello!", "max_output_tokens": 60},
+            "/v1/responses/input_tokens": {"input": "Hello!"},
+        },
+    )
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self.desk = ResponseDesk(services)
+
+    def routes(self) -> list[RouteRow]:
+        desk = self.desk
+        return [
+            ("/v1/responses", partial(create_response, desk), ["POST"]),
+            ("/v1/responses/input_tokens", partial(count_input, desk), ["POST"]),
+            ("/v1/responses/{response_id}/input_items", partial(input_items, desk), ["GET"]),
+            ("/v1/responses/{response_id}", partial(one_response, desk), ["GET", "DELETE"]),
+            ("/v1/responses/{response_id}/cancel", partial(cancel_response, desk), ["POST"]),
+        ]
+
+
+WING = Responses

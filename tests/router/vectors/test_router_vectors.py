@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from tandem.api.openai.answer_types import EmbeddingList, Ranking, ScoreList
+from tandem.api.vectors.answer_types import EmbeddingList, Ranking, ScoreList
 from tandem.base.errors import Unavailable
 from tandem.router.config import Limits
 from tandem.wire.nodes import Role
@@ -292,3 +292,16 @@ def test_no_node_at_all(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=0)
     message, _ = refusal(ask(router, input="a"), 503)
     assert "no prefill or aggregated node is ready" in message
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+def test_texts_are_ranked_under_every_name(router: RunningRouter, path: str) -> None:
+    asked = {"query": "the fox", "documents": ["the dog", "the fox"], "top_n": 1}
+    assert (
+        router.client.post(path, json=asked).json()["results"]
+        == ask(router, "rerank", **asked).json()["results"]
+    )
+    pair = {"text_1": "the fox", "text_2": "the dog"}
+    assert (
+        router.client.post("/score", json=pair).json()["data"] == ask(router, "score", **pair).json()["data"]
+    )

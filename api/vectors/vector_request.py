@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.api.field_table import FieldRefusal, PathFields
 from tandem.api.openai.completion_request import Prompts
 from tandem.api.openai.fields import CacheSalt, Priority, TruncatePromptTokens
 
@@ -50,3 +51,11 @@ class RerankRequest(VectorFields, frozen=True, kw_only=True, forbid_unknown_fiel
     documents: Annotated[list[NotEmptyText | RerankDocument], Meta(min_length=1)]
     top_n: TopN | None = None
     return_documents: bool | None = None
+
+
+_WHOLE_VECTORS = {"dimensions": FieldRefusal("texts are compared by whole vectors")}
+FIELDS = (
+    PathFields("/v1/embeddings", EmbeddingRequest, refused={"messages": FieldRefusal("send input")}),
+    PathFields("/v1/score", ScoreRequest, refused=_WHOLE_VECTORS),
+    PathFields("/v1/rerank", RerankRequest, refused=_WHOLE_VECTORS),
+)
