@@ -59,6 +59,10 @@ WINGS: dict[str, Wing] = {
         ),
     ),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
     "ranks": Wing(
         ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
@@ -154,6 +158,11 @@ def copy_without(names: Iterable[str], folder: Path) -> None:
             target.write_bytes((ROOT / file).read_bytes())
 
 
+# Where Tandem is installed from a folder, a room that is gone from the copy would be found there.
+_THE_COPY_ALONE = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if not str(getattr(each, "__module__", "")).startswith("__editable__")]
+"""
 _IMPORT_ALL = """
 import importlib, sys
 for module in sys.argv[1:]:
@@ -173,6 +182,7 @@ def check_without(names: list[str], tests: bool) -> bool:
     with tempfile.TemporaryDirectory(prefix="wings-") as made:
         folder = Path(made)
         copy_without(gone, folder)
+        (folder / "sitecustomize.py").write_text(_THE_COPY_ALONE)
         rooms = {path.name for path in (folder / "tandem").iterdir() if path.is_symlink()}
         left = [
             module_of(file.relative_to(folder).as_posix())
