@@ -46,6 +46,7 @@ WINGS: dict[str, Wing] = {
         ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
     ),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
     "bench": Wing(
