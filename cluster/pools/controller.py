@@ -226,7 +226,8 @@ class Controller:
         names = list(self._fleet.routers)
         for role, size in wanted.items():
             staying = self._pools.state.staying(role)
-            names += [record.node_id for record in staying if size >= len(staying)]
+            if size + plan.surge(self._config, self._pools.state, role) >= len(staying):
+                names += [record.node_id for record in staying]
         return names
 
     async def _resize(self, wanted: Mapping[Role, int]) -> None:
@@ -474,3 +475,5 @@ class Controller:
                 f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )
+        # A rollout takes the others away.
+        check_writers(self._pools.state.resized(role, -1))
