@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.openai.served_model import ModelElsewhere
 from tandem.api.responses.response_store import ResponseNotFound
 from tandem.base.errors import TandemError
 from tandem.router.http import (

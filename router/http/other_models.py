@@ -17,7 +17,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.openai.served_model import ModelElsewhere
 from tandem.api.responses.response_store import ResponseNotFound
 from tandem.base.errors import DeadlineExceeded, Unavailable, UnknownModel
 from tandem.router.config import RouterConfig

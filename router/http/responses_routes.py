@@ -12,7 +12,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from tandem.api.openai.plan import GenerationPlan, plan_chat
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat
 from tandem.api.responses.response_store import StoredResponse
 from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
 from tandem.base.errors import InvalidRequest
