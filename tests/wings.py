@@ -46,6 +46,7 @@ WINGS: dict[str, Wing] = {
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
     "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
     "simulator": Wing(("simulator/",), ("tests/simulator/",)),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
