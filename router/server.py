@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.api.images.reader import ImageReader
 from tandem.api.openai.prompts import ServedModel
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.api.wings import ImageReader, image_reader
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.base.tasks import Tasks
 from tandem.http_server.certificate import Certificate
@@ -137,7 +137,7 @@ class RouterServer:
             template = await asyncio.to_thread(
                 ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
             )
-            images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
+            images = image_reader(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
             self.wings = [wing(self._services) for wing in wing_types()]
             self._listen_to_nodes()

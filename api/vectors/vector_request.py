@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from tandem.api.field_table import FieldRefusal, PathFields
+from tandem.api.openai.completion_request import Prompts
 from tandem.api.openai.fields import CacheSalt, Priority, TruncatePromptTokens
-from tandem.api.openai.prompts import Prompts
 
 Dimensions = Annotated[
     int, Meta(ge=1, le=2**31 - 1, description="so many of a vector's first numbers, made one long again")

@@ -24,7 +24,7 @@ from tandem.api.openai.answer_types import (
     Version,
 )
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
 from tandem.router.http.services import Services

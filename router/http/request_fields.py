@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from tandem.api.field_table import FieldTable, PathFields
-from tandem.api.openai import chat_request, prompts, text_request
+from tandem.api.openai import chat_request, completion_request, text_request
 from tandem.base.wings import find_wings
 
 # Modules of wings of `api`, each with the `FIELDS` of its paths.
@@ -19,7 +19,7 @@ _WINGS = (
 FIELDS = FieldTable(
     (
         chat_request.FIELDS,
-        prompts.FIELDS,
+        completion_request.FIELDS,
         *(row for module in find_wings(_WINGS) for row in cast("Iterable[PathFields]", module.FIELDS)),
         *text_request.FIELDS,
     )

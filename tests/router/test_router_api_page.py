@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.base.errors import Cancelled, ConfigurationError, TandemError
 from tandem.base.wings import find_wings
 from tandem.router.config import Heartbeat, PolicyName, Timeouts
