@@ -58,6 +58,8 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
     "simulator": Wing(
         ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
     ),
