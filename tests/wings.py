@@ -119,7 +119,6 @@ WINGS: dict[str, Wing] = {
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
-    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
     "encoder nodes": Wing(
         ("encode_node/", "node/encoders/", "wire/encoding.py"),
         ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
