@@ -126,6 +126,14 @@ WINGS: dict[str, Wing] = {
 }
 
 
+def documented() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    return [
+        f"| {name} | {', '.join(f'`{path}`' for path in wing.product)} | {', '.join(wing.needs) or '–'} |"
+        for name, wing in sorted(WINGS.items())
+    ]
+
+
 def lies_in(file: str, paths: Iterable[str]) -> bool:
     return any(file.startswith(path) if path.endswith("/") else file == path for path in paths)
 
