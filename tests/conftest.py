@@ -15,6 +15,12 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tandem.cluster.models.store import prepare_model
 from tests.doors import RECORDER, Door, read_ledger, write_ledger
+from tests.small_model import (  # noqa: F401 (fixtures)
+    folder_with_tools,
+    model_folder,
+    thinking_folder,
+    tokenizer,
+)
 
 # hypothesis' deadline would measure how busy the machine is, and each test has a time limit of its own.
 settings.register_profile("tandem", deadline=None)

@@ -89,17 +89,17 @@ def _flags() -> Iterator[str]:
 
 @functools.cache
 def endpoints() -> list[tuple[str, list[str]]]:
-    source = (ROOT / "router" / "http" / "app.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.target.id == "table"
-        ):
-            assert isinstance(node.value, ast.List)
-            rows = [row.elts for row in node.value.elts if isinstance(row, ast.Tuple)]
-            return [(ast.literal_eval(row[0]), ast.literal_eval(row[-1])) for row in rows]
-    raise AssertionError("router/http/app.py has no table of paths")
+    """Read from the rows of routes, wherever in the router they stand: a path, a handler, the methods."""
+    return [
+        (node.elts[0].value, ast.literal_eval(node.elts[2]))
+        for file in sorted((ROOT / "router").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Tuple)
+        and len(node.elts) == 3
+        and isinstance(node.elts[0], ast.Constant)
+        and isinstance(node.elts[2], ast.List)
+        and str(node.elts[0].value).startswith("/")
+    ]
 
 
 def _metrics() -> set[str]:

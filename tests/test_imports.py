@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "base",
         "cluster.api_client",
         "cluster.commands.output",
+        "cluster.commands.parser",
         "cluster.commands.router_url",
         "cluster.commands.setting_options",
         "cluster.config",
@@ -94,10 +95,12 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "pools": set(),
     "models": set(),
     "static_hosts": set(),
+    "foreign_flags": set(),
     "on_ray": {"pools", "models"},
-    "commands": {"pools", "models", "on_ray", "trace"},
-    "trace": set(),
+    "commands": {"pools", "models", "on_ray"},
+    "trace": {"commands"},
     "replay": {"commands"},
+    "bench": {"commands", "models", "trace"},
     "chaos": {"commands", "on_ray"},
 }
 MAY_IMPORT_RAY = (

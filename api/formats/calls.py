@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.api.formats.cursor import UNAMBIGUOUS, Cursor, Steps
-from tandem.api.formats.lark import LarkWriter
-from tandem.api.formats.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas
+from tandem.api.lark import LarkWriter
+from tandem.api.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -14,8 +14,8 @@ import msgspec
 
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
-from tandem.api.formats.lark import ANY_TEXT, LarkWriter, json_schema, nested, quoted
-from tandem.api.formats.pieces import Piece, Reasoning, Text
+from tandem.api.lark import ANY_TEXT, LarkWriter, json_schema, nested, quoted
+from tandem.api.pieces import Piece, Reasoning, Text
 from tandem.api.text.tokenizer import Tokenizer
 
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")

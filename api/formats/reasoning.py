@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.api.formats.cursor import Cursor, Steps
-from tandem.api.formats.lark import ANY_TEXT, SOME_SPACE, LarkWriter, nested
-from tandem.api.formats.pieces import AnswerReader, Piece, Reasoning, Text
+from tandem.api.lark import ANY_TEXT, SOME_SPACE, LarkWriter, nested
+from tandem.api.pieces import AnswerReader, Piece, Reasoning, Text
 from tandem.api.text.tokenizer import Tokenizer
 
 _MARK_TOKENS = 16  # the most tokens of a begin mark

@@ -10,15 +10,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from tandem.api.formats.answer_format import AnswerFormat
-from tandem.api.formats.pieces import AnswerReader, NotesCalls, ToolSchemas
+from tandem.api import wings
+from tandem.api.answer_format import AnswerFormat, PlainText
 from tandem.api.lives import ReadableLives
 from tandem.api.openai.answer import Choice, event
 from tandem.api.openai.chat_request import ChatRequest, thinking_budget
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields, StreamOptions
-from tandem.api.openai.prompt_embeds import embeds_of
 from tandem.api.openai.prompts import (
-    CompletionRequest,
     PromptTooLong,
     ServedModel,
     chat_prompt,
@@ -37,6 +36,7 @@ from tandem.api.openai.sampling import (
     sampling_params,
     stop_strings,
 )
+from tandem.api.pieces import AnswerReader, NotesCalls, ToolSchemas
 from tandem.api.sequence import SequenceSpec, TraceNotes
 from tandem.api.settings import ApiSettings
 from tandem.api.text.tenant_cache import CacheOwner
@@ -144,12 +144,13 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     def reasoning_tokens(self, choices: Sequence[Choice]) -> int | None:
         """Counts the reasoning tokens of the choices; None when the model's reasoning format is unknown."""
-        if self.format is None or (self.format.reasoning is None and self.format.harmony is None):
+        if self.format is None:
             return None
-        return sum(
-            self.format.reasoning_tokens(choice.token_ids, self.chat_prompt, choice.tokenizer) or 0
+        counts = [
+            self.format.reasoning_tokens(choice.token_ids, self.chat_prompt, choice.tokenizer)
             for choice in choices
-        )
+        ]
+        return None if None in counts else sum(count or 0 for count in counts)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Counts each prompt once, however many choices it has, and every generated token, also those of
@@ -223,7 +224,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens: must be at least 1, unless echo is set", "max_tokens")
     _check_stream_options(request)
-    embeds = await embeds_of(request, model.config)
+    embeds = await wings.embeds_of(request, model.config)
     prompts = prompts_of(request.prompt, "prompt") if embeds is None else []
     _check_counts(len(prompts if embeds is None else embeds), best_of, model.config)
     owner = caller.cache_owner(request.cache_salt)
@@ -280,7 +281,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     grammar = await chat_grammar(
         request, tools, model.format, model.tokenizer, owner, any_answer=budget is not None
     )
-    if images.files and request.truncate_prompt_tokens is not None:
+    if images is not None and request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
             "truncate_prompt_tokens: not with images, of which a part would be cut off",
             "truncate_prompt_tokens",
@@ -299,9 +300,6 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     if not token_ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt of them", "messages")
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, max_tokens, model.max_model_len)
-    media: list[MediaFeature] = []
-    if model.images is not None and images.files:
-        media = model.images.features(token_ids, images)
     return _plan(
         request,
         model,
@@ -315,8 +313,8 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
         show_logprobs=bool(request.logprobs),
         answer_format=model.format,
         chat_prompt=text,
-        media=media,
-        images=[file.data for file in images.files],
+        media=images.features(token_ids) if images is not None else None,
+        images=images.files if images is not None else None,
         tools={tool.function.name: tool.function.parameters or {} for tool in tools} if tools else None,
         must_call=tools is not None and request.tool_choice not in (None, "auto"),
         grammar=grammar,
@@ -367,7 +365,7 @@ def _plan(
     # otherwise there is no single answer that the next turn continues
     is_turn = best_of == 1 and len(prompts) == 1
     job_id = caller.job_id if is_turn else None
-    reads_calls = answer_format is not None and answer_format.call_writing is not None
+    reads_calls = answer_format is not None and answer_format.reads_calls
     sampling: SamplingParams | None = None
     for place, prompt in enumerate(prompts):
         rows = embeds[place] if embeds is not None else None
@@ -483,7 +481,9 @@ def _check_tools(request: ChatRequest, model: ServedModel) -> None:
         if choice is not None and choice != "none":
             raise InvalidRequest("tool_choice: needs tools", "tool_choice")
         return
-    if choice not in (None, "none", "auto") and model.format.call_writing is None:
+    if choice != "none" and isinstance(model.format, PlainText):
+        raise wings.no_calls()
+    if choice not in (None, "none", "auto") and not model.format.reads_calls:
         raise InvalidRequest(
             "tool_choice: must be 'none' or 'auto', because this server reads no calls (router.tool_format: none)",
             "tool_choice",

@@ -10,15 +10,12 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
-from msgspec import Meta
 
-from tandem.api.formats.detection import format_of
-from tandem.api.formats.lark import JsonObject
-from tandem.api.formats.plain_tools import told_in_words
-from tandem.api.images.reader import ImageReader, PromptImages
+from tandem.api import wings
+from tandem.api.lark import JsonObject
 from tandem.api.openai.chat_request import (
     ChatMessage,
     ChatRequest,
@@ -28,27 +25,18 @@ from tandem.api.openai.chat_request import (
     ToolCall,
     thinks,
 )
-from tandem.api.openai.fields import Choices, MaxTokens, SamplingFields, TokenId
+from tandem.api.openai.completion_request import Prompts
+from tandem.api.openai.fields import SamplingFields
 from tandem.api.openai.sampling import defaults_of
 from tandem.api.settings import ApiSettings
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.base.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from tandem.base.errors import ContextLengthExceeded, InvalidRequest, RequestError, UnknownModel
 from tandem.base.shares import OneAtATime
 from tandem.wire.adapters import identity_of
 from tandem.wire.pooling import VectorModel
 
-PromptTokens = Annotated[list[TokenId], Meta(min_length=1)]
-# A string, a list of strings, one list of token ids, or several lists. `prompts_of` tells them apart.
-Prompts = str | Annotated[list[str | TokenId | PromptTokens], Meta(min_length=1)]
-
-# Base64 of a tensor's file, or a list of these. `prompt_embeds` reads them.
-GivenEmbeds = str | Annotated[list[str], Meta(min_length=1)]
-
-
-CompletionLogprobs = Annotated[int, Meta(ge=0, le=20)]
-CompletionMaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1, description="0 only with echo")]
 # Rendering more takes milliseconds, so a thread does it.
 INLINE_ITEMS = 50
 INLINE_CHAT_CHARACTERS = 16 << 10
@@ -56,19 +44,13 @@ INLINE_CHAT_CHARACTERS = 16 << 10
 LONG_TEXT = 256 << 10
 long_texts = OneAtATime()
 
-
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    prompt: Prompts | None = None
-    prompt_embeds: GivenEmbeds | None = None
-    max_tokens: CompletionMaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None  # load generators send both names
-    logprobs: CompletionLogprobs | None = None
-    echo: bool | None = None
-    best_of: Choices | None = None
-    suffix: str | None = None
-
-
 RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+
+class NotHere(RequestError):
+    """What a path names by its id, which names no model, is not here. Another deployment may have it."""
+
+    http_status = 404
 
 
 class ModelElsewhere(UnknownModel):
@@ -93,7 +75,7 @@ class ServedModel:
         created: int,
         vectors: Callable[[], VectorModel | None] = lambda: None,
         adapters: Callable[[], Mapping[str, str]] = dict,
-        images: ImageReader | None = None,
+        images: wings.ImageReader | None = None,
     ) -> None:
         """`images`: None when the model reads no images."""
         self.config = config
@@ -102,7 +84,7 @@ class ServedModel:
         self.guard = SpecialTextGuard(tokenizer)
         self.created = created
         self.defaults = defaults_of(config)
-        self.format = format_of(config.tool_format, config.reasoning_format, template)
+        self.format = wings.format_of(config, template)
         self.names = (config.model_name, *config.model_aliases)
         self._max_model_len = max_model_len
         self._vectors = vectors
@@ -302,16 +284,16 @@ def truncated(
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     text: str
-    images: PromptImages
+    images: wings.PromptImages | None = None
 
 
 async def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> ChatPrompt:
     """Reads the messages' images and expands their placeholders in the rendered prompt."""
     parts = image_parts(messages)
     if not parts or model.images is None:
-        return ChatPrompt(text, PromptImages([], []))
+        return ChatPrompt(text)
     images = await model.images.read(parts)
-    return ChatPrompt(model.images.expanded(text, images), images)
+    return ChatPrompt(images.expanded(text), images)
 
 
 def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
@@ -399,7 +381,7 @@ def _render(
     plain: Sequence[Mapping[str, Any]] = [guard.plain_message(one) for one in messages_for_template(messages)]
     offered = [tool_for_template(tool) for tool in tools]
     if offered and not template.mentions_tools:
-        plain, offered = told_in_words(plain, offered, has_system=template.takes_system), []
+        plain, offered = wings.told_in_words(plain, offered, has_system=template.takes_system), []
     if not template.takes_text:
         plain = [_in_parts(message) for message in plain]
     return template.render(plain, tools=offered or None, **options)

@@ -16,9 +16,8 @@ import msgspec
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from tandem.api.formats.answer_format import AnswerFormat
-from tandem.api.formats.call_grammar import CallGrammar, OfferedTool
-from tandem.api.formats.lark import ANY_TEXT, JsonObject, json_schema, quoted
+from tandem.api.answer_format import AnswerFormat, CallsAsked, OfferedTool
+from tandem.api.lark import ANY_TEXT, JsonObject, json_schema, quoted
 from tandem.api.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.api.openai.fields import RepetitionFields, ResponseFormat, SamplingFields, StructuredOutputs
 from tandem.api.settings import ApiSettings, SamplingDefaults
@@ -320,28 +319,18 @@ async def chat_grammar(
     answer, param = await _answers_grammar(request, owner)
     if answer is not None:
         answer = written.answer_grammar(answer, tokenizer)
-    if not tools or written.call_writing is None:
+    if not tools or not written.reads_calls:
         return answer or (FREE_TEXT if any_answer else None)
     if param is not None:
         raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
-    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner, any_answer=any_answer)
+    asked = _calls_asked(request, tools, any_answer=any_answer)
+    grammar = written.calls_grammar(asked, answer, tokenizer)
+    if grammar is not None:
+        await check_grammar(grammar, "tools", owner)
+    return grammar
 
 
-async def _grammar_with_calls(
-    request: ChatRequest,
-    tools: Sequence[Tool],
-    written: AnswerFormat,
-    tokenizer: Tokenizer,
-    answer: str | None,
-    owner: CacheOwner,
-    *,
-    any_answer: bool,
-) -> str | None:
-    """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
-    or answers by that grammar.
-
-    With tool_choice auto, the grammar holds from where the model begins a call, and only if a tool is strict.
-    """
+def _calls_asked(request: ChatRequest, tools: Sequence[Tool], *, any_answer: bool) -> CallsAsked:
     choice = request.tool_choice
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if named is not None:
@@ -350,19 +339,12 @@ async def _grammar_with_calls(
             raise InvalidRequest(
                 f"tool_choice.function.name: {named!r} is none of the tools", "tool_choice.function.name"
             )
-    must_call = named is not None or choice == "required"
-    strict = any(tool.function.strict for tool in tools) and written.harmony is None
-    writing = written.call_writing
-    if writing is None or not (must_call or answer is not None or strict or any_answer):
-        return None
-    once = named is not None or request.parallel_tool_calls is False
-    grammars = CallGrammar(writing, [_offered(tool) for tool in tools], tokenizer, once=once)
-    if must_call:
-        grammar = grammars.must_call()
-    else:
-        grammar = grammars.call_or(answer) if answer is not None else grammars.text_with_calls()
-    await check_grammar(grammar, "tools", owner)
-    return grammar
+    return CallsAsked(
+        [_offered(tool) for tool in tools],
+        must=named is not None or choice == "required",
+        once=named is not None or request.parallel_tool_calls is False,
+        any_answer=any_answer,
+    )
 
 
 def _offered(tool: Tool) -> OfferedTool:

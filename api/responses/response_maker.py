@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.api.openai.answer import Choice, Delta
 from tandem.api.openai.plan import GenerationPlan
+from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.base.errors import TandemError
 
 

@@ -28,6 +28,7 @@ class AdapterDesk:
         """Changes all nodes or none. Returns the location of every adapter by name once all routers serve them. See `Control.adapters`."""
         pools = self._pools
         async with pools.adapters.changing:
+            await pools.has_read.wait()
             before = self._before()
             wanted = self._wanted(before, load, unload)
             if wanted == before:
@@ -100,7 +101,7 @@ class AdapterDesk:
 
     async def _keep(self, wanted: dict[str, str], number: int) -> None:
         pools = self._pools
-        async with pools.writing:
+        async with pools.writing():
             revision = pools.state.revision
             if pools.state.rollout is not None or revision.number != number:
                 raise Unavailable(

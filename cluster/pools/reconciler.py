@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,6 +54,17 @@ def _at_commit(state: ClusterState, commit: str) -> ClusterState:
     return msgspec.structs.replace(state, revision=msgspec.structs.replace(state.revision, commit=commit))
 
 
+def _announced(state: ClusterState, info: NodeInfo) -> ClusterState:
+    """Returns the state with the node as it announced itself. The first node of a revision fixes its content."""
+    record, revision = state.find(info.node_id), state.revision
+    if record is None:
+        return state
+    if record.revision == revision.number and not revision.content:
+        revision = msgspec.structs.replace(revision, content=info.content)
+        state = msgspec.structs.replace(state, revision=revision)
+    return state.with_node(record.serving_as(info))
+
+
 class Reconciler:
     """Only `keep` replaces `state`, and only while `writing` is held. Every change is recorded before it is carried out."""
 
@@ -82,7 +93,8 @@ class Reconciler:
         self._unknown: state.UnknownState | None = None  # set when another version wrote the recorded state
         self._contents: dict[int, str] = {}  # the model's content by revision, even if recording it failed
         self.rollout_waits = ""  # what the rollout is waiting for
-        self.writing = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self.has_read = asyncio.Event()  # set once it is known what an earlier controller recorded
         self.changed = Wakeup()  # rung when anything changes that a view shows
         self.machines: list[Host] = []
         self._unseen: set[str] = set()  # machines that Ray does not see while their processes are heard
@@ -112,18 +124,29 @@ class Reconciler:
             self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note
         )
 
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Held by one task at a time. Orders wait for it until `take_over` is done: one that came first would otherwise record a
+        cluster without the nodes that serve."""
+        await self.has_read.wait()
+        async with self._lock:
+            yield
+
     async def take_over(self) -> None:
         """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
-        them. Orders wait for `writing` until this is done: a node that is not adopted yet could otherwise be lost from the record."""
-        async with self.writing:
+        them."""
+        async with self._lock:
             kept = await self._until_told(self._store.load, "what the previous controller recorded")
-            if kept is not None:
-                try:
+            try:
+                if kept is not None:
                     self.state = state.decode(kept)
-                except state.UnknownState as error:
-                    self._unknown = error
-                    raise
-                self.decisions.extend(self.state.decisions)
+                    self.decisions.extend(self.state.decisions)
+                    self.config = self._in_this_process(self.state.revision.config or self._given)
+            except state.UnknownState as error:
+                self._unknown = error
+                raise
+            finally:
+                self.has_read.set()
             await self._fix_the_model()
             if kept is None:
                 return
@@ -145,6 +168,7 @@ class Reconciler:
                 elif host.name in machines:
                     self.fleet.launch_node(record, placement, host)
                 else:  # it never served: another node takes its place
+                    await self.fleet.end_node(record.node_id)
                     await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
@@ -235,7 +259,7 @@ class Reconciler:
     # --- recording
 
     async def update(self, change: StateChange) -> None:
-        async with self.writing:
+        async with self.writing():
             await self.keep(change(self.state))
 
     async def keep(self, new: ClusterState) -> None:
@@ -262,15 +286,6 @@ class Reconciler:
 
         record = self.state.find(info.node_id)
         number = self.state.revision.number if record is None else record.revision
-
-        def with_info(current: ClusterState) -> ClusterState:
-            known = current
-            if number == current.revision.number and not current.revision.content:
-                revision = msgspec.structs.replace(current.revision, content=info.content)
-                known = msgspec.structs.replace(current, revision=revision)
-            record = known.find(info.node_id)
-            return known if record is None else known.with_node(record.serving_as(info))
-
         content = self._contents.setdefault(number, self._kept_content(number) or info.content)
         if info.content != content:
             raise ConfigurationError(
@@ -281,10 +296,9 @@ class Reconciler:
             )
         self._check_tokenizer(info, number)
         try:
-            await self.update(with_info)
+            await self.update(lambda current: _announced(current, info))
         except TandemError as error:
-            # If it stays unrecorded, the next controller treats it as a new node and adopts it a little later.
-            logger.warning("%s serves, but that could not be recorded: %s", info.node_id, error)
+            logger.warning("%s serves, but that could not be recorded yet: %s", info.node_id, error)
 
     def _kept_content(self, number: int) -> str:
         revision = self.state.revision_of(number)
@@ -319,8 +333,7 @@ class Reconciler:
         try:
             await self.update(left_out)
         except TandemError as error:
-            # If it stays unrecorded, the next controller starts the node again.
-            logger.warning("%s is left out, but that could not be recorded: %s", node_id, error)
+            logger.warning("%s is left out, but that could not be recorded yet: %s", node_id, error)
 
     async def _admit_router(self, name: str, info: RouterInfo) -> None:
         def with_info(current: ClusterState) -> ClusterState:
@@ -332,8 +345,24 @@ class Reconciler:
         try:
             await self.update(with_info)
         except TandemError as error:
-            # If it stays unrecorded, the next controller briefly leaves the router's key out of what it tells nodes.
-            logger.warning("%s serves, but that could not be recorded: %s", name, error)
+            logger.warning("%s serves, but that could not be recorded yet: %s", name, error)
+
+    def _as_it_runs(self, current: ClusterState) -> ClusterState:
+        """Returns the state with what nodes and routers announced since, and which nodes were left out. Recording it may have failed:
+        the next controller would tell routers of an incarnation that has ended, and withdraw the one that serves."""
+        for node in self.fleet.nodes.values():
+            record = current.find(node.name)
+            if record is None:
+                continue
+            if node.phase is ProcessPhase.LEFT_OUT and not record.left_out:
+                current = current.with_node(record.out_of_use(node.detail))
+            elif node.serves and node.info is not None and node.info != record.info:
+                current = _announced(current, node.info)
+        for router in self.fleet.routers.values():
+            known = current.router(router.name)
+            if known is not None and router.serves and router.info != known.info:
+                current = current.with_router(msgspec.structs.replace(known, info=router.info))
+        return current
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
@@ -350,7 +379,7 @@ class Reconciler:
     async def _record(self) -> None:
         while self._is_unsure or list(self.decisions) != self.state.decisions:
             try:
-                async with self.writing:
+                async with self.writing():
                     await self.keep(self.state)
             except TandemError as error:
                 logger.warning("the state could not be recorded: %s", error)
@@ -405,10 +434,10 @@ class Reconciler:
     async def _place_routers(self) -> None:
         """Starts and ends routers until each place has `router.processes`. Routers of a machine that is gone are ended; routers on a
         machine that should have none drain first."""
-        async with self.writing:
+        async with self.writing():
             places = self.fleet.router_places(self.machines)
             hosts = {host.address: host for host in self.machines} | dict(places)
-            new, going = self.fleet.planned_routers(self.state, places, hosts)
+            new, going = self.fleet.planned_routers(self._as_it_runs(self.state), places, hosts)
             await self.keep(new)
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
@@ -436,7 +465,7 @@ class Reconciler:
 
     async def _converge(self) -> None:
         while True:
-            async with self.writing:
+            async with self.writing():
                 change = plan.next_change(self.fleet.config, self.state, self.machines, self._rank)
                 if change is None:
                     return
@@ -486,8 +515,10 @@ class Reconciler:
             await self._clock.sleep(self.config.timeouts.heartbeat_s)
 
     async def _look_at_rollout(self) -> None:
-        async with self.writing:
-            if self.state.rollout is None:
+        async with self.writing():
+            if (
+                self.state.rollout is None or not self.has_looked
+            ):  # routers that serve may not be launched yet
                 return
             facts = self._watch.facts(self.state, self.config, self.machines)
             step = rollout.next_step(

@@ -11,6 +11,5 @@ output          what the scheduler sends to the model runner, and what the runne
 results         books the model's output and the connector's events
 invalid_blocks  rewinds requests that used blocks whose load failed
 lifecycle       how a request is added, preempted and ended, and when its blocks are freed
-step_trace      the scheduler trace: what the scheduler saw and decided, as records for `tandem replay`
 audit           checks the invariants between two steps
 """

@@ -11,7 +11,6 @@ from tandem.engine.config import Reserve
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.state import Eviction, SchedulerState, StepPlan
-from tandem.engine.scheduling.step_trace import StepTrace
 
 
 class RunningPhase:
@@ -161,8 +160,7 @@ class _Verdict(enum.Enum):
 class AdmissionPhase:
     """Admits waiting requests, and begins loads of their KV."""
 
-    def __init__(self, state: SchedulerState, lifecycle: Lifecycle, trace: StepTrace | None = None) -> None:
-        self._trace = trace
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
 
@@ -196,8 +194,8 @@ class AdmissionPhase:
             self._state.waiting.pass_over(request)
             step.deferred = True
             return _Verdict.NEXT
-        if self._trace is not None and prefix.hits is not None:
-            self._trace.looked_up(
+        if self._state.watcher is not None and prefix.hits is not None:
+            self._state.watcher.looked_up(
                 self._state,
                 request,
                 prefix.num_hit_tokens,

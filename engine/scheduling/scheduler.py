@@ -35,10 +35,10 @@ from tandem.engine.scheduling.state import (
     SchedulerState,
     SchedulerStats,
     StepPlan,
+    StepWatcher,
     Totals,
     leave_open,
 )
-from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
@@ -67,7 +67,6 @@ class Scheduler:
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         clock: Callable[[], float] = time.monotonic,
         *,
-        trace: StepTrace | None = None,
         reads_images: bool = False,
         reads_hidden: bool = False,
     ) -> None:
@@ -126,12 +125,9 @@ class Scheduler:
             if config.num_speculative_tokens
             else None,
         )
-        self._trace = trace
-        if trace is not None:
-            trace.begins(self._state)
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
         self._running_phase = RunningPhase(self._state, self._lifecycle)
-        self._admission_phase = AdmissionPhase(self._state, self._lifecycle, trace)
+        self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
@@ -195,6 +191,11 @@ class Scheduler:
         makes them."""
         self._lifecycle.rows_came(identifier, rows)
 
+    def watch_with(self, watcher: StepWatcher) -> None:
+        """Call it before the first step."""
+        self._state.watcher = watcher
+        watcher.begins(self._state)
+
     def schedule(self) -> SchedulerOutput:
         """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
         `update_from_output`. The plan may be empty."""
@@ -204,8 +205,8 @@ class Scheduler:
         paused = state.pause is PauseState.PAUSED_ALL
         budget = 0 if paused else state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
-        if self._trace is not None:
-            self._trace.snapshot(state)
+        if state.watcher is not None:
+            state.watcher.snapshot(state)
         if state.encoded is not None:
             state.encoded.begin_step(self._tower_pace.tokens if self._decodes() else math.inf)
         self._running_phase.plan(step)
@@ -213,8 +214,8 @@ class Scheduler:
         if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
             self._admission_phase.plan(step)
         output = self._output_of(step)
-        if self._trace is not None:
-            self._trace.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
+        if state.watcher is not None:
+            state.watcher.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
             state.cache.begin_reads(output.connector_metadata.reads)

@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -153,6 +153,23 @@ class PauseState(enum.IntEnum):
     PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on
 
 
+class StepWatcher(Protocol):
+    """Sees what each step saw and decided. Its calls come in this order, and it changes nothing."""
+
+    def begins(self, state: SchedulerState) -> None: ...
+
+    def snapshot(self, state: SchedulerState) -> None:
+        """A step is about to be planned."""
+
+    def looked_up(
+        self, state: SchedulerState, request: Request, local: int, external: int, *, arrives_later: bool
+    ) -> None:
+        """The prefix cache has `local` of the request's tokens, and the connector promises `external` ones."""
+
+    def decided(self, state: SchedulerState, step: StepPlan, finished: set[str], preempted: set[str]) -> None:
+        """`preempted` has every request that the runner must forget the blocks of, also those that lost them between two steps."""
+
+
 @dataclasses.dataclass(slots=True)
 class SchedulerState:
     """Each unfinished request is in `requests` and in exactly one of `running` and `waiting`. A finished request whose blocks
@@ -173,6 +190,7 @@ class SchedulerState:
     encoded: EncoderCache | None = None  # None: the model reads no images
     judge: DraftJudge | None = None  # None: no drafts
     pause: PauseState = PauseState.UNPAUSED
+    watcher: StepWatcher | None = None
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)
     planned: SchedulerOutput | None = None  # the newest step, until it is booked

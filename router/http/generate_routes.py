@@ -9,17 +9,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tandem.api.anthropic.messages_answer import MessageStream, whole_message
-from tandem.api.anthropic.messages_request import MessagesRequest, as_chat
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, LoopTurn
 from tandem.api.openai.chat_answer import ChatStream, whole_chat
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_answer import CompletionStream, whole_completion
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields
 from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
-from tandem.api.openai.prompts import CompletionRequest, ServedModel
+from tandem.api.openai.prompts import ServedModel
 from tandem.api.openai.reading import ReadChoice, read_all
-from tandem.api.openai.vectors import VectorPlan
+from tandem.api.sequence import SequenceSpec
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import (
@@ -43,7 +42,18 @@ LOGGED_IDS = 8
 # How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
 
-P = TypeVar("P", GenerationPlan, VectorPlan)
+
+class TracedPlan(Protocol):
+    """What a plan has that the request's trace tells."""
+
+    @property
+    def specs(self) -> list[SequenceSpec]: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=TracedPlan)
 
 
 class AnswerStream(Protocol):
@@ -69,7 +79,6 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
 
 COMPLETIONS = GenerateEndpoint("cmpl", CompletionRequest, plan_completion, whole_completion, CompletionStream)
 CHAT = GenerateEndpoint("chatcmpl", ChatRequest, plan_chat, whole_chat, ChatStream)
-MESSAGES = GenerateEndpoint("msg", MessagesRequest, plan_chat, whole_message, MessageStream, as_chat)
 
 
 async def generate(endpoint: GenerateEndpoint, services: Services, exchange: HttpExchange) -> None:

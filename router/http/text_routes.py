@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /v1/messages/count_tokens."""
+"""POST /tokenize and /detokenize, and what counting a prompt's tokens shares with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from tandem.api.anthropic.messages_request import CountRequest, as_chat
 from tandem.api.openai.answer import json_pieces
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.prompts import (
@@ -149,19 +148,6 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
                 del request, ids
             with services.kept.share(len(prompt) * CHARACTER_BYTES, exchange.owner):
                 await send_pieces(exchange.send, json_pieces({"prompt": prompt}))
-
-
-async def count_tokens(services: Services, exchange: HttpExchange) -> None:
-    """Counts the tokens of a chat's prompt, for Anthropic's clients."""
-    async with timely(services):
-        with counted(exchange):
-            with services.bodies.share() as share:
-                request = await read_body(exchange, CountRequest, services.config, share)
-                model = services.model
-                model.check_name(request.model)
-                count = await prompt_size(services, exchange, as_chat(request))
-                del request
-            await send_pieces(exchange.send, json_pieces({"input_tokens": count}))
 
 
 async def prompt_size(services: Services, exchange: HttpExchange, chat: ChatRequest) -> int:

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kv_connectors import WAYS
 from kv_document import installed_example
 from kv_fake_engine import BLOCK_SIZE, first_token_of
 from kv_processes import EngineProcess
 
+from tandem.base.wings import is_there
 from tandem.kvtransfer.base import Handoff, TransferStats
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
@@ -23,16 +25,12 @@ from tandem.wire.requests import KVTransferParams, TransferRole
 pytestmark = pytest.mark.slow
 
 LEASE_S = 2.0
-CONNECTORS = [
-    ("nixl", "push"),
-    ("nixl", "pull"),
-    ("nccl", "push"),
-    ("nccl", "pull"),
-    ("local_connector:create", "push"),
-]
+CONNECTORS = [*WAYS, ("local_connector:create", "push")]
 # The number of ranks of the producer and of the consumer. Each rank is a process with its own heads.
 WIDTHS = [(1, 2, "push"), (2, 1, "pull")]
 MORE_WIDTHS = [(2, 4, "push"), (1, 2, "pull"), (2, 1, "push"), (2, 4, "pull")]
+if not is_there("kv_wide_engine"):
+    WIDTHS, MORE_WIDTHS = [], []
 
 
 def wide(producer: int, consumer: int, direction: str, *marks: pytest.MarkDecorator) -> Any:

@@ -184,7 +184,7 @@ def test_a_publisher_that_fails_loses_nothing_for_routers(caplog: pytest.LogCapt
         published.extend(events)
 
     blocks = CachedBlocks(NodeBits(), 100)
-    desk = CacheNewsDesk("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), publish)
+    desk = CacheNewsDesk("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), [publish])
     desk.begin("r")
     desk.turn()
     hashes = PromptHashes([1, 2, 3, 4], None).of(2)

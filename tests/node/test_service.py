@@ -17,18 +17,19 @@ from tandem.base.errors import InvalidLogits, NodeLost, WireError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
+from tandem.engine.model.embeds import rows_of
 from tandem.engine.model.lora import slots as slots_of_adapters
 from tandem.engine.model.lora.folder import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
-from tandem.engine.model.vision.rows import rows_of
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
 from tandem.node.requests import writes_states_here
 from tandem.node.service import NodeService
+from tandem.node.wings import wings
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PromptEmbeds
@@ -126,7 +127,7 @@ class Node:
     ) -> None:
         # The context is so long that a request without a stop outlives any test.
         self.runner = FakeRunner(num_blocks=30_000, max_model_len=100_000)
-        self.runner.adapters = adapters
+        self.runner.adapters, self.runner.grammars = adapters, grammars
         self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(
@@ -146,7 +147,7 @@ class Node:
             ),
             mailbox=mailbox,
             line=self.outgoing,
-            grammars=grammars,
+            wings=wings(),
         )
         self.service.start()
 

@@ -12,6 +12,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig, TracingConfig, name_of_key
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
 from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.paths import of_served
 from tests.router.raw_http import connect, post, read_answer
 
 
@@ -327,12 +328,12 @@ def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRou
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [
+    of_served(
         ("/tokenize", {"prompt": SECRET}),
         ("/v1/completions", {"prompt": SECRET, "max_tokens": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": SECRET}]}),
-    ],
+    ),
 )
 def test_what_one_key_asked_is_tokenized_anew_for_another(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]

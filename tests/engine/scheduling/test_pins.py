@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.pins import ToolTimes
-from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.kvtransfer.base import ConnectorOutput
+from tandem.node.step_trace.records import StepTrace
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, unique_tokens
 
 LIMIT_S = 2.0
@@ -289,7 +289,7 @@ def test_a_router_that_says_nothing_of_one_turn_costs_the_others_no_pin():
 
 def test_the_trace_has_pins():
     lines: list[bytes] = []
-    driver = Agents(trace=StepTrace("n0", lines.append))
+    driver = Agents(watcher=StepTrace("n0", lines.append))
     driver.turn("a1")
     driver.turn("b1")
     snapshots = [record for line in lines if (record := json.loads(line))["event"] == "step_snapshot"]
