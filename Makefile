@@ -85,7 +85,7 @@ test-faults: install
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
-	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/test_rollout_steps.py
+	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/rollouts/test_rollout_steps.py
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py tests/kvtransfer/nccl/test_random_frames_of_pairs.py

@@ -116,6 +116,7 @@ WINGS: dict[str, Wing] = {
     "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),

@@ -32,7 +32,7 @@ from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
-from tandem.cluster.pools.wings import adapters_of, wings_of
+from tandem.cluster.pools.wings import adapters_of, roll_out_of, wings_of
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -65,6 +65,7 @@ class Controller:
         self._fleet = self._pools.fleet
         self._wings = wings_of(self._pools, self._clock, self._tasks, self._resize)
         self._pools.on_config = self._configured
+        self._pools.roll_out = roll_out_of(self._pools, self._clock)
         self.adapters = adapters_of(self._pools, self._clock)
 
     @property

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 ROWS = ("tandem.cluster.pools.autoscaling.wing",)
 ADAPTERS = ("tandem.cluster.adapters.desk",)
+ROLLOUTS = ("tandem.cluster.pools.rollouts.wing",)
+
+RollOut = Callable[[], Coroutine[Any, Any, None]]
+"""Carries out the recorded rollout. Ends with it."""
 
 Resizing = Callable[[Mapping["Role", int]], Awaitable[None]]
 """Orders other sizes, as an operator does. Requires `writing`."""
@@ -55,6 +59,16 @@ def wings_of(pools: Reconciler, clock: Clock, tasks: Tasks, resize: Resizing) ->
     return [
         cast("PoolsWingModule", module).wing_of(pools, clock, tasks, resize) for module in find_wings(ROWS)
     ]
+
+
+class RolloutsModule(Protocol):
+    def roll_out_of(self, pools: Reconciler, clock: Clock) -> RollOut: ...
+
+
+def roll_out_of(pools: Reconciler, clock: Clock) -> RollOut | None:
+    for module in find_wings(ROLLOUTS):
+        return cast("RolloutsModule", module).roll_out_of(pools, clock)
+    return None
 
 
 class AdaptersModule(Protocol):
