@@ -34,6 +34,7 @@ from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs, scaled_pool
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
@@ -60,11 +61,12 @@ class Controller:
         fix_model: FixModel = as_it_is,
     ) -> None:
         self._events = events
-        self._clock = clock or Clock()
+        turn = Turn(store)
+        self._clock = TurnClock(clock or Clock(), turn)
         self._tasks = Tasks()
         self._autoscales = False
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks, fix_model)
+        self._pools = Reconciler(config, hosts, launcher, turn, events, self._clock, self._tasks, fix_model)
         self._fleet = self._pools.fleet
         self._autoscaler = Autoscaler(
             config,
