@@ -25,5 +25,6 @@ What the router's paths import:
 
     responses/  OpenAI's Responses API, and the answers that are kept for it
     anthropic/  Anthropic's API for the same chats
+    vectors/    vectors of texts, and what is compared by them
     realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
 """

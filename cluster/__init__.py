@@ -1,6 +1,6 @@
 """The composition root: turns one configuration into a running deployment, and keeps it running.
 
-    cli           the `tandem` command; wings: commands that may be missing; vllm_flags: flags of vLLM and SGLang; documents: the tables of
+    cli           the `tandem` command; wings: commands and flags that may be missing; documents: the tables of
                   settings and flags in the pages
     config        every setting; setting_names finds one by name, setting_layers reads each source; settings, rules, describe:
                   combine the sources, check the result, report all mistakes at once; schema: tells editors what a file may
@@ -14,8 +14,8 @@
     static_hosts/ makes pools of machines that exist already, for `ray up`
     models/       turns a model's name into a folder that a node can open
     commands/     the commands that operators type, and their output
-    trace/, replay/, bench/, chaos/   wings: where one request's time went; what a node's scheduler decided, step by step; any
-                  server measured; processes killed by a plan, and the effect
+    trace/, replay/, bench/, chaos/, foreign_flags/   wings: where one request's time went; what a node's scheduler decided, step by
+                  step; any server measured; processes killed by a plan, and the effect; flags of vLLM and SGLang
 
 Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports
 it, whose commands are found by a row in wings.

@@ -15,7 +15,7 @@ from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
 from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
-from tandem.cluster.vllm_flags import table as flags_table
+from tandem.cluster.wings import foreign_flags
 from tandem.router.http.request_fields import FIELDS
 from tandem.wire.nodes import Role
 
@@ -67,7 +67,9 @@ def _rows() -> Iterator[tuple[str, str]]:
 
 
 def vllm_page(page: str) -> str:
-    return _with_table(page, flags_table())
+    for flags in foreign_flags():
+        page = _with_table(page, flags.table())
+    return page
 
 
 def api_page(page: str) -> str:

@@ -153,6 +153,10 @@ class Launcher(Protocol):
         socket."""
         ...
 
+    async def end(self, name: str) -> None:
+        """Ends the process with this name, if there is one, also on a machine that cannot be seen."""
+        ...
+
 
 async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
     """The `FixModel` for models that are files of this machine."""

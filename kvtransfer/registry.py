@@ -24,6 +24,7 @@ CONNECTORS = {
 # What makes `cache.tiers`, and a rank's part of them.
 TIERS = {
     "tiers": "tandem.kvtransfer.offload.worker_half:create_tiers",
+    "tiers of ranks": "tandem.kvtransfer.offload.ranks:tiers_of",
     "tiers of a rank": "tandem.kvtransfer.offload.ranks:RankTiers",
 }
 

@@ -15,6 +15,7 @@ grammar/     answers that follow a grammar
 encoders/    asks encoder nodes for the rows of this node's images
 kv_events/   KV events for programs outside Tandem
 step_trace/  the scheduler trace
+canary/      in idle time, recomputes prompts that peers have sent
 ranks/       the other processes of a node with several ranks
 node         a node of any role, from start to stop
 engine_node  builds a node with an engine from all of these

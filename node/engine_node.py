@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -21,19 +21,14 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
-from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
+from tandem.node.config import NodeConfig
 from tandem.node.loop import InStep, Item, Mailbox
 from tandem.node.node import LoadSource, Node, OpenChannel
-from tandem.node.ranks.processes import shares_of, with_memory_shared
-from tandem.node.ranks.supervisor import Ranks
 from tandem.node.requests import RoleRules
 from tandem.node.routers import CacheNewsDesk, NamedBlocks
 from tandem.node.service import NodeService, TellNews
-from tandem.node.wings import Publish, wings
+from tandem.node.wings import OtherRanks, Publish, ranks_wing, wings
 from tandem.wire.nodes import NodeInfo
-
-if TYPE_CHECKING:
-    from tandem.engine.model.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +43,14 @@ class EngineNode(Node[NodeService]):
             # Under a CPU quota only the number of threads matters. Do not bind them: the other containers of this machine would
             # bind theirs to the same cores, because each counts them from the first.
             config = msgspec.structs.replace(config, cores=[])
-        super().__init__(_of_first_rank(config) if config.ranks > 1 else config, rules.role, open_channel)
+        super().__init__(
+            ranks_wing().of_first_rank(config) if config.ranks > 1 else config, rules.role, open_channel
+        )
         self._whole = config
         self._rules = rules
         self._make_connector = make_connector
         self._engine: Engine | None = None
-        self._ranks: Ranks | None = None  # the node's other ranks; None: it has one rank
+        self._ranks: OtherRanks | None = None  # the node's other ranks; None: it has one rank
         # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
         self.caches_apart = False
 
@@ -64,13 +61,11 @@ class EngineNode(Node[NodeService]):
         info = runner.info
         scheduler_half, worker_half = self._connector(runner, mailbox)
         scheduler = self._scheduler(info, scheduler_half)
-        checked = config.transfer if self.role.writes_answers else None
         self._engine = engine = Engine(
             scheduler,
             runner,
             worker_half,
             ahead=config.engine.scheduler.plans_ahead(info.device),
-            canary_share=checked.canary_share if checked is not None else 0.0,
             debug=config.engine.debug,
         )
         channel = self._serve(
@@ -199,7 +194,13 @@ class EngineNode(Node[NodeService]):
         anywhere = os.sched_getaffinity(0) if config.cores else set()
         bind(helpers, config.cores)
         if config.ranks > 1:
-            runner = self._load_together(loading, mailbox)
+            self._ranks = ranks_wing().make(
+                self._whole,
+                loading,
+                lambda why: mailbox.put(InStep(partial(_lose, why))),
+                apart=self.caches_apart,
+            )
+            runner = self._ranks.load()
         else:
             runner = load_runner(
                 loading.model, config.engine.cache, config.engine.scheduler, loading.progress
@@ -207,54 +208,6 @@ class EngineNode(Node[NodeService]):
         bind(helpers, anywhere)
         if runner.kv_cache.device.type == "cpu":
             runner.pages = PageMaker(runner.kv_cache)
-        return runner
-
-    def _load_together(self, loading: LoadSource, mailbox: Mailbox[Item]) -> TorchRunner:
-        from tandem.engine.model.loading import load_runner
-
-        config, (model, _, progress, keepers) = self._whole, loading
-        if len(keepers) != len(config.others):
-            raise InternalError(
-                f"{config.node_id} is spread over {config.machines} machines, and {len(keepers)} others keep ranks"
-            )
-        _refuse_beside_ranks(config, refused_with_ranks(config.engine, config.pipeline_parallel))
-        engine = msgspec.structs.replace(config.engine, model=model)
-        if config.machines > 1:
-            engine = with_memory_shared(engine, config.ranks // config.machines)
-        self._ranks = ranks = Ranks(
-            config.node_id,
-            config.ranks,
-            engine,
-            shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines),
-            config.logs,
-            stages=config.pipeline_parallel,
-            apart=self.caches_apart,
-            host=config.host,
-            keepers=keepers,
-            silence_s=config.timeouts.rank_silence_s,
-            lost=lambda why: mailbox.put(InStep(partial(_lose, why))),
-            report=progress,
-        )
-        try:
-            if progress is not None:
-                progress(f"starting {config.ranks} ranks", 0.0)
-            shard = ranks.start()
-            if shard.kv_memory is None:
-                _refuse_beside_ranks(config, refused_with_caches_apart(config))
-            runner = load_runner(model, engine.cache, engine.scheduler, progress, shard=shard)
-            if shard.kv_memory is None and runner.info.heads is None and config.transfer is not None:
-                raise ConfigurationError(
-                    f"{runner.info.name} cannot be served with separate prefill and decode nodes on {config.ranks} ranks whose KV lies "
-                    "apart: its layers do not keep the same heads. Use pools.aggregated, or set tensor_parallel to 1"
-                )
-            ranks.await_ready()
-        except Exception as error:
-            # Another rank's end may have caused this rank's error: raise the cause.
-            cause = ranks.cause_of(error)
-            ranks.stop()
-            if cause is error:
-                raise
-            raise cause from error
         return runner
 
     def set_adapters(
@@ -301,17 +254,3 @@ class EngineNode(Node[NodeService]):
 def _lose(why: str) -> NoReturn:
     """All other ranks of the node have been ended."""
     raise NodeLost(why)
-
-
-def _of_first_rank(config: NodeConfig) -> NodeConfig:
-    """The configuration of rank 0's process: with its share of the node's cores and threads."""
-    share = shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines)[0]
-    model = msgspec.structs.replace(config.engine.model, threads=share.threads)
-    engine = msgspec.structs.replace(config.engine, model=model)
-    return msgspec.structs.replace(config, cores=share.cores, engine=engine)
-
-
-def _refuse_beside_ranks(config: NodeConfig, reasons: Iterator[str]) -> None:
-    """Raises ConfigurationError for the first reason. Each names a setting that rank 0 alone would follow."""
-    if (reason := next(reasons, None)) is not None:
-        raise ConfigurationError(f"a node of {config.ranks} ranks is asked for, but {reason}")

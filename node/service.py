@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ from tandem.node.requests import (
     writes_states_here,
 )
 from tandem.node.routers import CacheNewsDesk, RouterLine
-from tandem.node.status import copied, counted, gauges, moved
+from tandem.node.status import counted, gauges, moved
 from tandem.node.wings import NodeWing, PartContext, Publish, ServicePart
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
@@ -188,9 +188,10 @@ class NodeService(NodeLifecycle):
     def status(self) -> NodeStatus:
         scheduler, worker, now = self._scheduler_stats, self._engine.worker, self._clock()
         transfer = worker.stats() if worker is not None else TransferStats()
-        own, adapters, wrong = moved(transfer), self._adapters, self._engine.canary_findings.wrong
+        own, adapters = moved(transfer), self._adapters
         own["malformed_frames"] += self.malformed_frames
-        own["wrong_kv"] = copied(Counter(transfer.wrong_kv) + Counter(wrong))
+        for part in self._parts:
+            part.count(own)
         self.loop.watch_step()
         return self._reported(
             **gauges(scheduler, now),
@@ -202,8 +203,6 @@ class NodeService(NodeLifecycle):
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
                 line_gaps=self._line.gaps,
-                kv_checks=self._engine.canary_findings.checked,
-                **{name: count for part in self._parts for name, count in part.counters().items()},
             ),
             tiers=tuple(transfer.tiers),
             left_out=tuple(transfer.left_out),
@@ -416,8 +415,8 @@ class NodeService(NodeLifecycle):
         """Forgets adapters that are no longer served, nor used by a request or a canary check, nor kept because they were replaced."""
         if self._adapters is not None and self._adapters.has_others:
             used = {live.submit.lora for live in self._live if live.submit.lora is not None}
-            if (canary := self._engine.canary) is not None and canary.lora is not None:
-                used.add(canary.lora)
+            if (check := self._engine.idle_check) is not None and check.lora is not None:
+                used.add(check.lora)
             self._adapters.forget_others(used, self._clock())
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.api.openai.served_model import ServedModel
-from tandem.api.responses.response_store import ResponseStore
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.api.wings import ImageReader, image_reader
@@ -32,7 +31,6 @@ from tandem.router.figures import SharedFigures
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.errors import error_body
-from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.keys import KeyRing, load_keys
@@ -89,7 +87,7 @@ class RouterServer:
         self._config = config
         self._control = control
         self._services: Services | None = None
-        self._wings: list[RouterWing] = []
+        self.wings: list[RouterWing] = []
         self._http: HttpServer | None = None
         self._exporter: OtlpExporter | None = None
         self._probe = ListenerProbe()
@@ -146,7 +144,7 @@ class RouterServer:
             )
             images = image_reader(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
-            self._wings = [wing(self._services) for wing in wing_types()]
+            self.wings = [wing(self._services) for wing in wing_types()]
             self._listen_to_nodes()
             self._listener, self._accepts_by = (
                 (listener, tally),
@@ -216,10 +214,8 @@ class RouterServer:
             bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
-            responses=ResponseStore(config.limits.responses_bytes),
             siblings=siblings,
             figures=SharedFigures(metrics.registry, siblings),
-            others=OtherModels(config),
             control=self._control,
         )
         metrics.healthy.set_function(lambda: float(services.why_unhealthy() is None))
@@ -233,7 +229,7 @@ class RouterServer:
             traces.on_node_trace,
             traces.on_clock,
             dispatcher.on_holding,
-            dispatcher.recalls.on_recalled,
+            dispatcher.followed.on_recalled,
             dispatcher.on_cache_news,
             lambda node, why: self.services.pool.suspect(node.node_id, node.epoch, why),
         )
@@ -243,7 +239,7 @@ class RouterServer:
         limits, timeouts = self._config.limits, self._config.timeouts
         tls = self._config.tls_certificate, self._config.tls_key
         self._http = HttpServer(
-            make_app(services, self._wings),
+            make_app(services, self.wings),
             Limits(limits.header_bytes, limits.connections),
             Timeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
             error_body,
@@ -409,7 +405,8 @@ class RouterServer:
         if services is not None:
             services.siblings.close()
             await services.links.close()
-            await services.others.close()
+            for wing in self.wings:
+                await wing.close()
         self._probe.close()
 
 

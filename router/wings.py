@@ -8,13 +8,17 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 
+from tandem.base.errors import TandemError
 from tandem.base.wings import find_wings
 from tandem.router.http.exchange import ErrorForm, HttpExchange
 from tandem.router.http.services import Services
 
 ROWS = (
+    "tandem.router.vectors.wing",
+    "tandem.router.responses.wing",
     "tandem.router.messages.wing",
     "tandem.router.realtime.wing",
+    "tandem.router.other_models.wing",
 )
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
@@ -41,6 +45,12 @@ class RouterWing:
 
     def routes(self) -> list[RouteRow]:
         return []
+
+    async def answer_instead(self, exchange: HttpExchange, error: TandemError) -> bool:
+        """May answer in place of an error. Returns whether it did."""
+        return False
+
+    async def close(self) -> None: ...
 
 
 def wing_types() -> list[type[RouterWing]]:

@@ -95,6 +95,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "pools": set(),
     "models": set(),
     "static_hosts": set(),
+    "foreign_flags": set(),
     "on_ray": {"pools", "models"},
     "commands": {"pools", "models", "on_ray"},
     "trace": {"commands"},

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,7 +58,9 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
+    "simulator": Wing(
+        ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
+    ),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -76,6 +78,45 @@ WINGS: dict[str, Wing] = {
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
+    "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
+    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
+    "bench": Wing(
+        ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
+    ),
+    "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
+    "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
+    "ranks": Wing(
+        ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
+        (
+            "tests/node/ranks/",
+            "tests/kvtransfer/kv_wide_engine.py",
+            "tests/kvtransfer/test_rank_lines.py",
+            "tests/kvtransfer/test_wide_caches.py",
+            "tests/kvtransfer/test_wide_faults.py",
+            "tests/kvtransfer/offload/test_tier_ranks.py",
+            "tests/engine/model/test_stages.py",
+            "tests/engine/model/test_wide.py",
+            "tests/integration/far_machines.py",
+            "tests/integration/test_machines.py",
+            "tests/integration/test_ranks.py",
+            "tests/integration/test_serve_ranks.py",
+            "tests/integration/test_spread_nodes.py",
+        ),
+    ),
+    "speculation": Wing(
+        ("engine/model/speculation/",),
+        (
+            "tests/engine/test_draft_model.py",
+            "tests/engine/test_eagle.py",
+            "tests/engine/model/test_ngram.py",
+        ),
+    ),
+    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
+    "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
+    "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
 }
 
 
@@ -113,14 +154,17 @@ def module_of(file: str) -> str:
     return "tandem." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_in(file: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported_in(file: str) -> list[tuple[int, str]]:
     """Every module of ours that a file imports, anywhere in it: type checking needs them, too."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, each.name) for each in node.names)
+            found += [(node.lineno, each.name) for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{each.name}") for each in node.names)
+            found += [(node.lineno, f"{node.module}.{each.name}") for each in node.names]
+            found.append((node.lineno, node.module))
+    return [(line, name) for line, name in found if name.startswith("tandem.")]
 
 
 def who_imports(names: Iterable[str], files: Iterable[str]) -> list[str]:

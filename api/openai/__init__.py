@@ -1,6 +1,6 @@
 """The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole.
 
-fields, chat_request, completion_request, vector_request, text_request
+fields, chat_request, completion_request, text_request
                the requests' fields
 mistakes       what is wrong with a field, in plain words
 served_model   what a router serves: names, tokenizer, template, formats; caller: who asks
@@ -11,7 +11,6 @@ sampling, grammars
                from a request to sampling parameters, and to the one grammar that its fields make
 plan           from a checked request to a generation_plan: what is generated, how it is read, and what it used
 answer         one choice as its tokens arrive, and what all answers share; reading: a generation read to its end
-vectors        plans and answers of vectors and scores
 chat_answer, completion_answer, logprobs
                how answers are written; answer_types: their shapes, for the API document
 """

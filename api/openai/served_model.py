@@ -13,11 +13,17 @@ from tandem.api.openai.sampling import defaults_of
 from tandem.api.settings import ApiSettings
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.base.errors import InvalidRequest, UnknownModel
+from tandem.base.errors import InvalidRequest, RequestError, UnknownModel
 from tandem.wire.adapters import identity_of
 from tandem.wire.pooling import VectorModel
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+
+class NotHere(RequestError):
+    """What a path names by its id, which names no model, is not here. Another deployment may have it."""
+
+    http_status = 404
 
 
 class ModelElsewhere(UnknownModel):

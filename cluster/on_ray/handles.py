@@ -41,6 +41,17 @@ _NAME_RETRY_S = 0.05  # Ray does not announce when a name is free, so creating t
 Create = Callable[[], Any]
 
 
+async def end_actor(name: str, namespace: str) -> None:
+    """Kills the actor with this name, if there is one. Ray kills one on a machine that it does not see when it sees it again."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
+        await asyncio.to_thread(ray.kill, actor, no_restart=True)
+    except ValueError:
+        return
+    except RayError as error:
+        logger.warning("Ray could not end the process %s: %s", name, translated(error))
+
+
 class RayHandle:
     """One actor, which is found or created in the background. Its end is seen by a call to its `hold`, which fails when the
     process dies. `machine` is the id of its Ray node; "" on a Ray of a single machine."""

@@ -12,7 +12,7 @@ fleet                             all supervisors; the nodes that routers are to
 supervisor, node_supervisor, router_supervisor   start, watch and replace one process, or leave it out
 unseen_node                       a node on a machine that this controller has not seen yet
 witnesses                         what routers, clients and nodes hear of a process that does not answer the controller
-autoscaling, load_meter, autoscaler              the rules for a pool's size; the measurements; the loop that applies them
+wings, autoscaling/                what a controller can do beside that; pools that grow and shrink by their load
 adapter_desk                      loads and unloads LoRA adapters on every node or on none
 event_log                         what happened, numbered
 """

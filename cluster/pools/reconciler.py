@@ -54,6 +54,17 @@ def _at_commit(state: ClusterState, commit: str) -> ClusterState:
     return msgspec.structs.replace(state, revision=msgspec.structs.replace(state.revision, commit=commit))
 
 
+def _announced(state: ClusterState, info: NodeInfo) -> ClusterState:
+    """Returns the state with the node as it announced itself. The first node of a revision fixes its content."""
+    record, revision = state.find(info.node_id), state.revision
+    if record is None:
+        return state
+    if record.revision == revision.number and not revision.content:
+        revision = msgspec.structs.replace(revision, content=info.content)
+        state = msgspec.structs.replace(state, revision=revision)
+    return state.with_node(record.serving_as(info))
+
+
 class Reconciler:
     """Only `keep` replaces `state`, and only while `writing` is held. Every change is recorded before it is carried out."""
 
@@ -157,6 +168,7 @@ class Reconciler:
                 elif host.name in machines:
                     self.fleet.launch_node(record, placement, host)
                 else:  # it never served: another node takes its place
+                    await self.fleet.end_node(record.node_id)
                     await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
@@ -274,15 +286,6 @@ class Reconciler:
 
         record = self.state.find(info.node_id)
         number = self.state.revision.number if record is None else record.revision
-
-        def with_info(current: ClusterState) -> ClusterState:
-            known = current
-            if number == current.revision.number and not current.revision.content:
-                revision = msgspec.structs.replace(current.revision, content=info.content)
-                known = msgspec.structs.replace(current, revision=revision)
-            record = known.find(info.node_id)
-            return known if record is None else known.with_node(record.serving_as(info))
-
         content = self._contents.setdefault(number, self._kept_content(number) or info.content)
         if info.content != content:
             raise ConfigurationError(
@@ -293,10 +296,9 @@ class Reconciler:
             )
         self._check_tokenizer(info, number)
         try:
-            await self.update(with_info)
+            await self.update(lambda current: _announced(current, info))
         except TandemError as error:
-            # If it stays unrecorded, the next controller treats it as a new node and adopts it a little later.
-            logger.warning("%s serves, but that could not be recorded: %s", info.node_id, error)
+            logger.warning("%s serves, but that could not be recorded yet: %s", info.node_id, error)
 
     def _kept_content(self, number: int) -> str:
         revision = self.state.revision_of(number)
@@ -331,8 +333,7 @@ class Reconciler:
         try:
             await self.update(left_out)
         except TandemError as error:
-            # If it stays unrecorded, the next controller starts the node again.
-            logger.warning("%s is left out, but that could not be recorded: %s", node_id, error)
+            logger.warning("%s is left out, but that could not be recorded yet: %s", node_id, error)
 
     async def _admit_router(self, name: str, info: RouterInfo) -> None:
         def with_info(current: ClusterState) -> ClusterState:
@@ -344,8 +345,24 @@ class Reconciler:
         try:
             await self.update(with_info)
         except TandemError as error:
-            # If it stays unrecorded, the next controller briefly leaves the router's key out of what it tells nodes.
-            logger.warning("%s serves, but that could not be recorded: %s", name, error)
+            logger.warning("%s serves, but that could not be recorded yet: %s", name, error)
+
+    def _as_it_runs(self, current: ClusterState) -> ClusterState:
+        """Returns the state with what nodes and routers announced since, and which nodes were left out. Recording it may have failed:
+        the next controller would tell routers of an incarnation that has ended, and withdraw the one that serves."""
+        for node in self.fleet.nodes.values():
+            record = current.find(node.name)
+            if record is None:
+                continue
+            if node.phase is ProcessPhase.LEFT_OUT and not record.left_out:
+                current = current.with_node(record.out_of_use(node.detail))
+            elif node.serves and node.info is not None and node.info != record.info:
+                current = _announced(current, node.info)
+        for router in self.fleet.routers.values():
+            known = current.router(router.name)
+            if known is not None and router.serves and router.info != known.info:
+                current = current.with_router(msgspec.structs.replace(known, info=router.info))
+        return current
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
@@ -420,7 +437,7 @@ class Reconciler:
         async with self.writing():
             places = self.fleet.router_places(self.machines)
             hosts = {host.address: host for host in self.machines} | dict(places)
-            new, going = self.fleet.planned_routers(self.state, places, hosts)
+            new, going = self.fleet.planned_routers(self._as_it_runs(self.state), places, hosts)
             await self.keep(new)
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
@@ -499,7 +516,9 @@ class Reconciler:
 
     async def _look_at_rollout(self) -> None:
         async with self.writing():
-            if self.state.rollout is None:
+            if (
+                self.state.rollout is None or not self.has_looked
+            ):  # routers that serve may not be launched yet
                 return
             facts = self._watch.facts(self.state, self.config, self.machines)
             step = rollout.next_step(

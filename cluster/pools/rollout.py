@@ -94,8 +94,13 @@ def next_step(
             waits.append(step.why)
     if waits:
         return Wait("; ".join(dict.fromkeys(waits)))
-    going = [node.node_id for node in state.nodes if node.revision != state.revision.number]
-    return Wait(f"{', '.join(going)}: finishing their requests") if going else RolloutEnd()
+    if going := [node.node_id for node in state.nodes if node.revision != state.revision.number]:
+        return Wait(f"{', '.join(going)}: finishing their requests")
+    # The old nodes may have gone for another reason, with their machines for example.
+    writers = [node.node_id for node in state.nodes if node.role.writes_answers and not node.leaving]
+    if state.rollout is not None and state.rollout.nodes and not back and facts.ready.isdisjoint(writers):
+        return Wait("no new node that decodes has served yet")
+    return RolloutEnd()
 
 
 def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | ReplaceRouter | Wait | None:

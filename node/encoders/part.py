@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tandem.engine.request import Request
@@ -48,8 +47,8 @@ class EncodersPart(ServicePart):
     def seconds_until_due(self, now: float) -> float | None:
         return self._desk.seconds_until_due(now)
 
-    def counters(self) -> Mapping[str, Any]:
-        return {"encoder_fallbacks": copied(self._desk.fallbacks)}
+    def count(self, counters: dict[str, Any]) -> None:
+        counters["encoder_fallbacks"] = copied(self._desk.fallbacks)
 
     def stop(self) -> None:
         self._desk.close()

@@ -120,7 +120,7 @@ def _serve(
 def _begin_transfers(orders: RankOrders, runner: TorchRunner, anywhere: Collection[int]) -> list[RankThread]:
     """Starts the threads that move this rank's KV. They may run on any core. An error that stops them ends the process, and so the node."""
     from tandem.engine.model.runner import memory_of
-    from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+    from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
     from tandem.kvtransfer.registry import find_tiers_of_rank
     from tandem.node.ranks.group import LOOPBACK
 

@@ -298,13 +298,12 @@ class HttpRoute:
         self,
         path: str,
         answer: Callable[[HttpExchange], Awaitable[None]],
-        elsewhere: Callable[[HttpExchange, TandemError], Awaitable[bool]],
+        answer_instead: Callable[[HttpExchange, TandemError], Awaitable[bool]],
     ) -> None:
-        """`elsewhere`: may answer an error in another way, for example by asking another deployment; returns
-        whether it did."""
+        """`answer_instead`: may answer an error in another way; returns whether it did."""
         self._path = path
         self._answer = answer
-        self._elsewhere = elsewhere
+        self._answer_instead = answer_instead
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -312,7 +311,7 @@ class HttpRoute:
         try:
             await self._answer(exchange)
         except TandemError as error:
-            if not await self._elsewhere(exchange, error):
+            if not await self._answer_instead(exchange, error):
                 raise
 
 

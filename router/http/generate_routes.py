@@ -20,7 +20,7 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.plan import plan_chat, plan_completion
 from tandem.api.openai.reading import ReadChoice, read_all
 from tandem.api.openai.served_model import ServedModel
-from tandem.api.openai.vectors import VectorPlan
+from tandem.api.sequence import SequenceSpec
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import (
@@ -44,7 +44,18 @@ LOGGED_IDS = 8
 # How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
 
-P = TypeVar("P", GenerationPlan, VectorPlan)
+
+class TracedPlan(Protocol):
+    """What a plan has that the request's trace tells."""
+
+    @property
+    def specs(self) -> list[SequenceSpec]: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=TracedPlan)
 
 
 class AnswerStream(Protocol):

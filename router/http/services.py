@@ -6,14 +6,12 @@ import dataclasses
 from typing import Protocol
 
 from tandem.api.openai.served_model import ServedModel
-from tandem.api.responses.response_store import ResponseStore
 from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.figures import SharedFigures
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.hosts import is_loopback
-from tandem.router.http.other_models import OtherModels
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
@@ -46,10 +44,8 @@ class Services:
     bodies: BodyBudget
     kept: KeptMemory
     traces: Traces
-    responses: ResponseStore
     siblings: Siblings
     figures: SharedFigures
-    others: OtherModels
     control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
 

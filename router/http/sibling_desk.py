@@ -1,16 +1,12 @@
-"""What router processes on one port ask each other about requests: the page's figures, traces, and stored
-responses."""
+"""What router processes on one port ask each other about requests: the page's figures, and traces."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from typing import Any
 
 import msgspec
 
-from tandem.api.responses.response_store import StoredResponse
-from tandem.api.responses.responses_request import InputItem
 from tandem.router.http.services import Services
 from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState, together
 from tandem.router.tracing.record import TraceList, TraceRecord
@@ -28,19 +24,6 @@ class FoundTrace(msgspec.Struct, frozen=True):
     record: TraceRecord | None = None
 
 
-class ResponseQuestion(msgspec.Struct, frozen=True):
-    response_id: str
-    owner: str
-
-
-class FoundResponse(msgspec.Struct, frozen=True):
-    body: dict[str, Any] | None = None  # None: not found
-    items: list[InputItem] = []
-    events: list[bytes] = []
-    keeps_events: bool = False
-    ended: bool = False
-
-
 def answer_siblings(services: Services) -> None:
     answers = services.siblings.answers
 
@@ -54,23 +37,7 @@ def answer_siblings(services: Services) -> None:
         asked = msgspec.msgpack.decode(body, type=TraceQuestion)
         return FoundTrace(services.traces.find(asked.name, asked.tenant))
 
-    async def response(body: bytes) -> FoundResponse:
-        asked = msgspec.msgpack.decode(body, type=ResponseQuestion)
-        found = services.responses.find(asked.response_id, asked.owner)
-        if found is None or (found.error is not None and found.body["status"] in ("queued", "in_progress")):
-            return FoundResponse()
-        return FoundResponse(found.body, found.items, found.events, found.keeps_events, found.ended)
-
-    async def forget(body: bytes) -> bool:
-        asked = msgspec.msgpack.decode(body, type=ResponseQuestion)
-        found = services.responses.find(asked.response_id, asked.owner)
-        if found is not None:
-            if found.task is not None:
-                found.task.cancel()
-            services.responses.drop(found)
-        return found is not None
-
-    answers.update(page=page, traces=traces, trace=trace, response=response, forget=forget)
+    answers.update(page=page, traces=traces, trace=trace)
 
 
 async def page_of_all(services: Services) -> PageState:
@@ -80,22 +47,6 @@ async def page_of_all(services: Services) -> PageState:
         return own
     told, silent = await siblings.ask("page", PageState)
     return together(own, siblings.name, told, silent)
-
-
-async def response_elsewhere(services: Services, response_id: str, owner: str) -> StoredResponse | None:
-    """Returns a copy of a response that a sibling has, or None. A background response that is still being
-    written is not copied: it is found on its node."""
-    told, _ = await services.siblings.ask("response", FoundResponse, ResponseQuestion(response_id, owner))
-    for found in told.values():
-        if found.body is not None and (found.ended or not found.keeps_events):
-            copy = StoredResponse(found.body, owner, found.items, keeps_events=found.keeps_events)
-            copy.events, copy.ended = found.events, found.ended
-            return copy
-    return None
-
-
-async def forget_elsewhere(services: Services, response_id: str, owner: str) -> None:
-    await services.siblings.ask("forget", bool, ResponseQuestion(response_id, owner))
 
 
 def page_of(services: Services) -> PageState:

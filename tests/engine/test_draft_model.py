@@ -151,7 +151,7 @@ def test_with_preemptions_and_a_shared_cache(
 
 def test_what_a_prefix_hit_brings_is_not_read_again(llama: Path) -> None:
     engine = start(llama, llama, caching=True)
-    model = engine.engine.runner.draft_model  # type: ignore[attr-defined]
+    model = engine.engine.runner.drafter  # type: ignore[attr-defined]
     prompt = list(range(3, 43))
     said = engine.answer("first", prompt, NEW_TOKENS)
     read = model.num_read
@@ -174,7 +174,7 @@ def test_after_a_handover_the_prompt_is_read_where_the_answer_is_made(llama: Pat
         assert hand_over(producer, consumer, "r", prompt, NEW_TOKENS) == expected
         found = stats(consumer)
         assert found.speculative_accepted == found.speculative_drafted > NEW_TOKENS
-        model = consumer.engine.runner.draft_model  # type: ignore[attr-defined]
+        model = consumer.engine.runner.drafter  # type: ignore[attr-defined]
         assert model.num_read >= len(PROMPTS["r2"]) + len(prompt)
     finally:
         producer.engine.shutdown()

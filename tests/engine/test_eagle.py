@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import AsyncScheduling
-from tandem.engine.model.eagle import EagleHead
+from tandem.engine.model.speculation.eagle import EagleHead
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.sampling import SamplingParams
 from tests.engine.eagle_files import (
@@ -60,7 +60,7 @@ def alone(llama: Path) -> dict[str, dict[str, list[int]]]:
 
 
 def head_of(engine: OneEngine) -> EagleHead:
-    found = engine.engine.runner.draft_model  # type: ignore[attr-defined]
+    found = engine.engine.runner.drafter  # type: ignore[attr-defined]
     assert isinstance(found, EagleHead)
     return found
 

@@ -29,7 +29,6 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     import torch
     from kv_fake_engine import BLOCK_SIZE, FakeEngine
     from kv_pulse import Pulse
-    from kv_wide_engine import WideFakeEngine
 
     pulse = Pulse()
 
@@ -43,6 +42,8 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     cuts = config.pop("cuts", ())  # into stages
     kind: Any = FakeEngine
     if ranks > 1:
+        from kv_wide_engine import WideFakeEngine
+
         kind = functools.partial(WideFakeEngine, ranks=ranks, cuts=cuts, processes=True)
     engine: FakeEngine = kind(
         connector,

@@ -168,11 +168,7 @@ class _Platform:
 
     async def end(self) -> None:
         await self._process.step()
-        for actor in self._schedule.ray.living():
-            actor.end("its deployment has ended")
-        self._schedule.has_ended = True
-        self._process.is_last = True
-        self._process.kill()
+        self._schedule.clear_away(self._process)
 
 
 class _Order:
@@ -320,6 +316,8 @@ class Schedule:
             # Clients ask for what no node can do.
             actor.client_errors = rng.randint(3, 9)
             actor.finished = {"stop": rng.randint(0, 20), "error": actor.client_errors}
+        if actor.machine in self.ray.cut:
+            self.blamed[actor.name] = f"{actor.machine} is out of reach"
         if self.with_faults and not self.is_healed and rng.random() < 0.08:
             self._blame(actor, "does not start")
             if rng.random() < 0.5:
@@ -358,7 +356,7 @@ class Schedule:
             now = new.find(record.node_id)
             if now is None and not record.leaving and record.info is not None:
                 placement, runs = record.placement, self.ray.actors.get(record.node_id)
-                serves = runs is not None and runs.is_alive and runs.silent_s == 0
+                serves = runs is not None and runs.is_alive and runs.has_started and runs.silent_s == 0
                 if serves and placement is not None and machines.issuperset(placement.hosts):
                     self.broken(f"{record.node_id} served, did not leave, and is forgotten")
             if now is not None and record.leaving and not now.leaving:
@@ -795,9 +793,21 @@ class Schedule:
         self.outcome.steps = self.process.steps if self.process is not None else 0
 
     async def _down(self) -> None:
-        await self._ordered(_Order("down"), lambda host: host.end("tandem down"))
+        """As the command: the controller ends what it knows, then the command ends the controller and what is left."""
+        ended, process = (
+            await self._ordered(_Order("down"), lambda host: host.end("tandem down")),
+            self.process,
+        )
+        if ended and process is not None and self.ray.head_is_there.is_set():
+            self.clear_away(process)
         if not self.has_ended:
             self.loop.call_later(1.0, lambda: self.loop.create_task(self._down()))
+
+    def clear_away(self, process: ControllerProcess) -> None:
+        self.has_ended = process.is_last = True
+        process.kill()
+        for actor in self.ray.living():
+            actor.end("its deployment has ended")
 
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:
         until = self.loop.time() + QUIET_S
@@ -843,7 +853,7 @@ class Schedule:
         for role in ROLES:
             staying, wanted = (
                 kept.staying(role),
-                plan.wanted_size(kept, self._hosts(kept), role, config.pools),
+                plan.wanted_size(kept, self.ray.machines, role, config.pools),
             )
             if len(staying) != wanted:
                 return f"{role.value} has {len(staying)} nodes, and should have {wanted}"
@@ -875,10 +885,6 @@ class Schedule:
             if right != there or actor.state.value != "ready":
                 return f"{actor} is {there}, {actor.state.value}, and should be {right}"
         return ""
-
-    def _hosts(self, kept: ClusterState) -> list[Host]:
-        gone = set(kept.evacuated)
-        return [replace(host, slots={}) if host.name in gone else host for host in self.ray.machines]
 
     def _wrong_routers(self, kept: ClusterState) -> str:
         config = kept.revision.config or self.config

@@ -171,6 +171,14 @@ class SimulatedRay:
                 actor.end("its machine is gone")
         self.change_machines()
 
+    def end(self, process: ControllerProcess, actor: Actor) -> None:
+        if actor.is_alive:
+            self.on_act(process, "kill", actor)
+        if self.is_seen(actor.machine):
+            actor.end("killed")
+        else:
+            actor.is_doomed = True
+
     # ── calls ──
 
     async def delay(self) -> None:
@@ -275,7 +283,9 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return _without_role(running.config) == _without_role(config)
 
-        return NodeHandleOf(self._ray, self._process, config.node_id, is_wanted, create, self._stop_s)
+        return NodeHandleOf(
+            self._ray, self._process, config.node_id, host.name, is_wanted, create, self._stop_s
+        )
 
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
@@ -288,9 +298,15 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return bool(running.config == config)
 
-        handle = RouterHandleOf(self._ray, self._process, name, is_wanted, create, self._stop_s)
+        handle = RouterHandleOf(self._ray, self._process, name, machine, is_wanted, create, self._stop_s)
         handle.door = door
         return handle
+
+    async def end(self, name: str) -> None:
+        await self._ray.control_store(self._process)
+        if (running := self._ray.actors.get(name)) is not None:
+            self._ray.end(self._process, running)
+        await self._process.step()
 
 
 def _without_role(config: Any) -> Any:
@@ -515,11 +531,12 @@ class HandleOf:
         ray: SimulatedRay,
         process: ControllerProcess,
         name: str,
+        machine: str,
         is_wanted: Callable[[Actor], bool],
         create: Callable[[], Actor],
         stop_s: float,
     ) -> None:
-        self.ray, self.process, self.name = ray, process, name
+        self.ray, self.process, self.name, self.machine = ray, process, name, machine
         self._is_wanted, self._create, self._stop_s = is_wanted, create, stop_s
         self._serves = False
         self._actor = asyncio.ensure_future(self._find_or_create())
@@ -537,6 +554,8 @@ class HandleOf:
             except (TandemError, TimeoutError):
                 pass
             await self._kill(running)
+        if not self.ray.is_seen(self.machine):
+            raise Unavailable("no machine of the Ray cluster has room for this process")
         actor = self._create()
         self.ray.note(f"{self.process} starts {actor} on {actor.machine}")
         self.ray.on_act(self.process, "create", actor)
@@ -545,12 +564,7 @@ class HandleOf:
 
     async def _kill(self, actor: Actor) -> None:
         await self.ray.control_store(self.process)
-        if actor.is_alive:
-            self.ray.on_act(self.process, "kill", actor)
-        if self.ray.is_seen(actor.machine):
-            actor.end("killed")
-        else:
-            actor.is_doomed = True
+        self.ray.end(self.process, actor)
         await self.process.step()
 
     async def call(self, actor: Actor, work: Callable[[], Awaitable[T]]) -> T:

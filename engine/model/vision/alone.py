@@ -71,7 +71,7 @@ def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress
     dtype = choose_dtype(model.dtype, source, config)
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
-    alone = load_model(source, config, dtype, device, tell, tower_class=_tower_class(config))
+    alone = load_model(source, config, dtype, device, tell, loader=_tower_class(config))
     tower = find_tower(source, alone, threads)
     if tower is None:
         raise ConfigurationError(f"{source.name} has no vision tower that can be loaded")

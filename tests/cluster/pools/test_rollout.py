@@ -252,6 +252,44 @@ async def test_what_lacks_a_machine_or_is_left_out_anyway_keeps_no_rollout_from_
 
 
 @in_loop
+async def test_a_node_that_was_left_out_on_the_way_back_is_tried_again_with_its_pool() -> None:
+    """It has the place that the rollout has beyond the pool's size, so without it no old node can go."""
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        old = rig.launcher.node("decode-0")
+        old.may_finish.clear()
+        rig.launcher.prepare["decode-2"] = lambda node, earlier: (
+            setattr(node, "start_error", Unavailable("out of reach")) if earlier < 3 else None
+        )
+        await rig.controller.apply(wish(rig), dry_run=False)
+        while old.drained_with is None:
+            await rig.clock.advance(1.0)
+        await rig.controller.go_back()
+        old.may_finish.set()
+        await rig.clock.advance(LONG_S)
+        assert (await rig.controller.view()).rollout is not None
+        lines = await rig.controller.scale({Role.DECODE: 1})
+        assert lines[1:] == ["decode-2 was left out and is tried again"]
+        await rig.clock.advance(LONG_S)
+        assert (await rig.controller.view()).rollout is None
+        assert rig.routed == {"prefill-0", "decode-2"}
+
+
+@in_loop
+async def test_the_new_one_of_the_only_two_that_write_answers_is_not_drained() -> None:
+    """The pool would have no size left, and the rollout takes the old one away."""
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(5.0)
+        assert {"decode-0", "decode-1"} < rig.routed
+        with pytest.raises(ConfigurationError, match="no node would be left to decode"):
+            await rig.controller.drain_node("decode-1", 1.0)
+        await rig.clock.advance(LONG_S)
+        assert rig.routed == {"prefill-1", "decode-1"}
+
+
+@in_loop
 async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         await rig.controller.start()
@@ -272,9 +310,6 @@ async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
         kept = await rig.controller.configuration()
         assert kept == replace(config, name=rig.config.name)
-        rig.launcher.router.load = RouterQueue(9, 60.0)
-        await rig.clock.advance(30.0)
-        assert len(rig.routed) == 4, "and it is scaled by its load from now on"
         await rig.kill_controller()
         await rig.controller.start()
         assert await rig.controller.configuration() == kept, "the next controller knows it"
