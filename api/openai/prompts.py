@@ -1,8 +1,4 @@
-"""What a router serves (its model's names, tokenizer and template), and how requests' prompts are made from
-it: one or several texts or lists of token ids for completions, and the prompt of a chat's messages.
-
-The request type of POST /v1/completions is here, too.
-"""
+"""Prompts that are texts or lists of token ids: told apart, checked and tokenized."""
 
 from __future__ import annotations
 
