@@ -58,6 +58,8 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
     "simulator": Wing(
         ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
     ),
@@ -114,9 +116,13 @@ WINGS: dict[str, Wing] = {
     "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
-    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
 }
 
 

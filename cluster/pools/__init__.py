@@ -13,6 +13,5 @@ supervisor, node_supervisor, router_supervisor   start, watch and replace one pr
 unseen_node                       a node on a machine that this controller has not seen yet
 witnesses                         what routers, clients and nodes hear of a process that does not answer the controller
 wings, autoscaling/                what a controller can do beside that; pools that grow and shrink by their load
-adapter_desk                      loads and unloads LoRA adapters on every node or on none
 event_log                         what happened, numbered
 """
