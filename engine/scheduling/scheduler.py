@@ -22,10 +22,8 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
 from tandem.engine.scheduling.audit import check_integrity
-from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from tandem.engine.scheduling.pins import Pins, Tools
 from tandem.engine.scheduling.queue import WaitingRequests, make_policy
 from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
@@ -40,6 +38,7 @@ from tandem.engine.scheduling.state import (
     leave_open,
 )
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
+from tandem.engine.scheduling.wings import make_drafts, make_pins
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
@@ -102,11 +101,11 @@ class Scheduler:
             connector.bind_block_tables(kv_cache)
             if kv_cache.checkpoints is not None:
                 kv_cache.checkpoints.wanted = connector.wants_checkpoints
-        pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
+        pins = make_pins(config, clock, kv_cache.free, totals)
         if pins is not None and keeps_states:
             # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
             pins.close()
-        policy = make_policy(config.policy, pins)
+        policy = pins.policy if pins is not None else make_policy(config.policy)
         self._state = SchedulerState(
             config=config,
             max_model_len=kv_cache.max_request_tokens,
@@ -119,11 +118,7 @@ class Scheduler:
             totals=totals,
             pins=pins,
             encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
-            judge=DraftJudge(
-                config.num_speculative_tokens, config.max_draft_loss, computed_twice=keeps_states
-            )
-            if config.num_speculative_tokens
-            else None,
+            judge=make_drafts(config, computed_twice=keeps_states),
         )
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
         self._running_phase = RunningPhase(self._state, self._lifecycle)
@@ -200,8 +195,9 @@ class Scheduler:
         """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
         `update_from_output`. The plan may be empty."""
         state = self._state
-        if state.pins is not None:
-            self._sweep(state.pins)
+        # Overdue pins end before the step is planned, so that their blocks count as free in it.
+        if state.pins is not None and state.pins.sweep():
+            state.waiting.put_in_order()
         paused = state.pause is PauseState.PAUSED_ALL
         budget = 0 if paused else state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
@@ -231,31 +227,24 @@ class Scheduler:
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
 
-    def _sweep(self, pins: Pins) -> None:
-        """Ends the overdue pins before the step is planned, so that their blocks count as free in it."""
-        for job_id in pins.overdue():
-            self._lifecycle.unpin(job_id, "time")
-        if pins.changed:
-            pins.changed = False
-            self._state.waiting.put_in_order()
-
     def seconds_until_sweep(self) -> float | None:
         """Seconds until the next pin ends; None without pins. The step loop wakes then, to end it."""
         state = self._state
         until = state.pins.next_end() if state.pins is not None else None
         return max(until - state.clock(), 0.0) if until is not None else None
 
-    def turn_ended(self, job_id: str, request_id: str, tools: Tools) -> None:
+    def turn_ended(self, job_id: str, request_id: str, tools: Sequence[str] | None) -> None:
         """The answer of a job's turn is complete and calls these tools. The turn stays pinned if they are expected to be quick."""
         state = self._state
-        if state.pins is not None and not state.pins.ended(job_id, request_id, tools):
-            self._lifecycle.unpin(job_id, "slow_tool")
+        if state.pins is not None and state.pins.turn_ended(job_id, request_id, tools):
+            state.settled = False
 
     def end_pins(self) -> None:
         """Ends every pin, and makes none from now on: the node is draining."""
-        pins = self._state.pins
-        for job_id in pins.close() if pins is not None else ():
-            self._lifecycle.unpin(job_id, "closing")
+        state = self._state
+        if state.pins is not None:
+            state.settled = state.settled and not state.pins.pinned
+            state.pins.close()
 
     def _budget_of_prompts(self, budget: int) -> int:
         """Returns how many prompt tokens this step may compute: the whole budget, or fewer if that would take longer than

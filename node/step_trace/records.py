@@ -217,8 +217,8 @@ class StepTrace:
 
 
 def _pinned(state: SchedulerState) -> dict[str, int]:
-    pins = state.pins.by_job if state.pins is not None else {}
-    return {job_id: state.cache.num_blocks_of(pin.request.request_id) for job_id, pin in pins.items()}
+    pinned = state.pins.pinned if state.pins is not None else {}
+    return {job_id: state.cache.num_blocks_of(request.request_id) for job_id, request in pinned.items()}
 
 
 def _traced(state: SchedulerState, request: Request, now: float) -> TracedRequest:
