@@ -29,7 +29,6 @@ from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
     PROMPTS_ALONE,
     Pace,
-    PauseState,
     SchedulerState,
     SchedulerStats,
     StepPlan,
@@ -46,8 +45,6 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import TokenChunk
-
-__all__ = ["PauseState", "Scheduler"]
 
 
 class Scheduler:
@@ -198,8 +195,7 @@ class Scheduler:
         # Overdue pins end before the step is planned, so that their blocks count as free in it.
         if state.pins is not None and state.pins.sweep():
             state.waiting.put_in_order()
-        paused = state.pause is PauseState.PAUSED_ALL
-        budget = 0 if paused else state.config.max_num_batched_tokens
+        budget = state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
         if state.watcher is not None:
             state.watcher.snapshot(state)
@@ -207,7 +203,7 @@ class Scheduler:
             state.encoded.begin_step(self._tower_pace.tokens if self._decodes() else math.inf)
         self._running_phase.plan(step)
         # A request that is admitted while others are preempted would soon be preempted itself.
-        if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
+        if not (step.preempted or step.ran_short):
             self._admission_phase.plan(step)
         output = self._output_of(step)
         if state.watcher is not None:
@@ -419,21 +415,13 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step could do anything now. False while every request waits for an event: the end of a transfer (its
-        connector then wakes the engine), blocks that a connector holds, or the end of a pause."""
+        connector then wakes the engine), or blocks that a connector holds."""
         state = self._state
         if state.finished_req_ids or state.preempted_req_ids or state.open_step is not None:
             return True
         if state.connector is not None and state.connector.has_pending_work():
             return True
         return not state.settled and bool(state.running or state.waiting.num_ready)
-
-    @property
-    def pause_state(self) -> PauseState:
-        return self._state.pause
-
-    def set_pause_state(self, pause: PauseState) -> None:
-        self._state.pause = pause
-        self._state.settled = False
 
     def reset_prefix_cache(self) -> None:
         """Begins a new generation of the cache, here and where peers have copied from it."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -143,14 +142,6 @@ class AnswerLengths:
         return max(0, min(most, max(LEAST_REST_TOKENS, int(self.expected) - num_tokens)))
 
 
-class PauseState(enum.IntEnum):
-    """For programs that run the engine without a node. `tandem pause` makes routers send nothing new instead."""
-
-    UNPAUSED = 0
-    PAUSED_NEW = 1  # running requests go on, no request is admitted
-    PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on
-
-
 class TurnPins(Protocol):
     """Lets ended turns of agents keep their blocks for their job's next turn."""
 
@@ -262,7 +253,6 @@ class SchedulerState:
     pins: TurnPins | None = None  # None: turns are not pinned
     encoded: EncoderCache | None = None  # None: the model reads no images
     judge: DraftLimits | None = None  # None: no drafts
-    pause: PauseState = PauseState.UNPAUSED
     watcher: StepWatcher | None = None
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import Eviction, PauseState, SchedulerState, StepPlan
+from tandem.engine.scheduling.state import Eviction, SchedulerState, StepPlan
 
 MAX_LISTED = 512  # requests of one kind in a snapshot, which also has their number
 
@@ -240,9 +240,7 @@ def _held_back(state: SchedulerState, step: StepPlan) -> tuple[str, str]:
     head = state.waiting.head()
     if head is None:
         return ("", "")
-    if state.pause is not PauseState.UNPAUSED:
-        why = "the scheduler is paused"
-    elif step.preempted:
+    if step.preempted:
         why = "requests were preempted in this step"
     elif step.ran_short:
         why = "a running request waits for blocks until the open step is booked"
