@@ -124,6 +124,10 @@ WINGS: dict[str, Wing] = {
         ("encode_node/", "node/encoders/", "wire/encoding.py"),
         ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
     ),
+    "pins": Wing(
+        ("engine/scheduling/pins/",),
+        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
+    ),
 }
 
 
