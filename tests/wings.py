@@ -113,6 +113,23 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_ngram.py",
         ),
     ),
+    "images": Wing(
+        ("engine/model/vision/",),
+        (
+            "tests/engine/test_images.py",
+            "tests/engine/model/test_lone_tower.py",
+            "tests/engine/model/test_image_processing.py",
+        ),
+    ),
+    "lora": Wing(
+        ("engine/model/lora/",),
+        (
+            "tests/engine/model/adapter_files.py",
+            "tests/engine/model/test_adapter_slots.py",
+            "tests/engine/model/test_lora.py",
+            "tests/engine/model/test_lora_kernel.py",
+        ),
+    ),
     "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
