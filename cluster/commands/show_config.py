@@ -9,8 +9,8 @@ import msgspec
 import yaml
 
 from tandem.cluster.config import DERIVED
-from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
-from tandem.cluster.settings import Settings
+from tandem.cluster.settings.combined import Settings
+from tandem.cluster.settings.names import Path, dotted, fields_of, section_type
 
 _HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {

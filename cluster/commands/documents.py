@@ -1,4 +1,4 @@
-"""Generates the parts of the pages that follow from the code. `python -m tandem.cluster.documents` rewrites the pages; tests compare
+"""Generates the parts of the pages that follow from the code. `python -m tandem.cluster.commands.documents` rewrites the pages; tests compare
 them."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
-from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
+from tandem.cluster.settings.names import Path, dotted, fields_of, section_type
 from tandem.cluster.wings import foreign_flags
 from tandem.router.http.request_fields import FIELDS
 from tandem.wire.nodes import Role
 
-DOCS = FilePath(__file__).resolve().parents[1] / "docs"
+DOCS = FilePath(__file__).resolve().parents[2] / "docs"
 
 _ROW = re.compile(r"^\| `([\w.]+)` \|")
 _POOL = re.compile(rf"^pools\.(?:{'|'.join(role.value for role in Role)})\.(?!nodes$)")
