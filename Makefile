@@ -3,7 +3,7 @@
 # make test-more     further combinations of widths, blocks and models that `make test` leaves out (about ten minutes); SHARE=3/8 runs
 #                    the third of eight parts of them
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
-#                    commands in the guides as they stand (about 25 minutes); SHARE=1/6 runs the first sixth of the files
+#                    commands in the guides as they stand (about 25 minutes); SHARE=1/5 runs the first fifth of the files
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
 #                    greedy, half seeded); the controller killed ten times in each of three ways, at each step of real rollouts and ten
 #                    times at each step of simulated ones, and the control plane away for ten minutes, twice (about 45 minutes);

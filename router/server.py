@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.api.openai.prompts import ServedModel
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.api.wings import ImageReader, image_reader
@@ -27,19 +27,17 @@ from tandem.http_server.settings import Limits, Timeouts
 from tandem.router.config import RouterConfig, TracingConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
-from tandem.router.figures import SharedFigures
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.errors import error_body
+from tandem.router.http.page_figures import answer_siblings
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
-from tandem.router.siblings import SentReports, Siblings
 from tandem.router.tracing.traces import Traces
 from tandem.router.wings import RouterWing, wing_types
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
@@ -60,8 +58,6 @@ SUCCESSOR_S = 15.0
 # A router that succeeds another one accepts connections when its nodes are ready, or after this time. Until
 # then only the router before it accepts.
 ACCEPT_S = 30.0
-# How often sibling processes exchange their counters; they also do so when one comes or leaves.
-SIBLINGS_TELL_S = 10.0
 
 
 def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
@@ -99,7 +95,6 @@ class RouterServer:
         self.accepts = False  # whether it accepts clients' connections
         self.is_ending = False  # whether its process was told to end
         self._told_to_leave = asyncio.Event()
-        self._siblings_changed = asyncio.Event()
         self._leaving: asyncio.Task[bool] | None = None
         self._stopped = False
 
@@ -188,12 +183,7 @@ class RouterServer:
         traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
         links = NodeLinks(config.inbox_host)
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
-        siblings = Siblings()
-        keys.share(siblings)
         dispatcher = Dispatcher(config, links, pool, chooser, metrics)
-        reports = SentReports(siblings, pool, chooser)
-        siblings.on_change.append(lambda: dispatcher.report_to_siblings(None if siblings.alone else reports))
-        siblings.on_change.append(self._siblings_changed.set)
         _measure(metrics, dispatcher)
         metrics.registry.register(LinkCollector(pool, links, tasks, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
@@ -214,8 +204,7 @@ class RouterServer:
             bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
             traces=traces,
-            siblings=siblings,
-            figures=SharedFigures(metrics.registry, siblings),
+            chooser=chooser,
             control=self._control,
         )
         metrics.healthy.set_function(lambda: float(services.why_unhealthy() is None))
@@ -247,11 +236,11 @@ class RouterServer:
             Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None,
         )
         answer_siblings(services)
-        await services.siblings.listen()
+        for wing in self.wings:
+            await wing.start()
         self._door = Door(listener, tally, self._former)
         self._accept_if_time(self._http)
         services.tasks.keep("heartbeat", self._heartbeat)
-        services.tasks.keep("siblings", self._know_siblings)
         if self._config.tls_certificate is not None:
             services.tasks.keep("certificate", self._renew_certificate)
 
@@ -288,16 +277,6 @@ class RouterServer:
                 services.dispatcher.check_nodes()
                 if self._http is not None and not self.accepts:
                     self._accept_if_time(self._http)
-
-    async def _know_siblings(self) -> None:
-        """Exchanges counters with siblings, regularly and soon after one comes or leaves, so that they keep
-        the counts of one that ends without a word."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._siblings_changed.wait(), SIBLINGS_TELL_S)
-            self._siblings_changed.clear()
-            if not self.services.siblings.alone:
-                await self.services.figures.together()
 
     async def _renew_certificate(self) -> None:
         while self._http is not None:
@@ -378,7 +357,8 @@ class RouterServer:
         is_quiet = self._http is None or await self._http.leave(deadline)
         # Background requests have no connection, so they are waited for apart.
         is_idle = await self.services.dispatcher.wait_idle(deadline)
-        await self.services.figures.leave_behind()
+        for wing in self.wings:
+            await wing.leave()
         if not (is_quiet and is_idle):
             self.services.draining = True
             self.services.dispatcher.fail_all(Unavailable("the router is shutting down"))
@@ -403,7 +383,6 @@ class RouterServer:
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
-            services.siblings.close()
             await services.links.close()
             for wing in self.wings:
                 await wing.close()

@@ -58,6 +58,8 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
     "simulator": Wing(
         ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
     ),
@@ -118,8 +120,19 @@ WINGS: dict[str, Wing] = {
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
-    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
 }
+
+
+def documented() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    return [
+        f"| {name} | {', '.join(f'`{path}`' for path in wing.product)} | {', '.join(wing.needs) or '–'} |"
+        for name, wing in sorted(WINGS.items())
+    ]
 
 
 def lies_in(file: str, paths: Iterable[str]) -> bool:

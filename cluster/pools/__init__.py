@@ -5,6 +5,7 @@ controller, limits                what operators may order, and what is refused
 changes, over_http                which settings a running cluster can change; what only the command may, and HTTP may not
 reconciler, plan                  the one task that changes pools; the next change
 departures                        nodes and routers that are draining before they end
+turn                              of two controllers only the later one records and acts
 state, view                       what the next controller must know and what routers are told; what commands are shown
 placement                         which machine, cores, device and share of memory a node gets; this machine as the only one
 room                              how many nodes a machine has room for

@@ -31,6 +31,7 @@ from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
 from tandem.cluster.pools.wings import adapters_of, roll_out_of, wings_of
 from tandem.cluster.tasks import Clock, first_of, has_ended
@@ -58,10 +59,11 @@ class Controller:
         fix_model: FixModel = as_it_is,
     ) -> None:
         self._events = events
-        self._clock = clock or Clock()
+        turn = Turn(store)
+        self._clock = TurnClock(clock or Clock(), turn)
         self._tasks = Tasks()
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks, fix_model)
+        self._pools = Reconciler(config, hosts, launcher, turn, events, self._clock, self._tasks, fix_model)
         self._fleet = self._pools.fleet
         self._wings = wings_of(self._pools, self._clock, self._tasks, self._resize)
         self._pools.on_config = self._configured

@@ -19,7 +19,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
-from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore, TakenPlace
+from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, TakenPlace
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.departures import Departures, StateChange
 from tandem.cluster.pools.fleet import Fleet
@@ -27,6 +27,7 @@ from tandem.cluster.pools.node_supervisor import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
@@ -72,7 +73,7 @@ class Reconciler:
         config: TandemConfig,
         hosts: Hosts,
         launcher: Launcher,
-        store: StateStore,
+        turn: Turn,
         events: Events,
         clock: Clock,
         tasks: Tasks,
@@ -83,13 +84,14 @@ class Reconciler:
         self.on_config: Callable[[TandemConfig], None] = lambda config: None
         self._given = config  # with which this process was created, maybe long ago
         self._hosts = hosts
-        self._store = store
+        self._turn = turn
         self._clock = clock
         self._tasks = tasks
         self._fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
-        self._unknown: state.UnknownState | None = None  # set when another version wrote the recorded state
+        # Set when another version wrote the recorded state, or a later controller has begun
+        self._refused: state.UnknownState | LaterController | None = None
         self._contents: dict[int, str] = {}  # the model's content by revision, even if recording it failed
         # Carries out the recorded rollout; None: this installation cannot
         self.roll_out: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -136,17 +138,20 @@ class Reconciler:
         """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
         them."""
         async with self._lock:
-            kept = await self._until_told(self._store.load, "what the previous controller recorded")
+            kept = await self._until_told(self._turn.load, "what the previous controller recorded")
             try:
                 if kept is not None:
                     self.state = state.decode(kept)
                     self.decisions.extend(self.state.decisions)
                     self.config = self._in_this_process(self.state.revision.config or self._given)
             except state.UnknownState as error:
-                self._unknown = error
+                self._refused = error
                 raise
             finally:
                 self.has_read.set()
+            self._tasks.spawn(self._turn.over(), "its turn")
+            with contextlib.suppress(TandemError):  # what fails is recorded later
+                await self.keep(self.state)
             await self._fix_the_model()
             if kept is None:
                 return
@@ -264,14 +269,17 @@ class Reconciler:
 
     async def keep(self, new: ClusterState) -> None:
         """Records the new state. If that fails, it raises and the state stays as it was. Requires `writing`."""
-        if self._unknown is not None:
-            raise self._unknown
-        new = msgspec.structs.replace(new, decisions=list(self.decisions))
+        if self._refused is not None:
+            raise self._refused
+        new = msgspec.structs.replace(new, decisions=list(self.decisions), writer=self._turn.name)
         if new == self.state and not self._is_unsure:
             return
         self._is_unsure = True
         try:
-            await self._store.save(state.encode(new))
+            await self._turn.save(state.encode(new))
+        except LaterController as error:
+            self._refused = error
+            raise
         except TandemError:
             self._record_soon()  # what stays as it was, or the next controller might do what was refused
             raise
@@ -402,6 +410,7 @@ class Reconciler:
                     await self._look()
                     await self._place_routers()
                     await self._converge()
+                await self._turn.confirm()
                 await self._hosts.want(plan.needed_slots(self.state, self.fleet.config.pools))
                 self.has_looked = True
                 self.changed.ring()

@@ -11,9 +11,9 @@ import msgspec
 
 from tandem.base.errors import RequestError
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
+from tandem.router.http.page_figures import VERSION, FoundTrace, TraceQuestion, page_of_all
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
-from tandem.router.http.sibling_desk import VERSION, FoundTrace, TraceQuestion, page_of_all
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
 from tandem.router.tracing.record import TraceList
@@ -86,7 +86,7 @@ async def metrics(rendering: SharedRendering, services: Services, exchange: Http
 
 
 async def render_metrics(services: Services) -> bytes:
-    of_all = None if services.figures.alone else await services.figures.together()
+    of_all = await services.all_figures()
     # In a thread, because with a thousand nodes it takes a good part of a second. The event loop gets turns
     # meanwhile, but no more than half of the interpreter's time.
     return await asyncio.to_thread(services.metrics.render, of_all)

@@ -35,7 +35,7 @@ def _recorded_after_the_act(right: Any) -> Any:
 async def _record_later(pools: Reconciler, new: ClusterState) -> None:
     await asyncio.sleep(0.05)
     try:
-        await pools._store.save(state.encode(new))
+        await pools._turn.save(state.encode(msgspec.structs.replace(new, writer=pools._turn.name)))
     except TandemError:
         return
 

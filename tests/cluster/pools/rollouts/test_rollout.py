@@ -19,6 +19,7 @@ from tandem.cluster.config import (
     RolloutConfig,
     TandemConfig,
 )
+from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools import state, wings
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle
@@ -369,9 +370,9 @@ async def test_sizes_and_the_configuration_are_recorded_together() -> None:
         saved = []
         keep = rig.store.save
 
-        async def counting(kept: bytes) -> None:
+        async def counting(kept: bytes, check: CheckKept | None = None) -> None:
             saved.append(state.decode(kept))
-            await keep(kept)
+            await keep(kept, check)
 
         rig.store.save = counting
         await rig.controller.apply(wish(rig, pools=pools(2, 1)), dry_run=False)

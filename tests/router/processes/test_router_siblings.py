@@ -14,12 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.http_server import serving
 from tandem.http_server.serving import Tally
-from tandem.router import siblings
 from tandem.router.config import ApiKey, LocalPrefill, PolicyName
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingRequest
 from tandem.router.prefixes import PromptHashes
-from tandem.router.siblings import SentReports, Siblings
+from tandem.router.processes import sockets
+from tandem.router.processes.sent_reports import SiblingReports
+from tandem.router.processes.sockets import SiblingProcesses
+from tandem.router.processes.wing import Processes
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
@@ -115,7 +117,7 @@ def hang(router: RunningRouter) -> tuple[threading.Event, Future[None]]:
 
 
 def test_whichever_is_asked_tells_the_figures_of_both(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings, "ANSWER_S", 20.0)  # the machine may be busy
+    monkeypatch.setattr(sockets, "ANSWER_S", 20.0)  # the machine may be busy
     first, _ = pair
     ask_many(first, 10)
     assert all(one.metric("tandem_prompt_tokens_total") > 0 for one in pair), "both had requests"
@@ -140,16 +142,16 @@ def test_what_one_has_counted_stays_when_it_leaves(pair: Pair) -> None:
 def test_what_was_shown_stays_when_one_is_killed(pair: Pair) -> None:
     first, second = pair
     ask_many(first, 10)
-    shown = second.call(second.server.services.figures.together())
+    shown = second.call(second.wing(Processes).figures.together())
     assert shown is not None
-    second.look(second.server.services.siblings.close)
+    second.look(second.wing(Processes).siblings.close)
     text = on_new_connection_to(first)
     assert sample(text, "tandem_request_success_total") == 10
     assert 'tandem_router_process_up{model_name="fake",process="router~1"} 0.0' in text
 
 
 def on_new_connection_to(router: RunningRouter) -> str:
-    figures = router.call(router.server.services.figures.together())
+    figures = router.call(router.wing(Processes).figures.together())
     return router.server.services.metrics.render(figures).decode()
 
 
@@ -157,7 +159,7 @@ def test_one_that_does_not_answer_is_named_and_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = pair
-    monkeypatch.setattr(siblings, "ANSWER_S", 0.05)
+    monkeypatch.setattr(sockets, "ANSWER_S", 0.05)
     going_on, hanging = hang(second)
     try:
         told = on_new_connection(first, "/cluster").json()["router"]["processes"]
@@ -275,7 +277,7 @@ def test_a_quota_holds_for_all_together(start_router: StartRouter) -> None:
         assert client.post("/v1/completions", json=BODY, headers=headers).status_code == 200
 
 
-async def introduced(*several: Siblings) -> None:
+async def introduced(*several: SiblingProcesses) -> None:
     for one in several:
         await one.listen()
     for one in several:
@@ -284,7 +286,7 @@ async def introduced(*several: Siblings) -> None:
 
 def test_what_one_sends_is_known_to_the_other_at_once() -> None:
     async def work() -> None:
-        both, pools, choosers, reports = [Siblings(), Siblings()], [], [], []
+        both, pools, choosers, reports = [SiblingProcesses(), SiblingProcesses()], [], [], []
         nodes = [info("p0", role=Role.PREFILL), info("p1", role=Role.PREFILL), info("d0")]
         for one in both:
             pool = World().pool
@@ -293,7 +295,7 @@ def test_what_one_sends_is_known_to_the_other_at_once() -> None:
                 pool.on_status(status(node))
             pools.append(pool)
             choosers.append(Chooser(pool, PolicyName.PREFIX_AFFINITY, LocalPrefill.NEVER))
-            reports.append(SentReports(one, pool, choosers[-1]))
+            reports.append(SiblingReports(one, pool, choosers[-1]))
         await introduced(*both)
         member = pools[1].member("p1")
         assert member is not None
@@ -313,14 +315,14 @@ def test_what_one_sends_is_known_to_the_other_at_once() -> None:
 
 def test_one_that_does_not_read_misses_the_oldest_reports_and_holds_nobody_up() -> None:
     async def work() -> None:
-        teller, reader, stranger = Siblings(), Siblings(), Siblings()
+        teller, reader, stranger = SiblingProcesses(), SiblingProcesses(), SiblingProcesses()
         heard: list[int] = []
         reader.hears["number"] = lambda desk, body: heard.append(msgspec.msgpack.decode(body, type=int))
         await introduced(teller, reader)
         await stranger.listen()
         stranger.tell({"reader": reader.desk})
         stranger.report("number", -1)  # the reader does not know it
-        most = siblings.REPORTS_KEPT
+        most = sockets.REPORTS_KEPT
         for number in range(3 * most):  # all at once: the reader's turn is later
             teller.report("number", number)
         await until(lambda: bool(heard) and heard[-1] == 3 * most - 1)

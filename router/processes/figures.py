@@ -16,7 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from tandem.router.siblings import Siblings
+from tandem.router.processes.sockets import SiblingProcesses
 
 # How many ended processes are kept. Beyond that the oldest are forgotten, and the sums fall once.
 ENDED_KEPT = 64
@@ -111,7 +111,7 @@ class AllFigures(Collector):
 class SharedFigures:
     """This process's figures, those that its siblings have told, and those of processes that have ended."""
 
-    def __init__(self, own: Collector, siblings: Siblings) -> None:
+    def __init__(self, own: Collector, siblings: SiblingProcesses) -> None:
         self._own = own
         self._siblings = siblings
         self._incarnation = secrets.token_hex(8)

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 
 from tandem.router.http.services import Services
-from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState, together
+from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 VERSION = importlib.metadata.version("tandem-serve")
@@ -25,11 +25,6 @@ class FoundTrace(msgspec.Struct, frozen=True):
 
 
 def answer_siblings(services: Services) -> None:
-    answers = services.siblings.answers
-
-    async def page(body: bytes) -> PageState:
-        return page_of(services)
-
     async def traces(body: bytes) -> TraceList:
         return services.traces.list(msgspec.msgpack.decode(body, type=str | None))
 
@@ -37,16 +32,12 @@ def answer_siblings(services: Services) -> None:
         asked = msgspec.msgpack.decode(body, type=TraceQuestion)
         return FoundTrace(services.traces.find(asked.name, asked.tenant))
 
-    answers.update(page=page, traces=traces, trace=trace)
+    services.siblings.answers.update(traces=traces, trace=trace)
 
 
 async def page_of_all(services: Services) -> PageState:
     """Returns the page's figures of all processes, without nodes, which every process knows alike."""
-    own, siblings = page_of(services), services.siblings
-    if not siblings.names:
-        return own
-    told, silent = await siblings.ask("page", PageState)
-    return together(own, siblings.name, told, silent)
+    return await services.add_pages(page_of(services))
 
 
 def page_of(services: Services) -> PageState:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tandem.router.figures import ENDED_KEPT, Family, Figures, SharedFigures, merged
-from tandem.router.siblings import Siblings
+from tandem.router.processes.figures import ENDED_KEPT, Family, Figures, SharedFigures, merged
+from tandem.router.processes.sockets import SiblingProcesses
 
 COUNTS = st.dictionaries(st.sampled_from(["stop", "length", "error"]), st.integers(0, 10**6))
 
@@ -63,7 +63,7 @@ class _Process:
     """A router process that counts, and tells another one its figures, as through its desk."""
 
     def __init__(self) -> None:
-        self.siblings = Siblings()
+        self.siblings = SiblingProcesses()
         self.counts = {"stop": 0}
         self.figures = SharedFigures(_Nothing(), self.siblings)
         self.number = 0
