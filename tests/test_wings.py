@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.base.wings import find_wings, is_there
-from tests.wings import ROOT, WINGS, documented, tracked, who_imports, wing_of, with_dependents
+from tests.wings import ROOT, WINGS, documented, modules_of, tracked, who_imports, wing_of, with_dependents
 
 
 @pytest.mark.parametrize("name", WINGS)
