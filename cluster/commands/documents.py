@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path as FilePath
 
-import msgspec
-
 from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
-from tandem.cluster.settings.names import Path, dotted, fields_of, section_type
+from tandem.cluster.settings.names import dotted, known_settings, value_at
 from tandem.cluster.wings import foreign_flags
 from tandem.router.http.request_fields import FIELDS
 from tandem.wire.nodes import Role
@@ -52,18 +50,11 @@ def _place_for(name: str, lines: list[str]) -> int:
 
 
 def _rows() -> Iterator[tuple[str, str]]:
-    def walk(section: msgspec.Struct, prefix: Path) -> Iterator[tuple[str, str]]:
-        kind: type[msgspec.Struct] = type(section)
-        for field, info in fields_of(kind).items():
-            path, value = (*prefix, field), getattr(section, field)
-            if section_type(info.type) is not None:
-                yield from walk(value, path)
-            elif path not in DERIVED:
-                name = _POOL.sub("pools.POOL.", dotted(path))
-                about = description_of(info.type).replace("|", "\\|")
-                yield name, f"| `{name}` | `{scalar(path, value)}` | {about} |"
-
-    yield from walk(TandemConfig(), ())
+    for path, kind in known_settings().items():
+        if path not in DERIVED:
+            name = _POOL.sub("pools.POOL.", dotted(path))
+            about = description_of(kind).replace("|", "\\|")
+            yield name, f"| `{name}` | `{scalar(path, value_at(TandemConfig(), path))}` | {about} |"
 
 
 def vllm_page(page: str) -> str:
