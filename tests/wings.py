@@ -183,7 +183,8 @@ def tracked() -> tuple[str, ...]:
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
-    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, paths)}
+    listed = tuple(paths)
+    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, listed)}
 
 
 def module_of(file: str) -> str:

@@ -18,13 +18,13 @@ import msgspec
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
-from tandem.cluster.changes import ConfigDifference, applied, difference
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import plan
+from tandem.cluster.pools.changes import ConfigDifference, applied, difference
 from tandem.cluster.pools.limits import check_alike, check_limits, check_room, check_writers
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config

@@ -16,7 +16,7 @@ from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.memory_store import MemoryStore
-from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
+from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, needs_rollouts, pools
 
 replace = msgspec.structs.replace
 
@@ -389,6 +389,7 @@ async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_route
 # --- a controller of another version
 
 
+@needs_rollouts
 @in_loop
 async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_it() -> None:
     async with Rig(*PD) as rig:
@@ -401,6 +402,7 @@ async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_i
         assert tree["revision"]["config"].keys() == {"timeouts", "router", "debug"}
 
 
+@needs_rollouts
 @in_loop
 async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_nothing() -> None:
     async with Rig(*PD) as rig:
