@@ -80,7 +80,9 @@ WINGS: dict[str, Wing] = {
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
-    "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
+    "trace and why": Wing(
+        ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
+    ),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
     "bench": Wing(
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
@@ -113,12 +115,14 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_ngram.py",
         ),
     ),
-    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "vectors": Wing(
+        ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
+        ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
-    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
 }
 
 
