@@ -14,8 +14,9 @@
     static_hosts/ makes pools of machines that exist already, for `ray up`
     models/       turns a model's name into a folder that a node can open
     commands/     the commands that operators type, and their output
-    trace/, replay/, bench/, chaos/, foreign_flags/   wings: where one request's time went; what a node's scheduler decided, step by
-                  step; any server measured; processes killed by a plan, and the effect; flags of vLLM and SGLang
+    adapters/, trace/, replay/, bench/, chaos/, foreign_flags/   wings: adapters that change while it serves; where one request's
+                  time went; what a node's scheduler decided, step by step; any server measured; processes killed by a plan, and the
+                  effect; flags of vLLM and SGLang
 
 Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports
 it, whose commands are found by a row in wings.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tandem.api.openai.prompts import ServedModel
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.api.wings import ImageReader, image_reader

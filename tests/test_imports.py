@@ -96,6 +96,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "models": set(),
     "static_hosts": set(),
     "foreign_flags": set(),
+    "adapters": {"commands", "pools"},
     "on_ray": {"pools", "models"},
     "commands": {"pools", "models", "on_ray"},
     "trace": {"commands"},

@@ -121,9 +121,23 @@ WINGS: dict[str, Wing] = {
     ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
+    "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
 }
+
+
+def documented() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    return [
+        f"| {name} | {', '.join(f'`{path}`' for path in wing.product)} | {', '.join(wing.needs) or '–'} |"
+        for name, wing in sorted(WINGS.items())
+    ]
 
 
 def lies_in(file: str, paths: Iterable[str]) -> bool:

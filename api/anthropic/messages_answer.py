@@ -9,7 +9,7 @@ import msgspec
 
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.plan import GenerationPlan
+from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.reading import ReadChoice
 from tandem.api.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
 from tandem.api.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import msgspec
 
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
-from tandem.api.openai.plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.reading import ReadChoice, are_short
 from tandem.api.pieces import (
     AnswerReader,

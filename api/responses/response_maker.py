@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.api.openai.answer import Choice, Delta
-from tandem.api.openai.plan import GenerationPlan
+from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.base.errors import TandemError
 

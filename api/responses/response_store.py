@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.prompts import NotHere
+from tandem.api.openai.served_model import NotHere
 from tandem.api.responses.responses_request import InputItem
 from tandem.base.errors import TandemError, Unavailable
 from tandem.base.shares import Shares

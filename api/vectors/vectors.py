@@ -13,8 +13,9 @@ import msgspec
 
 from tandem.api.lives import VectorLife, VectorLives
 from tandem.api.openai.answer import AnswerHead, LoopTurn
-from tandem.api.openai.plan import Caller
-from tandem.api.openai.prompts import PromptTooLong, ServedModel, prompt_ids, prompts_of
+from tandem.api.openai.caller import Caller
+from tandem.api.openai.prompts import PromptTooLong, prompt_ids, prompts_of
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.sequence import SequenceSpec
 from tandem.api.settings import ApiSettings
 from tandem.api.text.tenant_cache import CacheOwner

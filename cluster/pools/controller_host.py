@@ -200,8 +200,9 @@ class ControllerHost:
             self._enter(ClusterStage.SERVING)
             self._fail(InternalError(await self._deployment.failed()))
             self._platform.restart()
-        except TandemError as error:
+        except TandemError as error:  # one of its own tasks died during its start
             self._fail(error)
+            self._platform.restart()
         except Exception as error:
             logger.exception("the deployment did not start")
             self._fail(InternalError(f"{type(error).__name__}: {error}"))

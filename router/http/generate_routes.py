@@ -10,14 +10,16 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, LoopTurn
+from tandem.api.openai.caller import Caller
 from tandem.api.openai.chat_answer import ChatStream, whole_chat
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_answer import CompletionStream, whole_completion
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields
-from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
-from tandem.api.openai.prompts import ServedModel
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat, plan_completion
 from tandem.api.openai.reading import ReadChoice, read_all
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.sequence import SequenceSpec
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife

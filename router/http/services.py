@@ -8,7 +8,7 @@ from typing import Protocol
 
 from prometheus_client.registry import Collector
 
-from tandem.api.openai.prompts import ServedModel
+from tandem.api.openai.served_model import ServedModel
 from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher

@@ -17,7 +17,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from tandem.api.openai.prompts import ModelElsewhere, NotHere
+from tandem.api.openai.served_model import ModelElsewhere, NotHere
 from tandem.base.errors import DeadlineExceeded, Unavailable, UnknownModel
 from tandem.router.config import RouterConfig
 from tandem.router.http.exchange import HttpExchange

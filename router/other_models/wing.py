@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.api.openai.prompts import ModelElsewhere, NotHere
+from tandem.api.openai.served_model import ModelElsewhere, NotHere
 from tandem.base.errors import TandemError
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services

@@ -23,8 +23,9 @@ import msgspec
 from tandem.api.json_body import parse_object
 from tandem.api.openai.answer import Choice, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.plan import GenerationPlan, plan_chat
-from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat
+from tandem.api.openai.served_model import ModelElsewhere
 from tandem.api.pieces import Text
 from tandem.api.realtime.events import (
     Conversation,

@@ -18,7 +18,9 @@ import msgspec
 
 from tandem.api.lives import ReadableLives
 from tandem.api.openai.answer import PIECE_TOKENS
-from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat
+from tandem.api.openai.caller import Caller
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat
 from tandem.api.responses.response_maker import ResponseMaker, new_response_id
 from tandem.api.responses.response_store import ResponseNotFound, ResponseStore, StoredResponse
 from tandem.api.responses.responses_request import (

@@ -13,7 +13,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from tandem.api.openai.plan import GenerationPlan, plan_chat
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat
 from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
 from tandem.api.responses.response_store import StoredResponse
 from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from tandem.api.openai.answer import AnswerHead, json_pieces
-from tandem.api.openai.plan import Caller
-from tandem.api.openai.prompts import ServedModel
+from tandem.api.openai.caller import Caller
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.vectors.answer_types import EmbeddingList, Ranking, ScoreList
 from tandem.api.vectors.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
 from tandem.api.vectors.vectors import (

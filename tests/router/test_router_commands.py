@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.base.wings import is_there
 from tandem.cluster.admin import act
 from tandem.cluster.cli import main
 from tandem.cluster.config import TandemConfig
@@ -68,7 +69,9 @@ COMMANDS: list[tuple[Sequence[str], Any, Any]] = [
     (("scale", "decode=2"), {"changes": ["decode: from 1 to 2"]}, ("scale", {Role.DECODE: 2})),
     (("role", "decode-0", "prefill"), {"node": "decode-0", "role": "prefill"}, ("role", "decode-0", Role.PREFILL)),
     (("evacuate", "10.0.0.2", "--timeout", "9"), {"finished": {"decode-0": True}}, ("evacuate", "10.0.0.2", 9.0)),
-    (("adapters", "--unload", "sql"), {"adapters": {}}, ("adapters", {}, ["sql"])),
+    *(
+        [(("adapters", "--unload", "sql"), {"adapters": {}}, ("adapters", {}, ["sql"]))] if is_there("tandem.cluster.adapters") else []
+    ),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import ControllerConfig, TandemConfig
+from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools.state import UnknownState, decode
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
@@ -170,8 +171,8 @@ async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the
         await rig.clock.advance(1.0)
         save = rig.store.save
 
-        async def save_without_an_answer(kept: bytes) -> None:
-            await save(kept)
+        async def save_without_an_answer(kept: bytes, check: CheckKept | None = None) -> None:
+            await save(kept, check)
             rig.store.save = save  # type: ignore[method-assign]
             raise Unavailable("Ray's control store did not answer in time")
 

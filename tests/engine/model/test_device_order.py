@@ -350,7 +350,7 @@ OF_THE_MODEL = "ordinary memory: modeling_"
         ("llama", True, 0),
         ("llama", False, 2),
         ("gemma3", False, 0),
-        ("mixtral", False, 0),
+        *more([("mixtral", False, 0)]),
         ("qwen3-moe", False, 0),
         ("deepseek-v3", False, 0),
     ],

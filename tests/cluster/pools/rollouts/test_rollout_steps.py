@@ -15,6 +15,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.launcher import CheckKept
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import (
     FakeHosts,
@@ -55,9 +56,9 @@ class Steps:
         self.delays = {name: chance.choice([0.0, 0.0, 2.0, 9.0]) for name in ("start", "finish", "stop")}
         save = rig.store.save
 
-        async def saved(kept: bytes) -> None:
+        async def saved(kept: bytes, check: CheckKept | None = None) -> None:
             await self.step()
-            await save(kept)
+            await save(kept, check)
             await self.step()
 
         rig.store.save = saved  # type: ignore[method-assign]

@@ -19,7 +19,8 @@ from tandem.cluster.config import (
     RolloutConfig,
     TandemConfig,
 )
-from tandem.cluster.pools import state
+from tandem.cluster.launcher import CheckKept
+from tandem.cluster.pools import state, wings
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.pools_rig import machine, pools
@@ -369,9 +370,9 @@ async def test_sizes_and_the_configuration_are_recorded_together() -> None:
         saved = []
         keep = rig.store.save
 
-        async def counting(kept: bytes) -> None:
+        async def counting(kept: bytes, check: CheckKept | None = None) -> None:
             saved.append(state.decode(kept))
-            await keep(kept)
+            await keep(kept, check)
 
         rig.store.save = counting
         await rig.controller.apply(wish(rig, pools=pools(2, 1)), dry_run=False)
@@ -496,3 +497,16 @@ async def hit(rig: Rig, watched: Watched, blow: str, which: int) -> None:
 def test_the_limits_of_a_rollout_have_defaults_that_stop_nothing() -> None:
     assert (RolloutConfig().surge, RolloutConfig().max_unavailable) == (1, None)
     assert ClusterTimeouts().start_s > RolloutConfig().settle_s
+
+
+@in_loop
+async def test_without_this_wing_what_needs_new_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wings, "ROLLOUTS", ())
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        with pytest.raises(ConfigurationError, match=r"not replaced while it serves: `tandem down`"):
+            await rig.controller.apply(wish(rig), dry_run=False)
+        assert (await rig.controller.configuration()) == rig.config
+        await rig.controller.apply(replace(rig.config, pools=pools(1, 2)), dry_run=False)
+        await settle()
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}

@@ -8,7 +8,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
-from tandem.cluster.pools.rollout import NO_MACHINE, RolloutFacts
+from tandem.cluster.pools.rollouts.steps import NO_MACHINE, RolloutFacts
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase

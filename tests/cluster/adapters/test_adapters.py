@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.cluster.cli import main
 from tandem.cluster.config import RolloutConfig, TandemConfig
-from tandem.cluster.pools import state
+from tandem.cluster.pools import state, wings
 from tandem.router.config import RouterConfig
 from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import PD
@@ -228,3 +229,18 @@ async def test_a_rollout_that_is_taken_back_takes_back_its_adapters() -> None:
 def test_what_an_earlier_version_kept_has_the_configurations_adapters() -> None:
     old = state.decode(state.encode(state.first_state(with_room().pools)))
     assert old.revision.adapters is None
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["adapters", "--address", "127.0.0.1:9"]) == 1
+    assert "nothing answers at 127.0.0.1:9" in capsys.readouterr().err
+
+
+@in_loop
+async def test_without_this_wing_a_change_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wings, "ADAPTERS", ())
+    async with rig_with({"sql": SQL}) as rig:
+        await rig.controller.start()
+        with pytest.raises(ConfigurationError, match=r"name them in model\.adapters"):
+            await rig.controller.adapters({"law": LAW}, [])
+        assert served(rig) == [{"sql": SQL}] * 2
