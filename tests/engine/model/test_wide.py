@@ -44,9 +44,7 @@ WIDE = [
 ]
 
 
-def load(
-    path: Path, shard: Shard | None, num_speculative_tokens: int = 0, pooling: str = ""
-) -> TorchRunner:
+def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0, pooling: str = "") -> TorchRunner:
     return load_runner(
         ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, pooling=pooling),
         CacheConfig(block_size=4, memory_bytes=4 << 20),
