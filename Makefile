@@ -3,7 +3,7 @@
 # make test-more     further combinations of widths, blocks and models that `make test` leaves out (about ten minutes); SHARE=3/8 runs
 #                    the third of eight parts of them
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
-#                    commands in the guides as they stand (about 25 minutes); SHARE=1/6 runs the first sixth of the files
+#                    commands in the guides as they stand (about 25 minutes); SHARE=1/5 runs the first fifth of the files
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
 #                    greedy, half seeded); the controller killed ten times in each of three ways, at each step of real rollouts and ten
 #                    times at each step of simulated ones, and the control plane away for ten minutes, twice (about 45 minutes);
@@ -85,7 +85,7 @@ test-faults: install
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
-	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/test_rollout_steps.py
+	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/rollouts/test_rollout_steps.py
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py tests/kvtransfer/nccl/test_random_frames_of_pairs.py
@@ -175,7 +175,7 @@ test-install: install
 	TANDEM_FULL_INSTALL=1 $(BIN)/python -m pytest -v tests/packaging
 
 docs: install
-	$(BIN)/python -m tandem.cluster.documents
+	$(BIN)/python -m tandem.cluster.commands.documents
 	$(BIN)/python docs/figures/draw.py
 
 # The native kernels are compiled once per machine, and again when their sources change.

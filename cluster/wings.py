@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ROWS = (
     "tandem.cluster.trace.commands",
     "tandem.cluster.replay.commands",
+    "tandem.cluster.adapters.commands",
     "tandem.cluster.bench.commands",
     "tandem.simulator.commands",
     "tandem.cluster.chaos.commands",

@@ -14,11 +14,13 @@ from tandem.router.http.exchange import ErrorForm, HttpExchange
 from tandem.router.http.services import Services
 
 ROWS = (
+    "tandem.router.processes.wing",  # first: others ask the siblings that it knows
     "tandem.router.vectors.wing",
     "tandem.router.responses.wing",
     "tandem.router.messages.wing",
     "tandem.router.realtime.wing",
     "tandem.router.other_models.wing",
+    "tandem.router.tracing.wing",
 )
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
@@ -49,6 +51,12 @@ class RouterWing:
     async def answer_instead(self, exchange: HttpExchange, error: TandemError) -> bool:
         """May answer in place of an error. Returns whether it did."""
         return False
+
+    async def start(self) -> None:
+        """Called before the router accepts."""
+
+    async def leave(self) -> None:
+        """Called when the router's requests have ended, before it does."""
 
     async def close(self) -> None: ...
 

@@ -58,6 +58,8 @@ WINGS: dict[str, Wing] = {
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
     "simulator": Wing(
         ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
     ),
@@ -78,7 +80,9 @@ WINGS: dict[str, Wing] = {
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
-    "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
+    "trace and why": Wing(
+        ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
+    ),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
     "bench": Wing(
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
@@ -111,13 +115,50 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_ngram.py",
         ),
     ),
-    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "images": Wing(
+        ("engine/model/vision/",),
+        (
+            "tests/engine/test_images.py",
+            "tests/engine/model/test_lone_tower.py",
+            "tests/engine/model/test_image_processing.py",
+        ),
+    ),
+    "lora": Wing(
+        ("engine/model/lora/",),
+        (
+            "tests/engine/model/adapter_files.py",
+            "tests/engine/model/test_adapter_slots.py",
+            "tests/engine/model/test_lora.py",
+            "tests/engine/model/test_lora_kernel.py",
+        ),
+    ),
+    "vectors": Wing(
+        ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
+        ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
+    "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
-    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
+    "pins": Wing(
+        ("engine/scheduling/pins/",),
+        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
+    ),
 }
+
+
+def documented() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    return [
+        f"| {name} | {', '.join(f'`{path}`' for path in wing.product)} | {', '.join(wing.needs) or '–'} |"
+        for name, wing in sorted(WINGS.items())
+    ]
 
 
 def lies_in(file: str, paths: Iterable[str]) -> bool:
@@ -147,7 +188,8 @@ def tracked() -> tuple[str, ...]:
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
-    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, paths)}
+    listed = tuple(paths)
+    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, listed)}
 
 
 def module_of(file: str) -> str:

@@ -17,20 +17,10 @@ from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, 
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor
-from tandem.cluster.roles import make_node
-from tandem.decode_node.actor import DecodeActor
-from tandem.encode_node.actor import EncodeActor
+from tandem.cluster.roles import make_node, traits_of
 from tandem.node.config import NodeConfig
-from tandem.prefill_node.actor import PrefillActor
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
-
-_NODE_ACTORS: dict[Role, Any] = {
-    Role.PREFILL: PrefillActor,
-    Role.DECODE: DecodeActor,
-    Role.AGGREGATED: DecodeActor,
-    Role.ENCODE: EncodeActor,
-}
 
 
 class RayLauncher:
@@ -118,7 +108,7 @@ class RayLauncher:
 
     def _node_creator(self, config: NodeConfig, options: Mapping[str, Any]) -> Create:
         # Each actor can become a node of any role, so it is told how to make them all.
-        actor, known = _NODE_ACTORS[config.role], (find_model_here, find_adapter_here, PoliteEnd)
+        actor, known = traits_of(config.role).find_actor(), (find_model_here, find_adapter_here, PoliteEnd)
         return self._creator(actor, config.node_id, options, make_node, encoded(config), *known)
 
     def _creator(self, actor: Any, name: str, options: Mapping[str, Any], *given: object) -> Create:

@@ -18,22 +18,22 @@ import msgspec
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
-from tandem.cluster.changes import ConfigDifference, applied, difference
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import plan
-from tandem.cluster.pools.adapter_desk import AdapterDesk
+from tandem.cluster.pools.changes import ConfigDifference, applied, difference
 from tandem.cluster.pools.limits import check_alike, check_limits, check_room, check_writers
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
-from tandem.cluster.pools.wings import wings_of
+from tandem.cluster.pools.wings import adapters_of, roll_out_of, wings_of
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -59,14 +59,16 @@ class Controller:
         fix_model: FixModel = as_it_is,
     ) -> None:
         self._events = events
-        self._clock = clock or Clock()
+        turn = Turn(store)
+        self._clock = TurnClock(clock or Clock(), turn)
         self._tasks = Tasks()
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks, fix_model)
+        self._pools = Reconciler(config, hosts, launcher, turn, events, self._clock, self._tasks, fix_model)
         self._fleet = self._pools.fleet
         self._wings = wings_of(self._pools, self._clock, self._tasks, self._resize)
         self._pools.on_config = self._configured
-        self.adapters = AdapterDesk(self._pools, self._clock).change
+        self._pools.roll_out = roll_out_of(self._pools, self._clock)
+        self.adapters = adapters_of(self._pools, self._clock)
 
     @property
     def _config(self) -> TandemConfig:

@@ -6,6 +6,7 @@ capabilities    what a model may be loaded with; wings has the table of them
 runner          the contracts of a runner and of a forward pass, and the batch that the pass gets: rows, no requests
 torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/; its optional parts
                 are parts, and embeds is the one for rows that a request brought
+adapters        the contract of LoRA adapters with the node and with fused layers
 observed        the hidden states that some wings read
 native/         the Llama family on CPUs, in C++
 general, probe, check, attention/, transformers_forward
@@ -13,7 +14,7 @@ general, probe, check, attention/, transformers_forward
                 objects that stand in for transformers' cache
 recurrent/      layers of the general path that keep a state instead of keys and values
 quantized/      quantized matrices
-vision/         vision towers
+vision/         vision towers; encoder nodes know them by lone_tower
 vectors/        vectors of prompts
 hidden_states/  prompts' hidden states, in files
 speculation/    drafts from the text, from a small model or from an EAGLE head

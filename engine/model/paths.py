@@ -23,12 +23,12 @@ from tandem.engine.model.source import ModelSource
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tandem.engine.model.adapters import UpdatedLayers
     from tandem.engine.model.attention.flashinfer import FlashInferAttention
     from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.decode_graphs import DecodeGraphs
     from tandem.engine.model.fused.pieces import Pieces
-    from tandem.engine.model.lora.layers import AdaptedLayers
     from tandem.engine.model.probe import ProbeResult
     from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
     from tandem.kvtransfer.base import HeadShare
@@ -234,7 +234,7 @@ def _is_alone(parts: ModelParts) -> bool:
     return bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
 
 
-def _updates(capabilities: Sequence[Capability]) -> AdaptedLayers | None:
+def _updates(capabilities: Sequence[Capability]) -> UpdatedLayers | None:
     return next((each.updates for each in capabilities if each.updates is not None), None)
 
 
@@ -262,14 +262,16 @@ class _GeneralModel:
         from tandem.engine.model.transformers_forward import TransformersForward
 
         model, parts, adapted = self._model, self.parts, _updates(self._capabilities)
+        wrappers = (each.around(model) for each in self._capabilities)
+        around = next((found for found in wrappers if found is not None), None)
         if _is_alone(parts) or parts.mixers is not None:
             # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
             # are not recorded.
             states = LayerStates(kv_cache, parts.mixers.layout) if parts.mixers is not None else None
             attention = gathering(kv_cache, plan, parts.expansions)
-            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads)
+            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
         chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype)
-        forward = TransformersForward(model, chosen, parts, adapted=adapted)
+        forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
         if isinstance(chosen, CpuAttention):
             return RecordedSteps(forward, chosen)
         shard = self._loading.shard

@@ -81,7 +81,7 @@ MISTAKES: dict[str, Case] = {
     **{
         f"no cluster for {command}": (f"{command} --address 127.0.0.1:{{free}}", r"nothing answers at 127\.0\.0\.1:\d+", None)
         for command in (
-            "adapters", "apply", "down --now", "drain decode-0", "logs", "pause", "reset-cache", "resume",
+            "apply", "down --now", "drain decode-0", "logs", "pause", "reset-cache", "resume",
             "role decode-0 prefill", "scale decode=2",
         )
     },

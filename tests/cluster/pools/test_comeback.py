@@ -9,13 +9,14 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import ControllerConfig, TandemConfig
+from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools.state import UnknownState, decode
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, one_machine, settle
 from tests.cluster.pools.memory_store import MemoryStore
-from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
+from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, needs_rollouts, pools
 
 replace = msgspec.structs.replace
 
@@ -170,8 +171,8 @@ async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the
         await rig.clock.advance(1.0)
         save = rig.store.save
 
-        async def save_without_an_answer(kept: bytes) -> None:
-            await save(kept)
+        async def save_without_an_answer(kept: bytes, check: CheckKept | None = None) -> None:
+            await save(kept, check)
             rig.store.save = save  # type: ignore[method-assign]
             raise Unavailable("Ray's control store did not answer in time")
 
@@ -388,6 +389,7 @@ async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_route
 # --- a controller of another version
 
 
+@needs_rollouts
 @in_loop
 async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_it() -> None:
     async with Rig(*PD) as rig:
@@ -400,6 +402,7 @@ async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_i
         assert tree["revision"]["config"].keys() == {"timeouts", "router", "debug"}
 
 
+@needs_rollouts
 @in_loop
 async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_nothing() -> None:
     async with Rig(*PD) as rig:

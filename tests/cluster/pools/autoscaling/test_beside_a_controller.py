@@ -7,6 +7,7 @@ import asyncio
 from msgspec.structs import replace
 
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
+from tandem.cluster.launcher import CheckKept
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import Rig, in_loop, settle
@@ -43,9 +44,9 @@ async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_i
         rig.launcher.router.load = RouterQueue(9, 60.0)
         save, may_save = rig.store.save, asyncio.Event()
 
-        async def save_late(kept: bytes) -> None:
+        async def save_late(kept: bytes, check: CheckKept | None = None) -> None:
             await may_save.wait()
-            await save(kept)
+            await save(kept, check)
 
         rig.store.save = save_late  # type: ignore[method-assign]
         pausing = asyncio.create_task(rig.controller.pause([]))
