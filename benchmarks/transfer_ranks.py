@@ -22,7 +22,7 @@ from tandem.engine.model.wide.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
 from tandem.kvtransfer.nixl.transport import BlockArray, NixlAgent
 
 LLAMA_1B = CacheShape(layers=16, heads=8)

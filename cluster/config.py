@@ -133,9 +133,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: PoolConfig = PoolConfig(nodes=TRAITS[Role.DECODE].nodes)
     # Instead of prefill and decode nodes: nodes that do both
     aggregated: PoolConfig = PoolConfig(nodes=TRAITS[Role.AGGREGATED].nodes)
-    encode: PoolConfig = PoolConfig(
-        nodes=TRAITS[Role.ENCODE].nodes
-    )  # besides either layout, for a model that reads images
+    encode: PoolConfig = PoolConfig()  # besides either layout, for a model that reads images
     # Nodes that may share one core of a machine that offers no places; more are refused. Four is the smallest layout that can
     # lose a node of each pool, on a single core; further nodes only take time from each other.
     nodes_per_core: Annotated[
@@ -339,5 +337,5 @@ DERIVED: dict[tuple[str, ...], str] = {
     ("router", "slo_inter_token_s"): "set slo.inter_token_s instead",
     ("router", "inbox_host"): "it is the address of the router's machine",
     ("model", "threads"): "set pools.POOL.threads instead",
-    **{path: why for role in Role for path, why in _not_of(role)},
+    **{path: why for role in TRAITS for path, why in _not_of(role)},
 }

@@ -5,5 +5,11 @@ from __future__ import annotations
 from tandem.node.roles import RoleTraits
 from tandem.wire.nodes import Role
 
-DECODE = RoleTraits(role=Role.DECODE, node="tandem.decode_node.node:DecodeNode", task="decode", nodes=1)
-AGGREGATED = RoleTraits(role=Role.AGGREGATED, node=DECODE.node, task="do both")
+DECODE = RoleTraits(
+    role=Role.DECODE,
+    node="tandem.decode_node.node:DecodeNode",
+    actor="tandem.decode_node.actor:DecodeActor",
+    task="decode",
+    nodes=1,
+)
+AGGREGATED = RoleTraits(role=Role.AGGREGATED, node=DECODE.node, actor=DECODE.actor, task="do both")

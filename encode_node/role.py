@@ -5,9 +5,10 @@ from __future__ import annotations
 from tandem.node.roles import RoleTraits
 from tandem.wire.nodes import Role
 
-ENCODE = RoleTraits(
+TRAITS = RoleTraits(
     role=Role.ENCODE,
     node="tandem.encode_node.node:EncodeNode",
+    actor="tandem.encode_node.actor:EncodeActor",
     task="encode images",
     is_scaled=False,
     one_rank="a vision tower is not divided among ranks",

@@ -7,6 +7,5 @@ scheduling/ decides which requests compute how many tokens in the next step
 model/      computes a scheduled step: from token ids to sampled tokens
 structured/ grammars for structured output
 core        one step of the engine: scheduler, connector, model, in that order
-canary      in idle time, recomputes a received prompt and compares the KV
 tracing     where the time of a traced request went
 """

@@ -10,12 +10,11 @@ fixes the order in which they are called. Steps run in the order in which they w
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from tandem.base.errors import InternalError
-from tandem.engine.canary import Canary, CanaryFindings
 from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep, memory_of
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
@@ -39,6 +38,27 @@ class StepResult:
     ask_again: bool = False
 
 
+class IdleCheck(Protocol):
+    """Checks what peers have sent, while no request is unfinished."""
+
+    @property
+    def lora(self) -> str | None:
+        """The adapter that it computes with; None: the model alone, or nothing."""
+        ...
+
+    def received(self, request: Request) -> None:
+        """The KV of the request's prompt, which a peer computed, has arrived."""
+        ...
+
+    def step(self) -> bool:
+        """Computes a little; False: there is nothing to check."""
+        ...
+
+    def stand_aside(self) -> None:
+        """Gives its blocks back, and goes on later."""
+        ...
+
+
 @dataclasses.dataclass(slots=True)
 class _StepInFlight:
     plan: SchedulerOutput
@@ -60,21 +80,16 @@ class Engine:
         worker: WorkerConnector | None,
         *,
         ahead: bool = False,
-        canary_share: float = 0.0,
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ahead` plans a step while the one before it runs, wherever the scheduler allows that. `canary_share` is the share of
-        prompts received from a peer that this engine recomputes and compares, as far as idle time allows."""
+        """`ahead` plans a step while the one before it runs, wherever the scheduler allows that."""
         self.scheduler = scheduler
         self.runner = runner
         self.worker = worker
         # None while no request is traced. Set between steps.
         self.tracer: Tracer | None = None
-        self._canary_share = canary_share
-        # The check that runs or waits for idle time; None without one.
-        self.canary: Canary | None = None
-        self.canary_findings = CanaryFindings()
+        self.idle_check: IdleCheck | None = None
         self._ahead = ahead
         self._debug = debug
         # The step that is still computing while the next one is planned.
@@ -86,10 +101,9 @@ class Engine:
             worker.register_kv_caches(memory_of(runner))
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; a running canary gives its blocks back first. Raises a RequestError for a request that can never
-        run here."""
-        if self.canary is not None:
-            self.canary.stand_aside()
+        """Queues a request; a check gives its blocks back first. Raises a RequestError for a request that can never run here."""
+        if self.idle_check is not None:
+            self.idle_check.stand_aside()
         self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -151,8 +165,8 @@ class Engine:
         if self.worker is not None:
             transfers = self.worker.get_finished(plan.finished_req_ids)
         updates = self.scheduler.update_from_output(plan, output, transfers)
-        if transfers.finished_recving and self._canary_share > 0:
-            self._look_at_received(transfers)
+        if transfers.finished_recving and self.idle_check is not None:
+            self._show_received(transfers, self.idle_check)
         result.updates += updates
         result.progressed = result.progressed or bool(updates) or not transfers.is_empty
         if self.tracer is not None:
@@ -162,33 +176,21 @@ class Engine:
             times = StepTimes(began, forward_began, forward_ended, self._last_booked)
             self.tracer.on_step(plan, output, transfers, times)
 
-    def _look_at_received(self, transfers: ConnectorOutput) -> None:
+    def _show_received(self, transfers: ConnectorOutput, check: IdleCheck) -> None:
         for request_id, handoff in transfers.finished_recving.items():
             request = self.scheduler.requests.get(request_id)
             if handoff.first_token is not None and request is not None and request.num_external_tokens:
-                self.received(request)
-
-    def received(self, request: Request) -> None:
-        """Maybe chooses this request, whose prompt a peer computed, for the canary. One prompt is checked at a time. A newer prompt
-        replaces one whose check has not begun, because the newer one's blocks stay cached for longer."""
-        is_free = self.canary is None or not self.canary.has_begun
-        if is_free and random.random() < self._canary_share and Canary.can_check(self.scheduler, request):
-            self.canary = Canary(self.scheduler, self.runner, request, self.canary_findings)
+                check.received(request)
 
     def use_idle_time(self) -> bool:
-        """Computes a few tokens of the canary's check. Returns False when there is no check or the engine is not idle."""
-        if self.canary is None or not self.is_idle:
-            return False
-        if self.canary.step():
-            self.canary = None
-        return True
+        """Computes a part of a check. Returns False when there is none or the engine is not idle."""
+        return self.idle_check is not None and self.is_idle and self.idle_check.step()
 
     def end_checks(self) -> None:
-        """Drops the canary's check and starts no other one: the node is shutting down."""
-        self._canary_share = 0.0
-        if self.canary is not None:
-            self.canary.stand_aside()
-            self.canary = None
+        """Drops the check and starts no other one: the node is shutting down."""
+        check, self.idle_check = self.idle_check, None
+        if check is not None:
+            check.stand_aside()
 
     @property
     def is_idle(self) -> bool:

@@ -28,8 +28,7 @@ from tandem.kvtransfer.base import (
     WorkerConnector,
     WorkerMetadata,
 )
-from tandem.kvtransfer.offload.worker_half import create_tiers
-from tandem.kvtransfer.registry import find_connector
+from tandem.kvtransfer.registry import find_connector, find_tiers
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.tracing import TransferTrace
@@ -306,7 +305,7 @@ def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, Wor
     if context.has_peers:
         parts.append(find_connector(context.config.connector)(context))
     if context.tiers:
-        tiers = create_tiers(context)
+        tiers = find_tiers()(context)
         parts.append(tiers[0] if len(tiers) == 1 else joined(tiers, longest=True))
     if len(parts) == 1:
         return parts[0]

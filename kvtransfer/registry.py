@@ -4,21 +4,64 @@ needs may not be installed."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from tandem.base.errors import ConfigurationError
-from tandem.kvtransfer.base import ConnectorFactory
+from tandem.kvtransfer.base import (
+    ConnectorContext,
+    ConnectorFactory,
+    KVCacheMemory,
+    SchedulerConnector,
+    WorkerConnector,
+)
 
 CONNECTORS = {
     "nccl": "tandem.kvtransfer.nccl:create",
     "nixl": "tandem.kvtransfer.nixl:create",
+}
+# What makes `cache.tiers`, and a rank's part of them.
+TIERS = {
+    "tiers": "tandem.kvtransfer.offload.worker_half:create_tiers",
+    "tiers of ranks": "tandem.kvtransfer.offload.ranks:tiers_of",
+    "tiers of a rank": "tandem.kvtransfer.offload.ranks:RankTiers",
 }
 
 
 def find_connector(name: str) -> ConnectorFactory:
     """Returns the factory of a registered connector, or of "package.module:factory". Raises ConfigurationError."""
     found: ConnectorFactory = find_factory("transfer.connector", "connector", name, CONNECTORS)
+    return found
+
+
+class CreateTiers(Protocol):
+    """Makes one connector for each of `cache.tiers`, the nearest first. Raises ConfigurationError."""
+
+    def __call__(self, context: ConnectorContext) -> list[tuple[SchedulerConnector, WorkerConnector]]: ...
+
+
+def find_tiers() -> CreateTiers:
+    found: CreateTiers = find_factory("cache.tiers", "factory", "tiers", TIERS)
+    return found
+
+
+class RankThread(Protocol):
+    """A thread that moves the KV of one of a node's ranks, as rank 0 says."""
+
+    def start(self) -> None: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+
+class MakeRankThread(Protocol):
+    def __call__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> RankThread:
+        """`failed` is called from the thread when a bug ends it."""
+        ...
+
+
+def find_tiers_of_rank() -> MakeRankThread:
+    found: MakeRankThread = find_factory("cache.tiers", "factory", "tiers of a rank", TIERS)
     return found
 
 

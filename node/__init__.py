@@ -6,13 +6,17 @@ service      handles a node's requests, from Submit to the last token
 requests     checks a Submit against the loaded model, converts it for the engine, and keeps the live requests with their deadlines
 answers      keeps the tokens of background answers for any router that asks
 loop         the thread that steps the engine, and the mailbox that feeds it
-encoders     asks encoder nodes for the rows of this node's images
 routers      the routers that were heard lately, which are told statuses and what the prefix cache holds
 status       makes a status and its counters
 roles        what a cluster does differently for the nodes of one role
 config       NodeConfig: every setting of one node
+wings        what a node may do besides: each is a folder here that can be deleted
+grammar/     answers that follow a grammar
+encoders/    asks encoder nodes for the rows of this node's images
+kv_events/   KV events for programs outside Tandem
+step_trace/  the scheduler trace
+canary/      in idle time, recomputes prompts that peers have sent
 ranks/       the other processes of a node with several ranks
-trace_file   writes the scheduler trace's lines to files of bounded size
 node         a node of any role, from start to stop
 engine_node  builds a node with an engine from all of these
 hosting      the node's methods for the process that holds it

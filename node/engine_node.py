@@ -7,38 +7,28 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import msgspec
 
-from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
-from tandem.kvtransfer.events import KVEventPublisher
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
-from tandem.node.config import NodeConfig, refused_with_caches_apart, refused_with_ranks
-from tandem.node.encoders import EncoderDesk
-from tandem.node.loop import Item, Mailbox, RanksLost
+from tandem.node.config import NodeConfig
+from tandem.node.loop import InStep, Item, Mailbox
 from tandem.node.node import LoadSource, Node, OpenChannel
-from tandem.node.ranks.processes import shares_of, with_memory_shared
-from tandem.node.ranks.supervisor import Ranks
 from tandem.node.requests import RoleRules
 from tandem.node.routers import CacheNewsDesk, NamedBlocks
-from tandem.node.service import NodeService
-from tandem.node.trace_file import TraceFile
-from tandem.wire.embeds import TYPES
+from tandem.node.service import NodeService, TellNews
+from tandem.node.wings import OtherRanks, Publish, ranks_wing, wings
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import CacheNews
-
-if TYPE_CHECKING:
-    from tandem.engine.model.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +43,14 @@ class EngineNode(Node[NodeService]):
             # Under a CPU quota only the number of threads matters. Do not bind them: the other containers of this machine would
             # bind theirs to the same cores, because each counts them from the first.
             config = msgspec.structs.replace(config, cores=[])
-        super().__init__(_of_first_rank(config) if config.ranks > 1 else config, rules.role, open_channel)
+        super().__init__(
+            ranks_wing().of_first_rank(config) if config.ranks > 1 else config, rules.role, open_channel
+        )
         self._whole = config
         self._rules = rules
         self._make_connector = make_connector
         self._engine: Engine | None = None
-        self._publisher: KVEventPublisher | None = None
-        self._trace_file: TraceFile | None = None
-        self._ranks: Ranks | None = None  # the node's other ranks; None: it has one rank
+        self._ranks: OtherRanks | None = None  # the node's other ranks; None: it has one rank
         # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
         self.caches_apart = False
 
@@ -71,13 +61,11 @@ class EngineNode(Node[NodeService]):
         info = runner.info
         scheduler_half, worker_half = self._connector(runner, mailbox)
         scheduler = self._scheduler(info, scheduler_half)
-        checked = config.transfer if self.role.writes_answers else None
         self._engine = engine = Engine(
             scheduler,
             runner,
             worker_half,
             ahead=config.engine.scheduler.plans_ahead(info.device),
-            canary_share=checked.canary_share if checked is not None else 0.0,
             debug=config.engine.debug,
         )
         channel = self._serve(
@@ -88,9 +76,8 @@ class EngineNode(Node[NodeService]):
                 engine,
                 mailbox,
                 channel,
-                grammars=runner.grammars,
-                news=self._news(scheduler, info),
-                encoders=self._encoders(info, mailbox),
+                news=lambda tell, publishers: self._news(scheduler, info, tell, publishers),
+                wings=wings(),
             )
         )
         return NodeInfo(
@@ -143,8 +130,6 @@ class EngineNode(Node[NodeService]):
 
     def _scheduler(self, info: ModelInfo, connector: SchedulerConnector | None) -> Scheduler:
         config, settings = self.config, self.config.engine.scheduler
-        if settings.trace_folder:
-            self._trace_file = TraceFile(Path(settings.trace_folder), config.node_id, settings.trace_bytes)
         return Scheduler(
             settings,
             config.engine.cache,
@@ -156,46 +141,23 @@ class EngineNode(Node[NodeService]):
             load_failure_policy=config.transfer.on_failure
             if config.transfer
             else LoadFailurePolicy.RECOMPUTE,
-            trace=StepTrace(config.node_id, self._trace_file.write) if self._trace_file is not None else None,
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
         )
 
-    def _encoders(self, info: ModelInfo, mailbox: Mailbox[Item]) -> EncoderDesk | None:
-        if info.images is None or info.dtype not in TYPES:
-            return None
-        return EncoderDesk(
-            self.config.host,
-            self.config.node_id,
-            model=info.content,
-            dtype=info.dtype,
-            width=info.image_row_size,
-            patience_s=self.config.timeouts.encoder_s,
-            deliver=mailbox.put,
-            clock=time.monotonic,
-        )
-
     def _news(
-        self, scheduler: Scheduler, info: ModelInfo
-    ) -> Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None:
+        self, scheduler: Scheduler, info: ModelInfo, tell: TellNews, publishers: list[Publish]
+    ) -> CacheNewsDesk | None:
         cache = self.config.engine.cache
-        if scheduler.block_hasher is None or not (cache.tell_routers or cache.events.endpoint):
+        if scheduler.block_hasher is None or not (cache.tell_routers or publishers):
             return None
         # Routers name blocks by all tokens from a prompt's first one on. A sliding window's group does not keep those blocks.
         whole = next((i for i, group in enumerate(info.groups) if group.keeps_every_token), None)
         cached = None
         if cache.tell_routers and whole is not None:
             cached = NamedBlocks(cache.block_size, whole)
-        events = cache.events
-        publisher = (
-            KVEventPublisher(events.endpoint, events.replay_endpoint, events.topic, events.buffer_steps)
-            if events.endpoint
-            else None
-        )
-        self._publisher = publisher
         scheduler.tell_cache_events()
-        publish = publisher.publish if publisher is not None else None
-        return lambda tell: CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publish)
+        return CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publishers)
 
     def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:
         if not self.role.hands_over or not info.state_blocks or worker_half.hands_over_states:
@@ -232,7 +194,13 @@ class EngineNode(Node[NodeService]):
         anywhere = os.sched_getaffinity(0) if config.cores else set()
         bind(helpers, config.cores)
         if config.ranks > 1:
-            runner = self._load_together(loading, mailbox)
+            self._ranks = ranks_wing().make(
+                self._whole,
+                loading,
+                lambda why: mailbox.put(InStep(partial(_lose, why))),
+                apart=self.caches_apart,
+            )
+            runner = self._ranks.load()
         else:
             runner = load_runner(
                 loading.model, config.engine.cache, config.engine.scheduler, loading.progress
@@ -240,54 +208,6 @@ class EngineNode(Node[NodeService]):
         bind(helpers, anywhere)
         if runner.kv_cache.device.type == "cpu":
             runner.pages = PageMaker(runner.kv_cache)
-        return runner
-
-    def _load_together(self, loading: LoadSource, mailbox: Mailbox[Item]) -> TorchRunner:
-        from tandem.engine.model.loading import load_runner
-
-        config, (model, _, progress, keepers) = self._whole, loading
-        if len(keepers) != len(config.others):
-            raise InternalError(
-                f"{config.node_id} is spread over {config.machines} machines, and {len(keepers)} others keep ranks"
-            )
-        _refuse_beside_ranks(config, refused_with_ranks(config.engine, config.pipeline_parallel))
-        engine = msgspec.structs.replace(config.engine, model=model)
-        if config.machines > 1:
-            engine = with_memory_shared(engine, config.ranks // config.machines)
-        self._ranks = ranks = Ranks(
-            config.node_id,
-            config.ranks,
-            engine,
-            shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines),
-            config.logs,
-            stages=config.pipeline_parallel,
-            apart=self.caches_apart,
-            host=config.host,
-            keepers=keepers,
-            silence_s=config.timeouts.rank_silence_s,
-            lost=lambda why: mailbox.put(RanksLost(why)),
-            report=progress,
-        )
-        try:
-            if progress is not None:
-                progress(f"starting {config.ranks} ranks", 0.0)
-            shard = ranks.start()
-            if shard.kv_memory is None:
-                _refuse_beside_ranks(config, refused_with_caches_apart(config))
-            runner = load_runner(model, engine.cache, engine.scheduler, progress, shard=shard)
-            if shard.kv_memory is None and runner.info.heads is None and config.transfer is not None:
-                raise ConfigurationError(
-                    f"{runner.info.name} cannot be served with separate prefill and decode nodes on {config.ranks} ranks whose KV lies "
-                    "apart: its layers do not keep the same heads. Use pools.aggregated, or set tensor_parallel to 1"
-                )
-            ranks.await_ready()
-        except Exception as error:
-            # Another rank's end may have caused this rank's error: raise the cause.
-            cause = ranks.cause_of(error)
-            ranks.stop()
-            if cause is error:
-                raise
-            raise cause from error
         return runner
 
     def set_adapters(
@@ -313,14 +233,10 @@ class EngineNode(Node[NodeService]):
         return self._engine.runner
 
     def _close(self) -> None:
-        if self._publisher is not None:
-            self._publisher.close()
         if self._engine is not None:
             self._engine.shutdown()
         if self._ranks is not None:
             self._ranks.stop()
-        if self._trace_file is not None:
-            self._trace_file.close()
 
     def release(self) -> ModelRunner:
         service = self._serving()
@@ -335,15 +251,6 @@ class EngineNode(Node[NodeService]):
         return self._runner
 
 
-def _of_first_rank(config: NodeConfig) -> NodeConfig:
-    """The configuration of rank 0's process: with its share of the node's cores and threads."""
-    share = shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines)[0]
-    model = msgspec.structs.replace(config.engine.model, threads=share.threads)
-    engine = msgspec.structs.replace(config.engine, model=model)
-    return msgspec.structs.replace(config, cores=share.cores, engine=engine)
-
-
-def _refuse_beside_ranks(config: NodeConfig, reasons: Iterator[str]) -> None:
-    """Raises ConfigurationError for the first reason. Each names a setting that rank 0 alone would follow."""
-    if (reason := next(reasons, None)) is not None:
-        raise ConfigurationError(f"a node of {config.ranks} ranks is asked for, but {reason}")
+def _lose(why: str) -> NoReturn:
+    """All other ranks of the node have been ended."""
+    raise NodeLost(why)

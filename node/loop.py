@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from tandem.engine.core import Engine
-from tandem.engine.structured.desk import GrammarReady
 from tandem.machine.resources import bind, states_of_threads
-from tandem.node.encoders import RowsCame
 from tandem.wire.lines import Position
 from tandem.wire.requests import TokenChunk, ToNode
 
@@ -94,23 +92,13 @@ class SetAdapters:
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class RanksLost:
-    """All other ranks of the node have been ended."""
+class InStep:
+    """Something else that is done in the step thread. An error of it ends the node."""
 
-    why: str
+    run: Callable[[], None]
 
 
-Item = (
-    ToNode
-    | RouterLost
-    | ListRequests
-    | Drain
-    | ResetCache
-    | SetAdapters
-    | RanksLost
-    | GrammarReady
-    | RowsCame
-)
+Item = ToNode | RouterLost | ListRequests | Drain | ResetCache | SetAdapters | InStep
 
 
 class LoopHost(Protocol[ItemT]):

@@ -7,6 +7,7 @@ passes here fails a step for all its requests, or gets a wrong answer.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import heapq
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +20,6 @@ from tandem.base.errors import AdapterMissing, InvalidRequest, WireError
 from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.request import Request
-from tandem.engine.structured.grammars import salted
 from tandem.wire.adapters import name_of
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.nodes import Role
@@ -58,7 +58,7 @@ def request_of(
 ) -> Request:
     """Makes the engine's Request. `sampling`: the parameters for this node's part of the request."""
     if sampling.grammar is not None:
-        sampling = msgspec.structs.replace(sampling, grammar=salted(sampling.grammar, submit.cache_salt))
+        sampling = msgspec.structs.replace(sampling, grammar=_salted(sampling.grammar, submit.cache_salt))
     return Request(
         submit.request_id,
         submit if sampling is submit.sampling else msgspec.structs.replace(submit, sampling=sampling),
@@ -71,8 +71,20 @@ def request_of(
     )
 
 
+def _salted(grammar: str, salt: str | None) -> str:
+    """Returns a grammar of the same meaning whose text is this salt's alone, so that a compiled one is found only by requests with
+    the salt, and the time to the first token does not tell what another tenant's answers follow. A comment at the end does it:
+    errors still name the right lines."""
+    return grammar if salt is None else f"{grammar}\n// {hashlib.sha256(salt.encode()).hexdigest()}"
+
+
 def check_submit(
-    submit: Submit, info: ModelInfo, *, adapters: Adapters | None, writes_hidden_states: bool
+    submit: Submit,
+    info: ModelInfo,
+    *,
+    adapters: Adapters | None,
+    writes_hidden_states: bool,
+    follows_grammars: bool,
 ) -> None:
     """Raises InvalidRequest or AdapterMissing if this node cannot run the request. `adapters`: None if this node serves none."""
     _check_vocabulary(submit, info)
@@ -82,6 +94,8 @@ def check_submit(
             "hidden_states: this server writes none; the operator sets model.hidden_states_folder",
             "hidden_states",
         )
+    if submit.sampling.grammar is not None and not follows_grammars:
+        raise InvalidRequest("this node follows no grammars")
     _check_pooling(submit, info)
     if submit.embeds is not None:
         _check_embeds(submit, submit.embeds, info)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class RoleTraits:
     role: Role
     node: str  # the module and class of its node
+    actor: str  # of its Ray actor
     task: str  # completes "nodes that ..."
     nodes: int = 0  # the default size of its pool
     is_scaled: bool = True  # by its load, if its pool has a `max`
@@ -25,6 +26,13 @@ class RoleTraits:
 
     def make(self, config: NodeConfig) -> Node[Any]:
         """Called in the node's own process: the import takes seconds."""
-        module, _, name = self.node.partition(":")
-        node: Node[Any] = getattr(importlib.import_module(module), name)(config)
+        node: Node[Any] = _named(self.node)(config)
         return node
+
+    def find_actor(self) -> Any:
+        return _named(self.actor)
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

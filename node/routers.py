@@ -278,14 +278,14 @@ class CacheNewsDesk:
         epoch: int,
         cached: NamedBlocks | None,
         tell: Callable[[str, CacheNews], None],
-        publish: Callable[[Sequence[KVEvent]], None] | None = None,
+        publishers: Sequence[Callable[[Sequence[KVEvent]], None]] = (),
     ) -> None:
         """`cached`: the blocks that routers are told of; None: tell routers nothing. `tell` sends one message to a router, and drops it
-        if the router is not known. `publish` gets every event, for other programs. Both are called in the `cache-news` thread."""
+        if the router is not known. `publishers` get every event, for other programs. All are called in the `cache-news` thread."""
         self._node_id = node_id
         self._epoch = epoch
         self._tell = tell
-        self._publish = publish
+        self._publishers = publishers
         self._publishes = True  # the last events were published
         self._cached = cached
         self._numbers: dict[str, int] = {}  # router's address -> the number of the next message to it
@@ -354,10 +354,9 @@ class CacheNewsDesk:
                 return True
 
     def _publish_events(self, events: Sequence[KVEvent]) -> None:
-        if self._publish is None:
-            return
         try:
-            self._publish(events)
+            for publish in self._publishers:
+                publish(events)
             self._publishes = True
         except Exception:
             if self._publishes:  # not with every step while it lasts

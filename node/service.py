@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -32,23 +32,20 @@ from tandem.base.errors import (
     Unavailable,
 )
 from tandem.engine.core import Engine
-from tandem.engine.request import Request, RequestStatus
+from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.state import SchedulerStats
-from tandem.engine.structured.desk import GrammarDesk, GrammarReady
-from tandem.engine.structured.grammars import Grammars
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.kvtransfer.base import TransferStats
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
-from tandem.node.encoders import EncoderDesk, RowsCame
 from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.loop import (
     Drain,
     EngineLoop,
+    InStep,
     Item,
     ListRequests,
     Mailbox,
-    RanksLost,
     ResetCache,
     RouterLost,
     SetAdapters,
@@ -63,7 +60,8 @@ from tandem.node.requests import (
     writes_states_here,
 )
 from tandem.node.routers import CacheNewsDesk, RouterLine
-from tandem.node.status import copied, counted, gauges, moved
+from tandem.node.status import counted, gauges, moved
+from tandem.node.wings import NodeWing, PartContext, Publish, ServicePart
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
     EMPTY_TABLE,
@@ -91,6 +89,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TellNews = Callable[[str, CacheNews], None]
+
 _STATS_PERIOD_S = 0.1
 
 
@@ -106,11 +106,10 @@ class NodeService(NodeLifecycle):
         mailbox: Mailbox[Item],
         line: RouterLine,
         clock: Callable[[], float] = time.monotonic,
-        grammars: Grammars | None = None,
-        news: Callable[[Callable[[str, CacheNews], None]], CacheNewsDesk] | None = None,
-        encoders: EncoderDesk | None = None,
+        news: Callable[[TellNews, list[Publish]], CacheNewsDesk | None] | None = None,
+        wings: Iterable[NodeWing] = (),
     ) -> None:
-        """`news` builds the desk that tells routers what is cached; None: tell nothing. `encoders`: None if the model reads no images."""
+        """`news` builds the desk that tells routers, and the given publishers, what is cached; None: they are not told."""
         super().__init__(config, epoch, line, clock)
         self._rules = rules
         self._engine = engine
@@ -118,12 +117,16 @@ class NodeService(NodeLifecycle):
         self._block_hasher = engine.scheduler.block_hasher
         self._eos = engine.runner.info.eos_token_ids
         self._adapters = engine.runner.adapters
-        self._encoders = encoders
-        self._grammars = grammars
-        self._desk: GrammarDesk | None = None  # created for the first request with a grammar
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live = LiveRequests()
-        self._news = news(self._routers.tell) if news is not None else None
+        self._parts: list[ServicePart] = []
+        try:
+            self._add_parts(wings)
+            publishers = [part.publish for part in self._parts if part.publish is not None]
+            self._news = news(self._routers.tell, publishers) if news is not None else None
+        except BaseException:
+            self._stop_parts()
+            raise
         self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
         self._stats_taken = clock()
         # When the mailbox was last read; and when it had been read at the time the stats were taken, so how old the stats are.
@@ -136,6 +139,18 @@ class NodeService(NodeLifecycle):
             clock, worker.trace_of if worker is not None else lambda request_id: None, self._send_trace
         )
         self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
+
+    def _add_parts(self, wings: Iterable[NodeWing]) -> None:
+        context = PartContext(
+            config=self._config,
+            engine=self._engine,
+            in_step=lambda run: self._mailbox.put(InStep(run)),
+            fail=self._fail_request,
+            clock=self._clock,
+        )
+        for wing in wings:
+            if (part := wing.make(context)) is not None:
+                self._parts.append(part)
 
     # --- any thread
 
@@ -173,9 +188,10 @@ class NodeService(NodeLifecycle):
     def status(self) -> NodeStatus:
         scheduler, worker, now = self._scheduler_stats, self._engine.worker, self._clock()
         transfer = worker.stats() if worker is not None else TransferStats()
-        own, adapters, wrong = moved(transfer), self._adapters, self._engine.canary_findings.wrong
+        own, adapters = moved(transfer), self._adapters
         own["malformed_frames"] += self.malformed_frames
-        own["wrong_kv"] = copied(Counter(transfer.wrong_kv) + Counter(wrong))
+        for part in self._parts:
+            part.count(own)
         self.loop.watch_step()
         return self._reported(
             **gauges(scheduler, now),
@@ -187,8 +203,6 @@ class NodeService(NodeLifecycle):
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,
                 line_gaps=self._line.gaps,
-                kv_checks=self._engine.canary_findings.checked,
-                encoder_fallbacks=copied(self._encoders.fallbacks if self._encoders is not None else {}),
             ),
             tiers=tuple(transfer.tiers),
             left_out=tuple(transfer.left_out),
@@ -224,10 +238,11 @@ class NodeService(NodeLifecycle):
         super().stop()
         if self._news is not None:
             self._news.stop()
-        if self._desk is not None:
-            self._desk.close()
-        if self._encoders is not None:
-            self._encoders.close()
+        self._stop_parts()
+
+    def _stop_parts(self) -> None:
+        for part in self._parts:
+            part.stop()
 
     # --- the step thread (node.loop.LoopHost)
 
@@ -259,11 +274,6 @@ class NodeService(NodeLifecycle):
                 self._end_answer(item)
             case ListRequests():
                 self._tell_what_is_held(item)
-            case GrammarReady():
-                if self._desk is not None and self._desk.forget(item.request_id):
-                    self._go_on(item)
-            case RowsCame():
-                self._engine.scheduler.rows_came(item.identifier, item.rows)
             case TurnEnded():
                 self._engine.scheduler.turn_ended(item.job_id, item.request_id, item.called)
             case Drain():
@@ -274,8 +284,8 @@ class NodeService(NodeLifecycle):
                 self._resets.append(item)
             case SetAdapters():
                 self._set_adapters(item)
-            case RanksLost():
-                raise NodeLost(item.why)
+            case InStep():
+                item.run()
             case Ping() | Ask() | ListCache():
                 pass  # `receive` answers these, and puts none of them into the mailbox
 
@@ -285,11 +295,8 @@ class NodeService(NodeLifecycle):
             for reset in self._resets:
                 reset.done.set()
             self._resets.clear()
-        if self._desk is not None:
-            for request_id, error in self._desk.overdue(now):
-                self._go_on(GrammarReady(request_id, error))
-        if self._encoders is not None:
-            self._encoders.look(now)
+        for part in self._parts:
+            part.before_step(now)
         for live in self._live.overdue(now):
             late = DeadlineExceeded(
                 f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
@@ -300,9 +307,8 @@ class NodeService(NodeLifecycle):
     def seconds_until_due(self, now: float) -> float | None:
         dues = (
             self._live.seconds_until_due(now),
-            self._desk.seconds_until_due(now) if self._desk is not None else None,
             self._engine.scheduler.seconds_until_sweep(),
-            self._encoders.seconds_until_due(now) if self._encoders is not None else None,
+            *(part.seconds_until_due(now) for part in self._parts),
             self._adapters.seconds_until_look(now) if self._adapters is not None else None,
         )
         return min((due for due in dues if due is not None), default=None)
@@ -367,6 +373,7 @@ class NodeService(NodeLifecycle):
             self._engine.runner.info,
             adapters=self._adapters,
             writes_hidden_states=bool(self._config.engine.model.hidden_states_folder),
+            follows_grammars=self._engine.runner.grammars is not None,
         )
         if self._engine.runner.states_wait and writes_states_here(submit):
             raise Overloaded(
@@ -378,45 +385,24 @@ class NodeService(NodeLifecycle):
         request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
         if keeps_here(submit):
             self._kept.begin(submit)
-        if (grammar := request.facts.sampling.grammar) is not None:
-            self._add_with_grammar(request, grammar, now)
-        else:
-            self._engine.add_request(request)
+        for part in self._parts:
+            part.prepare(request)
+        self._engine.add_request(request)
         self._live.begin(submit, now)
-        if submit.encoders and self._encoders is not None:
-            parts = self._engine.scheduler.expect_rows(submit.request_id)
-            self._encoders.ask_for(parts, submit.encoders, submit.images, submit.cache_salt)
+        for part in self._parts:
+            part.admitted(request, submit, now)
         logger.debug("%s: taken, %d tokens", submit.request_id, request.num_tokens)
         self._quiet.clear()
         if submit.trace:
             self._tracer.admitted(submit)
             self._engine.tracer = self._tracer
 
-    def _add_with_grammar(self, request: Request, grammar: str, now: float) -> None:
-        if self._grammars is None:
-            raise InvalidRequest("this node follows no grammars")
-        if self._desk is None:
-            self._desk = GrammarDesk(self._grammars, self._config.timeouts.grammar_s, self._mailbox.put)
-        if not self._desk.must_wait(grammar):
-            self._engine.add_request(request)
-            return
-        request.status = RequestStatus.WAITING_FOR_GRAMMAR
-        self._engine.add_request(request)
-        # A router's salts begin with what is the key's own.
-        tenant = (request.cache_salt or "").partition("/")[0]
-        self._desk.begin(request.request_id, grammar, now, tenant)
-
-    def _go_on(self, ready: GrammarReady) -> None:
-        """Wakes a request whose grammar is compiled, or ends it with the error if its grammar failed."""
-        if ready.error is None:
-            self._engine.scheduler.wake(ready.request_id)
-        elif (live := self._live.end(ready.request_id)) is not None:
-            self._engine.scheduler.finish_requests(
-                [ready.request_id], RequestStatus.FINISHED_ERROR, ready.error
-            )
-            self._kept.end(ready.request_id, ready.error)
-            self._refuse(live.submit, ready.error)
-            self._end_traces([ready.request_id])
+    def _fail_request(self, request_id: str, error: TandemError) -> None:
+        if (live := self._live.end(request_id)) is not None:
+            self._engine.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ERROR, error)
+            self._kept.end(request_id, error)
+            self._refuse(live.submit, error)
+            self._end_traces([request_id])
 
     def _set_adapters(self, item: SetAdapters) -> None:
         if self._adapters is not None:
@@ -429,8 +415,8 @@ class NodeService(NodeLifecycle):
         """Forgets adapters that are no longer served, nor used by a request or a canary check, nor kept because they were replaced."""
         if self._adapters is not None and self._adapters.has_others:
             used = {live.submit.lora for live in self._live if live.submit.lora is not None}
-            if (canary := self._engine.canary) is not None and canary.lora is not None:
-                used.add(canary.lora)
+            if (check := self._engine.idle_check) is not None and check.lora is not None:
+                used.add(check.lora)
             self._adapters.forget_others(used, self._clock())
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
@@ -456,8 +442,8 @@ class NodeService(NodeLifecycle):
         for request_id in request_ids:
             self._live.end(request_id)
             self._kept.end(request_id, why)
-            if self._desk is not None:
-                self._desk.forget(request_id)
+            for part in self._parts:
+                part.forget(request_id)
         self._engine.abort_requests(request_ids)
         self._end_traces(request_ids)
 

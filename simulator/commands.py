@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.parser import MEASURE, Command
 from tandem.cluster.commands.setting_options import add_settings, read_settings
 
 if TYPE_CHECKING:
     from tandem.cluster.config import TandemConfig
     from tandem.cluster.trace.why import Explanation
     from tandem.router.page_state import PageState
-
-
-def add_commands(commands: Any) -> None:
-    profile = commands.add_parser(
-        "profile", help="measure what a node's steps take, for `tandem simulate`", describe=_describe_profile
-    )
-    profile.set_defaults(run=_run_profile)
-
-    simulate = commands.add_parser(
-        "simulate", help="simulate how a cluster would serve given traffic", describe=_describe_simulate
-    )
-    simulate.set_defaults(run=_run_simulate)
-
-    plan = commands.add_parser(
-        "plan",
-        help="how many nodes of each role given traffic needs, and what they cost",
-        describe=_describe_plan,
-    )
-    plan.set_defaults(run=_run_plan)
 
 
 def describe_why(parser: argparse.ArgumentParser) -> None:
@@ -109,3 +91,10 @@ def _run_plan(options: argparse.Namespace) -> int:
     if wants_json(options):
         print_json(plan)
     return 0 if plan.chosen is not None else 1
+
+
+COMMANDS = (
+    Command("profile", "measure what a node's steps take, for `tandem simulate`", MEASURE, _describe_profile, _run_profile),
+    Command("simulate", "simulate how a cluster would serve given traffic", MEASURE, _describe_simulate, _run_simulate),
+    Command("plan", "how many nodes of each role given traffic needs, and what they cost", MEASURE, _describe_plan, _run_plan),
+)  # fmt: skip

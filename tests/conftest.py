@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tandem.cluster.models.store import prepare_model
 from tests.doors import RECORDER, Door, read_ledger, write_ledger
+from tests.small_model import (  # noqa: F401 (fixtures)
+    folder_with_tools,
+    model_folder,
+    thinking_folder,
+    tokenizer,
+)
 
 # hypothesis' deadline would measure how busy the machine is, and each test has a time limit of its own.
 settings.register_profile("tandem", deadline=None)
@@ -27,6 +34,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -42,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Of this run: the doors of each test function, and those functions of which a case failed or was left out.
 _DOORS: dict[str, set[Door]] = {}
 _INCOMPLETE: set[str] = set()
+# Of the files from which --share left tests out, how many.
+_LEFT_OUT: dict[str, int] = {}
 
 
 def _function(nodeid: str) -> str:
@@ -77,6 +87,7 @@ def pytest_testnodedown(node: Any) -> None:
     for test, doors in getattr(node, "workeroutput", {}).get("doors", {}).items():
         _DOORS.setdefault(test, set()).update((kind, name) for kind, name in doors)
     _INCOMPLETE.update(getattr(node, "workeroutput", {}).get("incomplete", ()))
+    _LEFT_OUT.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def _untrue_entries() -> list[str]:
@@ -90,6 +101,9 @@ def _untrue_entries() -> list[str]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for line in _untrue_entries():
         terminalreporter.write_line(line, red=True)
+    if _LEFT_OUT:
+        files = ", ".join(f"{file} {count}" for file, count in sorted(_LEFT_OUT.items()))
+        terminalreporter.write_line(f"left out of this share: {sum(_LEFT_OUT.values())} tests: {files}")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -97,6 +111,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["doors"] = {test: sorted(doors) for test, doors in _DOORS.items()}
         session.config.workeroutput["incomplete"] = sorted(_INCOMPLETE)
+        session.config.workeroutput["left_out"] = _LEFT_OUT
         return
     if session.config.getoption("--record-doors"):
         write_ledger({test: doors for test, doors in _DOORS.items() if test not in _INCOMPLETE})
@@ -106,14 +121,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.OK
 
 
+@pytest.hookimpl(trylast=True)  # of what the markers left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getvalue("dist") == "loadfile":
-        # The longest first, so that no process has one of them left when the others are done.
-        items.sort(
-            key=lambda item: (
-                0 if item.path.name in ON_ONE_RAY else 1 if "integration" in item.path.parts else 2
-            )
-        )
+        # What waits and what is long comes first, so that no process has one of them left when the others are done.
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        size = Counter(item.path for item in items)
+
+        def turn(item: pytest.Item) -> tuple[int, int]:
+            kinds = (item.path.name in ON_ONE_RAY, "integration" in item.path.parts, item.path in slow, True)
+            return kinds.index(True), -size[item.path]
+
+        items.sort(key=turn)
     share = config.getoption("--share")
     if share is None:
         return
@@ -127,6 +146,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = files.index(item.path) if own else zlib.crc32(item.nodeid.encode())
         (kept if place % parts == part % parts else others).append(item)
     config.hook.pytest_deselected(items=others)
+    _LEFT_OUT.update(Counter(item.path.name for item in others))
     items[:] = kept
 
 

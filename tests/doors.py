@@ -51,7 +51,7 @@ def known_doors() -> set[Door]:
 
 def _settings() -> Iterator[str]:
     from tandem.cluster.config import DERIVED
-    from tandem.cluster.setting_names import dotted, known_settings
+    from tandem.cluster.settings.names import dotted, known_settings
 
     return (dotted(path) for path in known_settings().keys() - DERIVED.keys())
 
@@ -89,17 +89,17 @@ def _flags() -> Iterator[str]:
 
 @functools.cache
 def endpoints() -> list[tuple[str, list[str]]]:
-    source = (ROOT / "router" / "http" / "app.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.target.id == "table"
-        ):
-            assert isinstance(node.value, ast.List)
-            rows = [row.elts for row in node.value.elts if isinstance(row, ast.Tuple)]
-            return [(ast.literal_eval(row[0]), ast.literal_eval(row[-1])) for row in rows]
-    raise AssertionError("router/http/app.py has no table of paths")
+    """Read from the rows of routes, wherever in the router they stand: a path, a handler, the methods."""
+    return [
+        (node.elts[0].value, ast.literal_eval(node.elts[2]))
+        for file in sorted((ROOT / "router").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Tuple)
+        and len(node.elts) == 3
+        and isinstance(node.elts[0], ast.Constant)
+        and isinstance(node.elts[2], ast.List)
+        and str(node.elts[0].value).startswith("/")
+    ]
 
 
 def _metrics() -> set[str]:
@@ -148,15 +148,15 @@ class Recorder:
             self.passed |= {("metric", sample), ("metric", re.sub("_(bucket|sum|count)$", "", sample))}
 
     def _watch_settings(self) -> None:
-        from tandem.cluster import settings
+        from tandem.cluster.settings import combined
 
-        make, recorder = settings.Settings.__init__, self
+        make, recorder = combined.Settings.__init__, self
 
         def made(self: Any, config: Any, origins: Any) -> None:
             make(self, config, origins)
             recorder.passed.update(("setting", ".".join(path)) for path in origins)
 
-        settings.Settings.__init__ = made  # type: ignore[method-assign]
+        combined.Settings.__init__ = made  # type: ignore[method-assign]
 
     def _watch_commands(self) -> None:
         from tandem.cluster import cli

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "base",
         "cluster.api_client",
         "cluster.commands.output",
+        "cluster.commands.parser",
         "cluster.commands.router_url",
         "cluster.commands.setting_options",
         "cluster.config",
@@ -91,13 +92,17 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # A folder of cluster/ -> what it may import of the others. All of them may import what lies in cluster/ itself.
 WITHIN_CLUSTER: dict[str, set[str]] = {
+    "settings": {"models"},
     "pools": set(),
     "models": set(),
     "static_hosts": set(),
+    "foreign_flags": set(),
+    "adapters": {"commands", "pools", "settings"},
     "on_ray": {"pools", "models"},
-    "commands": {"pools", "models", "on_ray", "trace"},
-    "trace": set(),
+    "commands": {"settings", "pools", "models", "on_ray"},
+    "trace": {"commands"},
     "replay": {"commands"},
+    "bench": {"commands", "models", "trace"},
     "chaos": {"commands", "on_ray"},
 }
 MAY_IMPORT_RAY = (

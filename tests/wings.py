@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,78 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/test_nccl_connector.py",)),
+    "nccl": Wing(
+        ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
+    ),
+    "formats": Wing(
+        ("api/formats/",),
+        (
+            "tests/api/formats/",
+            "tests/router/test_router_tools.py",
+            "tests/router/test_router_reasoning.py",
+            "tests/router/test_router_call_grammars.py",
+            "tests/clients/test_harmony_library.py",
+        ),
+    ),
+    "images in messages": Wing(
+        ("api/images/",), ("tests/router/test_router_images.py", "tests/benchmarks/test_images.py")
+    ),
+    "prompt embeds": Wing(
+        ("api/prompt_embeds/",), ("tests/api/prompt_embeds/", "tests/router/test_router_prompt_embeds.py")
+    ),
+    "realtime": Wing(
+        ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
+        ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
+    ),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
+    "simulator": Wing(
+        ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
+    ),
+    "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "tiers": Wing(
+        ("kvtransfer/offload/", "wire/sharing.py"),
+        (
+            "tests/kvtransfer/offload/",
+            "tests/engine/scheduling/test_tiers.py",
+            "tests/engine/test_tiers_text.py",
+            "tests/node/test_node_tiers.py",
+            "tests/integration/test_restarted_readers.py",
+            "tests/integration/test_serve_tiers.py",
+            "tests/integration/test_shared_tiers.py",
+            "tests/integration/test_shared_tiers_random.py",
+            "tests/integration/test_tiers_between_engines.py",
+        ),
+    ),
+    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
+    "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
+    "trace and why": Wing(
+        ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
+    ),
+    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
+    "bench": Wing(
+        ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
+    ),
+    "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
+    "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
+    "ranks": Wing(
+        ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
+        (
+            "tests/node/ranks/",
+            "tests/kvtransfer/kv_wide_engine.py",
+            "tests/kvtransfer/test_rank_lines.py",
+            "tests/kvtransfer/test_wide_caches.py",
+            "tests/kvtransfer/test_wide_faults.py",
+            "tests/kvtransfer/offload/test_tier_ranks.py",
+            "tests/engine/model/test_stages.py",
+            "tests/engine/model/test_wide.py",
+            "tests/integration/far_machines.py",
+            "tests/integration/test_machines.py",
+            "tests/integration/test_ranks.py",
+            "tests/integration/test_serve_ranks.py",
+            "tests/integration/test_spread_nodes.py",
+        ),
+    ),
     "speculation": Wing(
         ("engine/model/speculation/",),
         (
@@ -68,11 +139,33 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_lora_kernel.py",
         ),
     ),
-    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "vectors": Wing(
+        ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
+        ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
-    "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
+    "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
+    "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
+    "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
+    "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
+    "pins": Wing(
+        ("engine/scheduling/pins/",),
+        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
+    ),
 }
+
+
+def documented() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    return [
+        f"| {name} | {', '.join(f'`{path}`' for path in wing.product)} | {', '.join(wing.needs) or '–'} |"
+        for name, wing in sorted(WINGS.items())
+    ]
 
 
 def lies_in(file: str, paths: Iterable[str]) -> bool:
@@ -102,21 +195,25 @@ def tracked() -> tuple[str, ...]:
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
-    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, paths)}
+    listed = tuple(paths)
+    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, listed)}
 
 
 def module_of(file: str) -> str:
     return "tandem." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_in(file: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported_in(file: str) -> list[tuple[int, str]]:
     """Every module of ours that a file imports, anywhere in it: type checking needs them, too."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, each.name) for each in node.names)
+            found += [(node.lineno, each.name) for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{each.name}") for each in node.names)
+            found += [(node.lineno, f"{node.module}.{each.name}") for each in node.names]
+            found.append((node.lineno, node.module))
+    return [(line, name) for line, name in found if name.startswith("tandem.")]
 
 
 def who_imports(names: Iterable[str], files: Iterable[str]) -> list[str]:

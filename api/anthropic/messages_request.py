@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.api.formats.lark import JsonObject
+from tandem.api.field_table import FieldRefusal, PathFields
+from tandem.api.lark import JsonObject
 from tandem.api.openai.chat_request import (
     ChatMessage,
     ChatRequest,
@@ -106,6 +107,28 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fi
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
+
+
+FIELDS = (
+    PathFields(
+        "/v1/messages",
+        MessagesRequest,
+        generates=True,
+        refused={
+            "response_format": FieldRefusal("use output_config.format"),
+            "max_completion_tokens": FieldRefusal("use max_tokens"),
+            "max_output_tokens": FieldRefusal("use max_tokens"),
+            "stop": FieldRefusal("use stop_sequences", ([], "")),
+            "reasoning_effort": FieldRefusal("use output_config.effort"),
+            "enable_thinking": FieldRefusal("use thinking"),
+            "thinking_token_budget": FieldRefusal("use thinking.budget_tokens"),
+            "instructions": FieldRefusal("use system"),
+            "lora_path": FieldRefusal("name the adapter as model"),
+        },
+        accepted={"prompt_cache_key": "use the header x-session-id"},
+    ),
+    PathFields("/v1/messages/count_tokens", CountRequest),
+)
 
 
 def as_chat(request: CountRequest) -> ChatRequest:

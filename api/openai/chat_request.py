@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.api.formats.lark import JsonObject
+from tandem.api.field_table import FieldRefusal, PathFields
+from tandem.api.lark import JsonObject
 from tandem.api.openai.fields import MaxTokens, SamplingFields, TopLogprobs
 from tandem.base.errors import InvalidRequest
 
@@ -108,6 +109,24 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+FIELDS = PathFields(
+    "/v1/chat/completions",
+    ChatRequest,
+    generates=True,
+    refused={
+        "echo": FieldRefusal("not in a chat; continue_final_message continues a message, which the client has"),
+        "best_of": FieldRefusal("only in completions; n gives several answers", (1,)),
+        "reasoning": FieldRefusal("use reasoning_effort"),
+        "max_output_tokens": FieldRefusal("use max_completion_tokens"),
+        "stop_sequences": FieldRefusal("use stop"),
+        "system": FieldRefusal("send a message of the role system"),
+        "instructions": FieldRefusal("send a message of the role system"),
+        "text": FieldRefusal("use response_format"),
+        "output_config": FieldRefusal("use response_format and reasoning_effort"),
+    },
+)  # fmt: skip
 
 
 def thinks(request: ChatRequest) -> bool | None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tandem.api.formats.lark import JsonObject
+from tandem.api.field_table import FieldRefusal, PathFields
+from tandem.api.lark import JsonObject
 from tandem.api.openai.chat_request import ChatMessage, Tool
 from tandem.api.openai.fields import TokenId
 
@@ -30,3 +31,18 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: list[TokenId]
     model: str | None = None
+
+
+FIELDS = (
+    PathFields(
+        "/tokenize",
+        TokenizeRequest,
+        refused={
+            "truncate_prompt_tokens": FieldRefusal("all of a prompt's tokens are listed"),
+            "reasoning_effort": FieldRefusal("use chat_template_kwargs"),
+            "enable_thinking": FieldRefusal("use chat_template_kwargs"),
+            "input": FieldRefusal("use prompt"),
+        },
+    ),
+    PathFields("/detokenize", DetokenizeRequest),
+)

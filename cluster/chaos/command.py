@@ -39,6 +39,7 @@ from tandem.cluster.chaos.report import (
     print_report,
     traffic_of,
 )
+from tandem.cluster.commands.options import add_address
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.control import ClusterView
 from tandem.cluster.saving import results_folder, write_json
@@ -53,6 +54,7 @@ _FINISHED = re.compile(r'^tandem_request_success_total\{finished_reason="(\w+)"[
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     rules = ChaosRules()
+    add_address(parser)
     parser.add_argument(
         "--minutes", type=float, default=rules.minutes, metavar="M", help="how long (%(default)g)"
     )

@@ -2,7 +2,9 @@
 
 serve         with preflight and model_checks (checks before the start), progress (what is shown during it), ready_lines (what is shown
               after it) and following (how it follows the cluster until the end)
-operate       scale, drain, role, pause, down; operate_options: their arguments; address: which cluster they mean;
+parser        the table of commands, and their parsers; its rows, with each command's options: serving, changing, looking; completion:
+              of a shell's words; options, setting_options: those that several commands have; the flags that set settings
+operate       scale, drain, role, pause, down; address: which cluster they mean;
               router_url: which router; running: the records of what serves here; http_control: the cluster through a router
 apply         gives a serving cluster another configuration
 overview, status     `tandem status`, from the controller and from one router; node_lines: the nodes in both; deployments: all on a Ray cluster
@@ -10,9 +12,7 @@ logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and
               between GPUs; numa_check: which memory is near
-bench         one run of the load generator (loadgen/), from its flags to its table
 chat, show_config
-parser, setting_options      the parser of a subcommand; the flags that set settings
-init          writes a commented tandem.yaml and a cluster's files
+init          writes a commented tandem.yaml and a cluster's files; documents: the tables of settings and flags in the pages
 output        `-o json`; where a service's output and libraries' output go
 """

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
 from tandem.cluster.admin import OperatedCluster
-from tandem.cluster.commands.address import WhichCluster
-from tandem.cluster.commands.operate import Say, with_controller
+from tandem.cluster.commands.operate import CommandTarget, Say
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView, ExchangePhase
@@ -26,15 +25,10 @@ _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back`
 
 
 def apply(
-    config: TandemConfig,
-    which: WhichCluster,
-    url: str | None,
-    say: Say,
-    *,
-    dry_run: bool = False,
-    wait: bool = True,
+    config: TandemConfig, target: CommandTarget, *, dry_run: bool = False, wait: bool = True
 ) -> tuple[AppliedChange, bool]:
     """Returns what changed, or would change, and whether all of it was done."""
+    url, say = target.url, target.say
 
     async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
@@ -57,20 +51,20 @@ def apply(
         return change, (not replaces or await follow(cluster, change.revision, say)) and done
 
     try:
-        return with_controller(which, work, url, say)
+        return target.run(work)
     except KeyboardInterrupt:
         say(_GOES_ON)
         raise
 
 
-def go_back(which: WhichCluster, url: str | None, say: Say) -> bool:
+def go_back(target: CommandTarget) -> bool:
     """Takes the rollout back. Returns whether all nodes run the old configuration again."""
 
     async def work(cluster: OperatedCluster) -> bool:
         await cluster.go_back()
-        return await follow(cluster, (await cluster.view()).revision, say)
+        return await follow(cluster, (await cluster.view()).revision, target.say)
 
-    return with_controller(which, work, url, say)
+    return target.run(work)
 
 
 def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.base.errors import ConfigurationError, TandemError
@@ -30,6 +30,29 @@ _SAY_AFTER_S = 0.7
 
 T = TypeVar("T")
 Say = Callable[[str], None]
+
+
+def say_line(line: str) -> None:
+    """Prints to the terminal. While a cluster is joined, sys.stdout goes to the log."""
+    print(line, file=sys.__stdout__, flush=True)
+
+
+def say_aside(line: str) -> None:
+    """Prints to standard error, when standard output is for JSON."""
+    print(line, file=sys.__stderr__, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandTarget:
+    """The cluster that a command changes, how it gets there, and where it says what it does."""
+
+    which: WhichCluster
+    url: str | None = None  # of the router to go through; None: join the Ray cluster
+    say: Say = say_line
+
+    def run(self, work: Callable[[OperatedCluster], Awaitable[T]], *, silently: bool = False) -> T:
+        """Says first which deployment it is, unless nothing will be changed."""
+        return with_controller(self.which, work, self.url, None if silently else self.say)
 
 
 def with_controller(
@@ -119,33 +142,19 @@ def parse_role(name: str) -> Role:
         raise ConfigurationError(f"there is no pool {name!r}: it must be one of {roles}") from None
 
 
-def say_line(line: str) -> None:
-    """Prints to the terminal. While a cluster is joined, sys.stdout goes to the log."""
-    print(line, file=sys.__stdout__, flush=True)
-
-
-def say_aside(line: str) -> None:
-    """Prints to standard error, when standard output is for JSON."""
-    print(line, file=sys.__stderr__, flush=True)
-
-
-def scale(
-    which: WhichCluster, words: Sequence[str], say: Say = say_line, url: str | None = None
-) -> list[str]:
+def scale(target: CommandTarget, words: Sequence[str]) -> list[str]:
     """Returns what will be done, one line each."""
     sizes = parse_sizes(words)
-    lines = with_controller(which, lambda cluster: cluster.scale(sizes), url, say)
+    lines = target.run(lambda cluster: cluster.scale(sizes))
     for line in lines:
-        say(line)
+        target.say(line)
     return lines
 
 
-def drain(
-    which: WhichCluster, names: Sequence[str], timeout_s: float, say: Say = say_line, url: str | None = None
-) -> dict[str, bool]:
+def drain(target: CommandTarget, names: Sequence[str], timeout_s: float) -> dict[str, bool]:
     """`names` are nodes, or addresses of machines for all of their nodes. Returns for each node whether its requests ended in time."""
     _check_timeout(timeout_s)
-    return with_controller(which, lambda cluster: drain_nodes(cluster, names, timeout_s, say), url, say)
+    return target.run(lambda cluster: drain_nodes(cluster, names, timeout_s, target.say))
 
 
 async def drain_nodes(
@@ -169,12 +178,11 @@ async def drain_nodes(
     return dict(zip(chosen, await asyncio.gather(*map(one, chosen)), strict=True))
 
 
-def evacuate(
-    which: WhichCluster, machine: str, timeout_s: float, say: Say = say_line, url: str | None = None
-) -> dict[str, bool]:
+def evacuate(target: CommandTarget, machine: str, timeout_s: float) -> dict[str, bool]:
     """Returns for each of the machine's nodes whether its requests ended in time. Without a name, it evacuates the machine in all
     deployments."""
     _check_timeout(timeout_s)
+    say = target.say
 
     def empty(cluster: OperatedCluster) -> Awaitable[dict[str, bool]]:
         return told_of(
@@ -182,10 +190,10 @@ def evacuate(
             lambda: say(f"{machine}: its nodes finish what they have (up to {timeout_s:.0f} s)"),
         )
 
-    if url is not None or which.name is not None:
-        finished = with_controller(which, empty, url, say)
+    if target.url is not None or target.which.name is not None:
+        finished = target.run(empty)
     else:
-        finished = _of_every_deployment(which, empty)
+        finished = _of_every_deployment(target.which, empty)
     for node_id, done in finished.items():
         say(f"{node_id}: {'everything was finished' if done else 'ended before everything was finished'}")
     say(f"{machine} can go")
@@ -224,12 +232,10 @@ def _check_timeout(timeout_s: float) -> None:
         raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
 
 
-def change_role(
-    which: WhichCluster, node_id: str, role_name: str, say: Say = say_line, url: str | None = None
-) -> Role:
+def change_role(target: CommandTarget, node_id: str, role_name: str) -> Role:
     role = parse_role(role_name)
-    with_controller(which, lambda cluster: change_role_of(cluster, node_id, role, say), url, say)
-    say(f"{node_id} is ready as a {role.value} node")
+    target.run(lambda cluster: change_role_of(cluster, node_id, role, target.say))
+    target.say(f"{node_id} is ready as a {role.value} node")
     return role
 
 
@@ -242,64 +248,27 @@ async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, 
     )
 
 
-def pause(
-    which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
-) -> list[str]:
-    return _say_paused(with_controller(which, lambda cluster: cluster.pause(list(names)), url, say), say)
+def pause(target: CommandTarget, names: Sequence[str]) -> list[str]:
+    return _say_paused(target, target.run(lambda cluster: cluster.pause(list(names))))
 
 
-def resume(
-    which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
-) -> list[str]:
-    return _say_paused(with_controller(which, lambda cluster: cluster.resume(list(names)), url, say), say)
+def resume(target: CommandTarget, names: Sequence[str]) -> list[str]:
+    return _say_paused(target, target.run(lambda cluster: cluster.resume(list(names))))
 
 
-def _say_paused(paused: list[str], say: Say) -> list[str]:
-    say(f"no new requests: {', '.join(paused)}" if paused else "nothing is paused")
+def _say_paused(target: CommandTarget, paused: list[str]) -> list[str]:
+    target.say(f"no new requests: {', '.join(paused)}" if paused else "nothing is paused")
     return paused
 
 
-def reset_cache(
-    which: WhichCluster, names: Sequence[str], say: Say = say_line, url: str | None = None
-) -> list[str]:
-    done = with_controller(which, lambda cluster: cluster.reset_cache(list(names)), url, say)
-    say(
+def reset_cache(target: CommandTarget, names: Sequence[str]) -> list[str]:
+    done = target.run(lambda cluster: cluster.reset_cache(list(names)))
+    target.say(
         f"the prefix cache is empty: {', '.join(done)}"
         if done
         else "no node serves: there was nothing to empty"
     )
     return done
-
-
-def adapters(
-    which: WhichCluster,
-    load: Sequence[str],
-    unload: Sequence[str],
-    say: Say = say_line,
-    url: str | None = None,
-) -> dict[str, str]:
-    """`load` has NAME=FOLDER, or NAME=OWNER/NAME on the hub. Nodes get the absolute path of a folder on this machine."""
-    places = dict(map(_adapter_of, load))
-
-    async def work(cluster: OperatedCluster) -> dict[str, str]:
-        return await cluster.adapters(places, unload, LOADING_S)
-
-    there = with_controller(which, work, url, say if load or unload else None)
-    for name, where in sorted(there.items()):
-        say(f"{name}: {where}")
-    if not there:
-        say("no adapters are served")
-    return there
-
-
-def _adapter_of(word: str) -> tuple[str, str]:
-    name, _, where = word.partition("=")
-    if not name or not where:
-        raise ConfigurationError(
-            f"{word!r} must be NAME=FOLDER, or NAME=OWNER/NAME on the Hugging Face hub, such as sql=./adapters/sql"
-        )
-    folder = Path(where).expanduser()
-    return name, str(folder.resolve()) if folder.is_dir() else where
 
 
 def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:

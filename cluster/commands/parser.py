@@ -1,22 +1,45 @@
-"""The parser of subcommands. It answers an unknown option with the one that was probably meant."""
+"""The table of commands, and their parsers. They answer an unknown word or option with the one that was probably meant."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-# Every command, by what one wants.
-GROUPS = {
-    "serve": ("serve", "init", "config", "models", "doctor", "down"),
-    "use and look": ("chat", "status", "top", "trace", "why", "logs", "replay"),
-    "change a running cluster": (
-        "apply", "scale", "drain", "evacuate", "role", "adapters", "pause", "resume", "reset-cache",
-    ),
-    "measure and plan": ("bench", "profile", "simulate", "plan", "chaos"),
-    "the shell": ("completion",),
-}  # fmt: skip
+# What a command is for, in the order of `tandem --help`.
+GROUPS = SERVE, LOOK, CHANGE, MEASURE, SHELL = (
+    "serve", "use and look", "change a running cluster", "measure and plan", "the shell",
+)  # fmt: skip
+
+Describe = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table of commands. The module that has it is imported whenever `tandem` starts, so its own imports happen in these
+    functions."""
+
+    name: str
+    help: str
+    group: str
+    describe: Describe  # adds its options
+    run: Run  # returns the exit status
+    epilog: str | None = None
+
+
+def command_of(module: str, name: str, help: str, group: str) -> Command:
+    """The command of a module that has `add_arguments` and `run`, and that is imported when the command is used."""
+
+    def found() -> Any:
+        return importlib.import_module(module)
+
+    return Command(
+        name, help, group, lambda parser: found().add_arguments(parser), lambda options: found().run(options)
+    )
 
 
 class _NamesTheCommand(argparse.ArgumentParser):
@@ -24,7 +47,7 @@ class _NamesTheCommand(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            from tandem.cluster.setting_names import did_you_mean
+            from tandem.cluster.settings.names import did_you_mean
 
             hint = did_you_mean(str(value), action.choices) or f"; `{self.prog} --help` lists them"
             self.error(f"there is no command {value!r}{hint}")
@@ -34,28 +57,35 @@ class _NamesTheCommand(argparse.ArgumentParser):
 class CommandsParser(_NamesTheCommand):
     """The parser of `tandem` itself. Its help groups the commands."""
 
+    def __init__(self, rows: Sequence[Command], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rows = rows
+        commands = self._commands = self.add_subparsers(
+            metavar="COMMAND", required=True, parser_class=CommandParser
+        )
+        for row in rows:
+            command = commands.add_parser(row.name, help=row.help, epilog=row.epilog, describe=row.describe)
+            command.set_defaults(run=row.run)
+
     def format_help(self) -> str:
-        (commands,) = (each for each in self._actions if isinstance(each, argparse._SubParsersAction))
-        helps = {each.dest: each.help or "" for each in commands._choices_actions}
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         formatter.start_section("options")
-        formatter.add_arguments([each for each in self._actions if each is not commands])
+        formatter.add_arguments([each for each in self._actions if each is not self._commands])
         formatter.end_section()
         said = [formatter.format_help()]
-        for title, names in GROUPS.items():
-            lines = [f"    {name:<14}{helps[name]}" for name in names if name in helps]
-            said.append("\n".join([f"{title}:", *lines]))
+        for group in GROUPS:
+            lines = [f"    {row.name:<14}{row.help}" for row in self._rows if row.group == group]
+            if lines:
+                said.append("\n".join([f"{group}:", *lines]))
         return "\n\n".join(part.rstrip("\n") for part in said) + "\n"
 
 
 class CommandParser(_NamesTheCommand):
     """Adds its arguments only when its command is used, because that can take imports."""
 
-    def __init__(
-        self, *args: Any, describe: Callable[[argparse.ArgumentParser], None] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, describe: Describe | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
         self._describe = describe
@@ -74,7 +104,7 @@ class CommandParser(_NamesTheCommand):
         return parsed, unknown
 
     def _meant(self, word: str) -> str:
-        from tandem.cluster.setting_names import did_you_mean
+        from tandem.cluster.settings.names import did_you_mean
 
         meant = word.partition("=")[0].replace("_", "-")
         if meant in self._option_string_actions:  # vLLM accepts both spellings

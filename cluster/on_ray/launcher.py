@@ -13,24 +13,14 @@ from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.cluster.on_ray.exchange import only_with
-from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded
+from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded, end_actor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor
-from tandem.cluster.roles import make_node
-from tandem.decode_node.actor import DecodeActor
-from tandem.encode_node.actor import EncodeActor
+from tandem.cluster.roles import make_node, traits_of
 from tandem.node.config import NodeConfig
-from tandem.prefill_node.actor import PrefillActor
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
-
-_NODE_ACTORS: dict[Role, Any] = {
-    Role.PREFILL: PrefillActor,
-    Role.DECODE: DecodeActor,
-    Role.AGGREGATED: DecodeActor,
-    Role.ENCODE: EncodeActor,
-}
 
 
 class RayLauncher:
@@ -113,9 +103,12 @@ class RayLauncher:
         router.door = door
         return router
 
+    async def end(self, name: str) -> None:
+        await end_actor(name, self._namespace)
+
     def _node_creator(self, config: NodeConfig, options: Mapping[str, Any]) -> Create:
         # Each actor can become a node of any role, so it is told how to make them all.
-        actor, known = _NODE_ACTORS[config.role], (find_model_here, find_adapter_here, PoliteEnd)
+        actor, known = traits_of(config.role).find_actor(), (find_model_here, find_adapter_here, PoliteEnd)
         return self._creator(actor, config.node_id, options, make_node, encoded(config), *known)
 
     def _creator(self, actor: Any, name: str, options: Mapping[str, Any], *given: object) -> Create:

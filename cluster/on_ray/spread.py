@@ -26,7 +26,7 @@ from tandem.base.logs import LogPosition, begin_logging, recent_page
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.node.config import NodeConfig
-from tandem.node.ranks.keeper import RankKeeper
+from tandem.node.wings import ranks_wing
 from tandem.wire.sockets import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class RanksActor:
         begin_logging(settings.logs, f"{settings.node_id}-machine{machine}")
         raise_descriptor_limit()
         logger.info("keeps the ranks of %s on its machine %d", settings.node_id, machine)
-        self._keeper = RankKeeper(settings, machine, find_model_here)
+        self._keeper = ranks_wing().keep(settings, machine, find_model_here)
         self._end = PoliteEnd(self._keeper.stop)
         threading.Thread(target=self._end_with_ranks, name="end-with-ranks", daemon=True).start()
 

@@ -11,7 +11,7 @@ from tandem.cluster.launcher import Host
 from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.room import too_many_for_cores
 from tandem.cluster.pools.state import ClusterState
-from tandem.cluster.roles import TRAITS
+from tandem.cluster.roles import traits_of
 from tandem.wire.nodes import Role
 
 
@@ -29,7 +29,7 @@ def check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
 
 def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
     """Checks that a node can change between these roles: its process keeps its environment, model and KV cache."""
-    if why := TRAITS[before].fixed or TRAITS[after].fixed:
+    if why := traits_of(before).fixed or traits_of(after).fixed:
         raise ConfigurationError(f"{why}: scale {before.value} down and {after.value} up")
     for name, what in (
         ("env", "a process keeps the environment that it started with"),

@@ -2,5 +2,5 @@
 
 reading   finds the steps in a trace's files by number, and reads one at a time
 text        shows a step on the terminal
-command     chooses the steps to show
+command     chooses the steps to show; commands: its row in the table
 """

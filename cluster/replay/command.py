@@ -32,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(
     options: argparse.Namespace,
-    console: Console,
+    console: Console | None = None,
     ask: Callable[[str], str] = input,
     *,
     interactive: bool | None = None,
 ) -> int:
+    console = console or Console()
     reader = TraceReader(options.trace)
     if not len(reader):
         raise ConfigurationError(f"{options.trace} has no whole step yet")

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.scheduling.step_trace import (
+from tandem.node.step_trace.records import (
     PrefixCacheEvent,
     RecordsLost,
     StepDecision,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tandem.cluster.describe import counted
 from tandem.cluster.replay.reading import TracedStep
-from tandem.engine.scheduling.step_trace import TracedRequest
+from tandem.node.step_trace.records import TracedRequest
 
 _BAR = 40
 _MOST_WAITING = 12

@@ -11,7 +11,6 @@ from tandem.engine.config import Reserve
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.state import Eviction, SchedulerState, StepPlan
-from tandem.engine.scheduling.step_trace import StepTrace
 
 
 class RunningPhase:
@@ -109,7 +108,7 @@ class RunningPhase:
             if (
                 state.pins is not None
                 and (victim is request or state.pins.has(victim.facts.job_id))
-                and self._lifecycle.break_pin(besides=victim.facts.job_id)
+                and state.pins.give_way(victim.facts.job_id)
             ):
                 continue
             if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):
@@ -161,8 +160,7 @@ class _Verdict(enum.Enum):
 class AdmissionPhase:
     """Admits waiting requests, and begins loads of their KV."""
 
-    def __init__(self, state: SchedulerState, lifecycle: Lifecycle, trace: StepTrace | None = None) -> None:
-        self._trace = trace
+    def __init__(self, state: SchedulerState, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
 
@@ -196,8 +194,8 @@ class AdmissionPhase:
             self._state.waiting.pass_over(request)
             step.deferred = True
             return _Verdict.NEXT
-        if self._trace is not None and prefix.hits is not None:
-            self._trace.looked_up(
+        if self._state.watcher is not None and prefix.hits is not None:
+            self._state.watcher.looked_up(
                 self._state,
                 request,
                 prefix.num_hit_tokens,
@@ -323,7 +321,7 @@ class AdmissionPhase:
             # request.
             if self._state.running:
                 return False
-            if self._lifecycle.break_pin(besides=request.facts.job_id):
+            if (pins := self._state.pins) is not None and pins.give_way(request.facts.job_id):
                 step.moved = True
                 continue
             if not self._lifecycle.take_blocks_of_waiting(besides=request):

@@ -22,24 +22,22 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
 from tandem.engine.scheduling.audit import check_integrity
-from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from tandem.engine.scheduling.pins import Pins, Tools
 from tandem.engine.scheduling.queue import WaitingRequests, make_policy
 from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
     PROMPTS_ALONE,
     Pace,
-    PauseState,
     SchedulerState,
     SchedulerStats,
     StepPlan,
+    StepWatcher,
     Totals,
     leave_open,
 )
-from tandem.engine.scheduling.step_trace import StepTrace
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
+from tandem.engine.scheduling.wings import make_drafts, make_pins
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
@@ -47,8 +45,6 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import TokenChunk
-
-__all__ = ["PauseState", "Scheduler"]
 
 
 class Scheduler:
@@ -67,7 +63,6 @@ class Scheduler:
         load_failure_policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
         clock: Callable[[], float] = time.monotonic,
         *,
-        trace: StepTrace | None = None,
         reads_images: bool = False,
         reads_hidden: bool = False,
     ) -> None:
@@ -103,11 +98,11 @@ class Scheduler:
             connector.bind_block_tables(kv_cache)
             if kv_cache.checkpoints is not None:
                 kv_cache.checkpoints.wanted = connector.wants_checkpoints
-        pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
+        pins = make_pins(config, clock, kv_cache.free, totals)
         if pins is not None and keeps_states:
             # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
             pins.close()
-        policy = make_policy(config.policy, pins)
+        policy = pins.policy if pins is not None else make_policy(config.policy)
         self._state = SchedulerState(
             config=config,
             max_model_len=kv_cache.max_request_tokens,
@@ -120,18 +115,11 @@ class Scheduler:
             totals=totals,
             pins=pins,
             encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
-            judge=DraftJudge(
-                config.num_speculative_tokens, config.max_draft_loss, computed_twice=keeps_states
-            )
-            if config.num_speculative_tokens
-            else None,
+            judge=make_drafts(config, computed_twice=keeps_states),
         )
-        self._trace = trace
-        if trace is not None:
-            trace.begins(self._state)
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
         self._running_phase = RunningPhase(self._state, self._lifecycle)
-        self._admission_phase = AdmissionPhase(self._state, self._lifecycle, trace)
+        self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
         self._transfers = TransferResults(self._state, self._lifecycle)
         self._results = ModelResults(self._state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
@@ -195,26 +183,31 @@ class Scheduler:
         makes them."""
         self._lifecycle.rows_came(identifier, rows)
 
+    def watch_with(self, watcher: StepWatcher) -> None:
+        """Call it before the first step."""
+        self._state.watcher = watcher
+        watcher.begins(self._state)
+
     def schedule(self) -> SchedulerOutput:
         """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
         `update_from_output`. The plan may be empty."""
         state = self._state
-        if state.pins is not None:
-            self._sweep(state.pins)
-        paused = state.pause is PauseState.PAUSED_ALL
-        budget = 0 if paused else state.config.max_num_batched_tokens
+        # Overdue pins end before the step is planned, so that their blocks count as free in it.
+        if state.pins is not None and state.pins.sweep():
+            state.waiting.put_in_order()
+        budget = state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
-        if self._trace is not None:
-            self._trace.snapshot(state)
+        if state.watcher is not None:
+            state.watcher.snapshot(state)
         if state.encoded is not None:
             state.encoded.begin_step(self._tower_pace.tokens if self._decodes() else math.inf)
         self._running_phase.plan(step)
         # A request that is admitted while others are preempted would soon be preempted itself.
-        if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
+        if not (step.preempted or step.ran_short):
             self._admission_phase.plan(step)
         output = self._output_of(step)
-        if self._trace is not None:
-            self._trace.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
+        if state.watcher is not None:
+            state.watcher.decided(state, step, output.finished_req_ids, output.preempted_req_ids)
         if state.connector is not None:
             output.connector_metadata = state.connector.build_connector_meta(output)
             state.cache.begin_reads(output.connector_metadata.reads)
@@ -230,31 +223,24 @@ class Scheduler:
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
 
-    def _sweep(self, pins: Pins) -> None:
-        """Ends the overdue pins before the step is planned, so that their blocks count as free in it."""
-        for job_id in pins.overdue():
-            self._lifecycle.unpin(job_id, "time")
-        if pins.changed:
-            pins.changed = False
-            self._state.waiting.put_in_order()
-
     def seconds_until_sweep(self) -> float | None:
         """Seconds until the next pin ends; None without pins. The step loop wakes then, to end it."""
         state = self._state
         until = state.pins.next_end() if state.pins is not None else None
         return max(until - state.clock(), 0.0) if until is not None else None
 
-    def turn_ended(self, job_id: str, request_id: str, tools: Tools) -> None:
+    def turn_ended(self, job_id: str, request_id: str, tools: Sequence[str] | None) -> None:
         """The answer of a job's turn is complete and calls these tools. The turn stays pinned if they are expected to be quick."""
         state = self._state
-        if state.pins is not None and not state.pins.ended(job_id, request_id, tools):
-            self._lifecycle.unpin(job_id, "slow_tool")
+        if state.pins is not None and state.pins.turn_ended(job_id, request_id, tools):
+            state.settled = False
 
     def end_pins(self) -> None:
         """Ends every pin, and makes none from now on: the node is draining."""
-        pins = self._state.pins
-        for job_id in pins.close() if pins is not None else ():
-            self._lifecycle.unpin(job_id, "closing")
+        state = self._state
+        if state.pins is not None:
+            state.settled = state.settled and not state.pins.pinned
+            state.pins.close()
 
     def _budget_of_prompts(self, budget: int) -> int:
         """Returns how many prompt tokens this step may compute: the whole budget, or fewer if that would take longer than
@@ -429,21 +415,13 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step could do anything now. False while every request waits for an event: the end of a transfer (its
-        connector then wakes the engine), blocks that a connector holds, or the end of a pause."""
+        connector then wakes the engine), or blocks that a connector holds."""
         state = self._state
         if state.finished_req_ids or state.preempted_req_ids or state.open_step is not None:
             return True
         if state.connector is not None and state.connector.has_pending_work():
             return True
         return not state.settled and bool(state.running or state.waiting.num_ready)
-
-    @property
-    def pause_state(self) -> PauseState:
-        return self._state.pause
-
-    def set_pause_state(self, pause: PauseState) -> None:
-        self._state.pause = pause
-        self._state.settled = False
 
     def reset_prefix_cache(self) -> None:
         """Begins a new generation of the cache, here and where peers have copied from it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import itertools
 import threading
@@ -30,13 +29,6 @@ _PLAIN = {"NoExtensionBias": "no text can follow it, such as one that refers to 
 
 BitMask = npt.NDArray[np.uint32]
 """A bit for each token of the vocabulary, the lowest first."""
-
-
-def salted(grammar: str, salt: str | None) -> str:
-    """Returns a grammar of the same meaning whose text is this salt's alone, so that a compiled one is found only by requests with
-    the salt, and the time to the first token does not tell what another tenant's answers follow. A comment at the end does it:
-    errors still name the right lines."""
-    return grammar if salt is None else f"{grammar}\n// {hashlib.sha256(salt.encode()).hexdigest()}"
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManager, filtered
 from tandem.kvtransfer.offload.patience import OPEN_S, Hold
 from tandem.kvtransfer.offload.policies import Key
-from tandem.kvtransfer.offload.spec import Copy, Mover
+from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Mover
 from tandem.kvtransfer.sources import KeptSources, TierSources
 from tandem.wire.versions import KV_VERSION
 
@@ -67,7 +67,7 @@ def create(config: TierConfig) -> DiskTier:
     return DiskTier(config)
 
 
-class DiskTier:
+class DiskTier(LastingSpec):
     name = "disk"
 
     def __init__(self, config: TierConfig, around: TierSurroundings | None = None) -> None:

@@ -29,12 +29,13 @@ from typing import Any
 import msgspec
 
 from tandem.base.errors import ConfigurationError, InternalError, TandemError
+from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.memory import KVCacheMemory
 from tandem.kvtransfer.offload.cpu import STOP_GRACE_S
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import TierManager
-from tandem.kvtransfer.offload.spec import Copy, Mover, Tier, create_tier
+from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Mover, Tier, create_tier
 from tandem.kvtransfer.sources import TierSources
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class TierLines:
 
     def __init__(self, sockets: Sequence[socket.socket], wake: Callable[[], None]) -> None:
         # Imported here, because its package loads everything that moves blocks between nodes.
-        from tandem.kvtransfer.nixl.rank_lines import MessageLine
+        from tandem.kvtransfer.nixl.ranks.lines import MessageLine
 
         self._sockets = list(sockets)
         self._lines = [MessageLine(sock, FromRank) for sock in sockets]
@@ -317,7 +318,7 @@ class RanksMover(Mover):
             self._own.close()
 
 
-class TierOfRanks:
+class TierOfRanks(LastingSpec):
     """The spec of such a tier. It divides the tier's bytes by what a block takes at each rank, so that all have as many
     slots."""
 
@@ -400,6 +401,15 @@ def both(one: bool | None, other: bool | None) -> bool | None:
     return None if one is None or other is None else True
 
 
+def tiers_of(context: ConnectorContext) -> list[Tier]:
+    if context.remote or context.mirror:
+        raise ConfigurationError(
+            "cache.remote and cache.mirror copy rank 0's part of a tier, and this node's ranks keep theirs apart: leave them out"
+        )
+    lines = TierLines(context.tier_lines, context.wake)
+    return [Tier(TierOfRanks(config, lines), config.block_factor) for config in context.tiers]
+
+
 def _of_ranks(config: TierConfig, sizes: Sequence[int]) -> list[TierConfig]:
     """Returns each rank's tier, all with as many slots. On a disk each has its own folder, because no rank's file fits
     another rank."""
@@ -427,7 +437,7 @@ class RankTiers:
     is called from the thread when a bug ends it: rank 0 then gets no answers, so the process must end."""
 
     def __init__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> None:
-        from tandem.kvtransfer.nixl.rank_lines import MessageLine
+        from tandem.kvtransfer.nixl.ranks.lines import MessageLine
 
         self._line = MessageLine(sock, ToRank)
         self._memory = memory

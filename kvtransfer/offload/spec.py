@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.base.errors import InternalError
-from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.manager import TierManager
 from tandem.kvtransfer.offload.patience import STORE_S
-from tandem.kvtransfer.registry import find_factory
+from tandem.kvtransfer.registry import TIERS, find_factory
 from tandem.kvtransfer.sources import TierSources
 from tandem.wire.requests import TierStatus
 
@@ -94,6 +94,12 @@ class TierFactory(Protocol):
     def __call__(self, config: TierConfig) -> TierSpec: ...
 
 
+class LastingSpec(abc.ABC):
+    """A tier that outlives the process, so it says from which peers its KV came."""
+
+    recall: TierSources
+
+
 @dataclasses.dataclass(slots=True)
 class Tier:
     """A tier, shared by the two halves of its connector. Each number has one writer among them, in the step thread."""
@@ -164,6 +170,14 @@ SPECS = {
     "disk": "tandem.kvtransfer.offload.disk:create",
     "synthetic": "tandem.kvtransfer.offload.synthetic:create",
 }
+
+
+def find_tiers_of_ranks(context: ConnectorContext) -> list[Tier]:
+    """Makes the tiers of a node whose ranks keep their KV apart. Raises ConfigurationError."""
+    tiers_of: Callable[[ConnectorContext], list[Tier]] = find_factory(
+        "cache.tiers", "factory", "tiers of ranks", TIERS
+    )
+    return tiers_of(context)
 
 
 def create_tier(config: TierConfig) -> Tier:

@@ -18,13 +18,12 @@ from tandem.kvtransfer.base import (
     WorkerConnector,
 )
 from tandem.kvtransfer.offload.cpu import CpuTier
-from tandem.kvtransfer.offload.disk import DiskTier, identity
+from tandem.kvtransfer.offload.disk import identity
 from tandem.kvtransfer.offload.exchange import Exchange
 from tandem.kvtransfer.offload.prefixes import Prefixes
-from tandem.kvtransfer.offload.ranks import TierLines, TierOfRanks
 from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
-from tandem.kvtransfer.offload.spec import Copy, Tier, create_tier
+from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Tier, create_tier, find_tiers_of_ranks
 from tandem.kvtransfer.sources import TierSources
 
 
@@ -98,12 +97,7 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "larger block, and what lies before it in that block is gone"
         )
     if context.tier_lines:
-        if context.remote or context.mirror:
-            raise ConfigurationError(
-                "cache.remote and cache.mirror copy rank 0's part of a tier, and this node's ranks keep theirs apart: leave them out"
-            )
-        lines = TierLines(context.tier_lines, context.wake)
-        tiers = [Tier(TierOfRanks(config, lines), config.block_factor) for config in context.tiers]
+        tiers = find_tiers_of_ranks(context)
     else:
         tiers = [create_tier(config) for config in context.tiers]
     return halves_of(tiers, context)
@@ -114,7 +108,7 @@ def halves_of(
 ) -> list[tuple[SchedulerConnector, WorkerConnector]]:
     """Makes the connector of each of these tiers, the nearest first."""
     for tier in tiers:
-        if isinstance(tier.spec, DiskTier | TierOfRanks):
+        if isinstance(tier.spec, LastingSpec):
             tier.spec.recall = tier.recall = TierSources(context.sources)
     shares = context.remote or context.mirror
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None

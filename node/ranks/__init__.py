@@ -7,5 +7,6 @@ group        torch.distributed between the ranks
 process      the main program of a rank other than 0
 processes    starts the ranks of one machine, watches them, and ends them together
 supervisor   rank 0's view of all ranks: it owns those of its machine, and the links to the other machines
+loading      starts the other ranks, and loads all parts of the model
 keeper       starts, watches and ends the ranks on another machine, on behalf of rank 0
 """

@@ -35,8 +35,7 @@ from tandem.node.ranks.messages import (
 
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner
-    from tandem.kvtransfer.nixl.rank_thread import RankTransfers
-    from tandem.kvtransfer.offload.ranks import RankTiers
+    from tandem.kvtransfer.registry import RankThread
 
 BEAT_S = 0.1
 _CLOSE_S = 1.0
@@ -118,22 +117,20 @@ def _serve(
         one.stop(_CLOSE_S)
 
 
-def _begin_transfers(
-    orders: RankOrders, runner: TorchRunner, anywhere: Collection[int]
-) -> list[RankTransfers | RankTiers]:
+def _begin_transfers(orders: RankOrders, runner: TorchRunner, anywhere: Collection[int]) -> list[RankThread]:
     """Starts the threads that move this rank's KV. They may run on any core. An error that stops them ends the process, and so the node."""
     from tandem.engine.model.runner import memory_of
-    from tandem.kvtransfer.nixl.rank_thread import RankTransfers
-    from tandem.kvtransfer.offload.ranks import RankTiers
+    from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
+    from tandem.kvtransfer.registry import find_tiers_of_rank
     from tandem.node.ranks.group import LOOPBACK
 
     host = "" if orders.host == LOOPBACK else orders.host
     memory = memory_of(runner)
-    begun: list[RankTransfers | RankTiers] = []
+    begun: list[RankThread] = []
     if orders.transfers is not None:
         begun.append(RankTransfers(socket.socket(fileno=orders.transfers), memory, _end, host))
     if orders.tiers is not None:
-        begun.append(RankTiers(socket.socket(fileno=orders.tiers), memory, _end))
+        begun.append(find_tiers_of_rank()(socket.socket(fileno=orders.tiers), memory, _end))
     computing = os.sched_getaffinity(0)
     os.sched_setaffinity(0, anywhere)
     for one in begun:

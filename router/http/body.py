@@ -14,16 +14,17 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from tandem.api.json_body import parse_object, read_request
 from tandem.api.lives import ReadableLives
 from tandem.api.openai.fields import StreamOptions
-from tandem.api.openai.plan import GenerationPlan
+from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.base.errors import Cancelled, InvalidRequest, Overloaded, TandemError
 from tandem.base.shares import Shares
 from tandem.http_server.turns import Turns
-from tandem.router.config import Limits, RouterConfig, Timeouts
+from tandem.router.config import Limits, RouterConfig, Timeouts, UnknownFields
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.json_body import parse_object, read_request
+from tandem.router.http.request_fields import FIELDS
 
 # Bytes that Python needs, measured with sys.getsizeof: for a token in a list, for an entry of a dict of
 # numbers, and for all that belongs to one sequence besides its tokens.
@@ -292,7 +293,8 @@ async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodySh
 
 def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
     value = parse_object(body, config.limits)
-    return read_request(value, request_type, config.unknown_fields)
+    refuse_unknown = config.unknown_fields is UnknownFields.REFUSE
+    return read_request(value, request_type, FIELDS, refuse_unknown=refuse_unknown)
 
 
 def _check_type(exchange: HttpExchange, config: RouterConfig) -> None:

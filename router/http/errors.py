@@ -123,22 +123,6 @@ def sse_error(body: bytes) -> bytes:
     return b"event: error\ndata: " + body + b"\n\n"
 
 
-_ANTHROPIC_TYPES = {
-    "not_found": "not_found_error",
-    "model_not_found": "not_found_error",
-    "request_too_large": "request_too_large",
-    "deadline_exceeded": "timeout_error",
-}
-
-
-def anthropic_error(body: bytes) -> bytes:
-    """Makes the same error in the form of Anthropic's API."""
-    error = msgspec.json.decode(body)["error"]
-    kind = _ANTHROPIC_TYPES.get(error["code"], error["type"])
-    kind = "api_error" if kind == "server_error" else kind
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error["message"]}})
-
-
 def from_http_exception(
     error: HTTPException, method: str, path: str, instead: str | None
 ) -> tuple[bytes, dict[str, str]]:

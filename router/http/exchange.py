@@ -23,7 +23,6 @@ from tandem.base.errors import Cancelled, TandemError
 from tandem.router.http.errors import (
     Forbidden,
     Unauthorized,
-    anthropic_error,
     body_of,
     error_body,
     from_http_exception,
@@ -35,7 +34,7 @@ from tandem.router.http.hosts import OwnHosts
 from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
 from tandem.router.metrics import RouterMetrics
 from tandem.router.recent import RecentRequests
-from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
+from tandem.router.tracer import ASK_HEADER, GrowingTrace
 from tandem.wire.requests import new_id
 
 logger = logging.getLogger(__name__)
@@ -50,6 +49,9 @@ _OPERATORS = frozenset({"/admin/{action}"})
 OPEN_PATHS = frozenset(
     {"/", "/health", "/healthz", "/live", "/ping", "/version", "/metrics", "/openapi.json", "/docs", "/ui"}
 )
+
+
+ErrorForm = Callable[[bytes], bytes]  # from an error's body in OpenAI's form to that in another API's
 
 
 class Connection(Protocol):
@@ -94,9 +96,8 @@ class HttpExchange:
         self.status: int | None = None
         self.ended = False  # the answer's last byte was sent
         self.is_stream = False
-        self.trace: RequestTrace | None = None
+        self.trace: GrowingTrace | None = None
         self.body: bytes | bytearray = b""  # kept only when the request is to be passed on
-        self.error_form = anthropic_error if scope["path"].startswith("/v1/messages") else _as_it_is
 
     @property
     def asks_for_trace(self) -> bool:
@@ -160,10 +161,6 @@ class HttpExchange:
             raise Forbidden(
                 f"{self.scope['path'][:100]} needs an operator's key: one of router.api_keys that says operator: true"
             )
-
-
-def _as_it_is(body: bytes) -> bytes:
-    return body
 
 
 def exchange_of(scope: Scope) -> HttpExchange:
@@ -301,13 +298,12 @@ class HttpRoute:
         self,
         path: str,
         answer: Callable[[HttpExchange], Awaitable[None]],
-        elsewhere: Callable[[HttpExchange, TandemError], Awaitable[bool]],
+        answer_instead: Callable[[HttpExchange, TandemError], Awaitable[bool]],
     ) -> None:
-        """`elsewhere`: may answer an error in another way, for example by asking another deployment; returns
-        whether it did."""
+        """`answer_instead`: may answer an error in another way; returns whether it did."""
         self._path = path
         self._answer = answer
-        self._elsewhere = elsewhere
+        self._answer_instead = answer_instead
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -315,7 +311,7 @@ class HttpRoute:
         try:
             await self._answer(exchange)
         except TandemError as error:
-            if not await self._elsewhere(exchange, error):
+            if not await self._answer_instead(exchange, error):
                 raise
 
 
@@ -349,9 +345,12 @@ class HttpGate:
         hosts: OwnHosts,
         recent: RecentRequests,
         instead: Callable[[str], str | None],
+        error_forms: Sequence[tuple[str, ErrorForm]] = (),
     ) -> None:
-        """`instead`: says what is right in place of a path at which there is nothing."""
+        """`instead`: says what is right in place of a path at which there is nothing. `error_forms`: by the
+        beginning of a path, where an API writes errors in its own way."""
         self._app = app
+        self._error_forms = error_forms
         self._recent = recent
         self._instead = instead
         self._keys = keys
@@ -375,19 +374,19 @@ class HttpGate:
                 if isinstance(error, QuotaExceeded):
                     self._metrics.refusals.labels(reason="quota").inc()
                 exchange.trouble = (error.code, str(error))
-                await _answer_error(exchange, error)
+                await _answer_error(exchange, error, self._error_form(exchange))
             except HTTPException as error:
                 exchange.trouble = ("not_found", str(error.detail))
                 path = scope["path"]
                 body, more = from_http_exception(error, scope["method"], path, self._instead(path))
-                await _answer(exchange, error.status_code, exchange.error_form(body), more)
+                await _answer(exchange, error.status_code, self._error_form(exchange)(body), more)
             except asyncio.CancelledError:
                 exchange.status = exchange.status or Cancelled.http_status
                 raise
             except Exception:
                 exchange.trouble = ("internal_error", "a bug: the router's log has it")
                 logger.exception("%s: %s %s failed", exchange.request_id, scope["method"], _path(scope))
-                await _answer_bug(exchange)
+                await _answer_bug(exchange, self._error_form(exchange))
         finally:
             if exchange.is_counted:
                 exchange.connection.leave(exchange.owner)
@@ -409,6 +408,10 @@ class HttpGate:
                 exchange.notes,
                 f" ignored={names_of(exchange.ignored_fields).decode()}" if exchange.ignored_fields else "",
             )  # fmt: skip
+
+    def _error_form(self, exchange: HttpExchange) -> ErrorForm:
+        path = exchange.scope["path"]
+        return next((form for begins, form in self._error_forms if path.startswith(begins)), bytes)
 
     def _admit(self, exchange: HttpExchange) -> None:
         if self._keys.required and exchange.scope["path"] not in OPEN_PATHS:
@@ -451,17 +454,17 @@ def _bearer(headers: list[tuple[bytes, bytes]]) -> bytes:
     return b""
 
 
-async def _answer_error(exchange: HttpExchange, error: TandemError) -> None:
+async def _answer_error(exchange: HttpExchange, error: TandemError, form: ErrorForm) -> None:
     status = status_of(error)
     if exchange.status is not None:
-        await _break_off(exchange, error)
+        await _break_off(exchange, error, form)
         return
     if status >= 500:
         logger.warning("%s: answered %d: %s", exchange.request_id, status, error)
-    await _answer(exchange, status, exchange.error_form(body_of(error)), headers_of(error))
+    await _answer(exchange, status, form(body_of(error)), headers_of(error))
 
 
-async def _break_off(exchange: HttpExchange, error: TandemError) -> None:
+async def _break_off(exchange: HttpExchange, error: TandemError, form: ErrorForm) -> None:
     """Ends an answer whose status was sent. A stream gets an error event and no [DONE]; any other answer is
     cut short."""
     if isinstance(error, Cancelled):
@@ -470,12 +473,12 @@ async def _break_off(exchange: HttpExchange, error: TandemError) -> None:
         logger.warning("%s: failed mid-answer: %s", exchange.request_id, error)
     exchange.notes += f" error={error.code}"
     if exchange.is_stream and not exchange.ended:
-        event = sse_error(exchange.error_form(body_of(error)))
+        event = sse_error(form(body_of(error)))
         await exchange.send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-async def _answer_bug(exchange: HttpExchange) -> None:
-    body = exchange.error_form(
+async def _answer_bug(exchange: HttpExchange, form: ErrorForm) -> None:
+    body = form(
         error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
     )
     if exchange.status is None:

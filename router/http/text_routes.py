@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and /v1/messages/count_tokens."""
+"""POST /tokenize and /detokenize, and what counting a prompt's tokens shares with them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from tandem.api.anthropic.messages_request import CountRequest, as_chat
 from tandem.api.openai.answer import json_pieces
+from tandem.api.openai.chat_prompt import chat_prompt, check_images, render_chat, with_images
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import (
-    ChatPrompt,
-    ServedModel,
-    chat_prompt,
-    check_images,
-    encoded,
-    long_texts,
-    prompt_ids,
-    render_chat,
-    with_images,
-)
+from tandem.api.openai.prompts import encoded, long_texts, prompt_ids
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.api.wings import PromptImages
 from tandem.base.errors import DeadlineExceeded, InvalidRequest
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
@@ -101,12 +93,12 @@ async def _token_ids(model: ServedModel, request: TokenizeRequest, owner: CacheO
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
-    prompt = await _rendered(model, request)
+    text, _ = await _rendered(model, request)
     special = bool(request.add_special_tokens)
-    return await encoded(prompt.text, "messages", model.tokenizer, context, special=special, owner=owner)
+    return await encoded(text, "messages", model.tokenizer, context, special=special, owner=owner)
 
 
-async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
+async def _rendered(model: ServedModel, request: TokenizeRequest) -> tuple[str, PromptImages | None]:
     if model.template is None or request.messages is None:
         raise InvalidRequest("messages: this model has no chat template", "messages")
     check_images(request.messages, model)
@@ -151,23 +143,10 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
                 await send_pieces(exchange.send, json_pieces({"prompt": prompt}))
 
 
-async def count_tokens(services: Services, exchange: HttpExchange) -> None:
-    """Counts the tokens of a chat's prompt, for Anthropic's clients."""
-    async with timely(services):
-        with counted(exchange):
-            with services.bodies.share() as share:
-                request = await read_body(exchange, CountRequest, services.config, share)
-                model = services.model
-                model.check_name(request.model)
-                count = await prompt_size(services, exchange, as_chat(request))
-                del request
-            await send_pieces(exchange.send, json_pieces({"input_tokens": count}))
-
-
 async def prompt_size(services: Services, exchange: HttpExchange, chat: ChatRequest) -> int:
     """Counts the tokens of a chat's prompt."""
     model, context = services.model, services.model.max_model_len
-    prompt = await chat_prompt(chat, model, context)
+    text, _ = await chat_prompt(chat, model, context)
     owner = owner_of(exchange)
-    ids = await encoded(prompt.text, "messages", model.tokenizer, context, special=False, owner=owner)
+    ids = await encoded(text, "messages", model.tokenizer, context, special=False, owner=owner)
     return len(ids)

@@ -4,24 +4,19 @@ elsewhere."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 _HELLO = [{"role": "user", "content": "Hello!"}]
 # What the form of each operation that takes a body begins with, besides the model.
-EXAMPLES = {
+EXAMPLES: dict[str, Any] = {
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 60, "stream": True},
     "/v1/chat/completions": {"messages": _HELLO, "max_tokens": 60, "stream": True},
-    "/v1/responses": {"input": "Hello!", "max_output_tokens": 60},
-    "/v1/responses/input_tokens": {"input": "Hello!"},
-    "/v1/messages": {"messages": _HELLO, "max_tokens": 60},
-    "/v1/messages/count_tokens": {"messages": _HELLO},
-    "/v1/embeddings": {"input": "Hello!"},
-    "/v1/score": {"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
-    "/v1/rerank": {"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
     "/tokenize": {"prompt": "Hello!"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 
-TRY_PAGE = """<!doctype html>
+_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Tandem: try it</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
@@ -94,4 +89,8 @@ function operation(verb, path, about, model) {
     for (const [verb, about] of Object.entries(verbs)) list.append(operation(verb, path, about, model));
 })();
 </script></body></html>
-""".replace("EXAMPLES", json.dumps(EXAMPLES))
+"""
+
+
+def page_with(examples: Mapping[str, Any]) -> str:
+    return _PAGE.replace("EXAMPLES", json.dumps(examples))

@@ -10,12 +10,12 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
 from tandem.node.loop import EngineLoop, Mailbox
-from tandem.wire.requests import RequestFacts, TokenChunk
+from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
+from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import FakeConnector
 
 PATIENCE_S = 5.0
@@ -85,12 +85,7 @@ def engine_with(connector: FakeConnector) -> tuple[Engine, FakeRunner]:
 
 
 def request(request_id: str = "r", max_tokens: int = 3) -> Request:
-    return Request(
-        request_id,
-        RequestFacts(
-            prompt_token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=max_tokens, temperature=0)
-        ),
-    )
+    return made_request(request_id, [5, 6, 7], SamplingParams(max_tokens=max_tokens, temperature=0))
 
 
 def test_a_step_in_which_a_connector_deferred_asks_for_another() -> None:
@@ -142,7 +137,7 @@ def test_the_open_step_is_over_before_anything_is_loaded_from_outside() -> None:
 def test_a_step_that_cannot_be_left_open_is_booked_at_once() -> None:
     engine, runner = ahead_with(FakeConnector())
     penalized = SamplingParams(max_tokens=3, presence_penalty=0.5)
-    engine.add_request(Request("r", RequestFacts(prompt_token_ids=[5, 6, 7], sampling=penalized)))
+    engine.add_request(made_request("r", [5, 6, 7], penalized))
     assert [len(engine.step().updates) for _ in range(3)] == [1, 1, 1]
     assert runner.calls[:3] == ["load", "start 1", "finish 1"]
 
@@ -191,7 +186,7 @@ def test_the_runner_hears_of_a_preemption_even_when_nothing_is_computed() -> Non
     state = engine.scheduler._state
     victim = state.running.pop()
     engine.scheduler._lifecycle.preempt(victim)
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.abort_requests(["r"])
     result = engine.step()
     assert runner.preempted == ["r"]
     assert result.progressed

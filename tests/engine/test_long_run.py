@@ -12,17 +12,18 @@ from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request, RequestStatus
+from tandem.engine.request import RequestStatus
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.nodes import Role
-from tandem.wire.requests import Ping, RequestFacts
+from tandem.wire.requests import Ping
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.idling import idle_share
 from tests.more import more
 from tests.node.test_service import ROUTER, Node
 
-STEPS = int(os.environ.get("TANDEM_STEPS", "3000"))
+STEPS = int(os.environ.get("TANDEM_STEPS", "2000"))
 WARM_UP = 1000
 VARIANTS = [
     SamplingParams(temperature=0.0, max_tokens=20),
@@ -63,9 +64,7 @@ def test_memory_does_not_grow_over_thousands_of_steps(tmp_path: Path, native: bo
         while steps < until:
             if len(engine.scheduler.requests) < 7:
                 prompt = [7, 8, 9, 10] * 3 + [3 + added % 100, 4] * 4
-                engine.add_request(
-                    Request(f"r{added}", RequestFacts(prompt_token_ids=prompt, sampling=VARIANTS[added % 3]))
-                )
+                engine.add_request(made_request(f"r{added}", prompt, VARIANTS[added % 3]))
                 added += 1
                 if added % 9 == 0:
                     engine.abort_requests([f"r{added - 3}"])

@@ -29,6 +29,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
+from tandem.node.canary.canary import CanaryChecks
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PLACEHOLDER
 from tandem.wire.sampling import FinishReason, SamplingParams
@@ -198,9 +199,8 @@ class MixedRun:
             clock=lambda: 0.0,
             reads_images=info.images is not None,
         )
-        self.engine = Engine(
-            self.scheduler, self.runner, mover, ahead=self.ahead, canary_share=1.0, debug=True
-        )
+        self.engine = Engine(self.scheduler, self.runner, mover, ahead=self.ahead, debug=True)
+        self.canary = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, 1.0)
         names = [f"{life}.{number}" for number in range(REQUESTS)]
         fault_at = self.draw.randrange(20, 60) if self.goes_wrong and life == 0 else -1
         steps = 0
@@ -239,7 +239,7 @@ class MixedRun:
             assert update.error is None, (update.request_id, update.error)
             self.answers[update.request_id] += update.token_ids
             if update.finish not in (None, FinishReason.ABORT) and self.draw.random() < 0.3:
-                self.engine.received(self.requests[update.request_id])
+                self.canary.received(self.requests[update.request_id])
         if not result.progressed and not self.scheduler.has_work():
             for _ in range(self.draw.randrange(30)):
                 if not self.engine.use_idle_time():

@@ -12,15 +12,15 @@ from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import ModelRunner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.kvtransfer.offload import scheduler_half
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, SlotFile
-from tandem.wire.requests import RequestFacts, TierStatus
+from tandem.wire.requests import TierStatus
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.more import more
 
@@ -72,9 +72,7 @@ class Conversations:
                 name = waiting.pop(0)
                 live[f"{name}.{turns[name]}"] = name
                 sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-                request = Request(
-                    f"{name}.{turns[name]}", RequestFacts(prompt_token_ids=talks[name], sampling=sampling)
-                )
+                request = made_request(f"{name}.{turns[name]}", talks[name], sampling)
                 self.answers[request.request_id] = []
                 self.engine.add_request(request)
             for request_id in self.step():
@@ -131,13 +129,13 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 # A model, on the native path or the general one, and how many conversations and blocks there are.
 TALKS = [
-    (("llama", True), 200, BLOCKS),
-    (("llama", False), 60, BLOCKS),
-    (("gemma3", False), 40, 100),  # layers of four groups
-    (("mistral-window", False), 40, 24),  # none keeps more than a window
-    (("llama4", False), 40, 100),  # chunks
-    (("qwen3.5", False), 20, BLOCKS),  # recurrent states beside attention
-    (("recurrent-gemma", False), 20, 24),  # and beside windows
+    (("llama", True), 80, BLOCKS),
+    (("llama", False), 40, BLOCKS),
+    (("gemma3", False), 24, 100),  # layers of four groups
+    (("mistral-window", False), 24, 24),  # none keeps more than a window
+    (("llama4", False), 24, 100),  # chunks
+    (("qwen3.5", False), 12, BLOCKS),  # recurrent states beside attention
+    (("recurrent-gemma", False), 12, 24),  # and beside windows
 ]
 POLICIES = list(EvictionPolicy)
 
@@ -263,9 +261,7 @@ def test_decoding_after_a_prompt_that_nobody_computed(runner: ModelRunner) -> No
     talks = Conversations(runner, [TierConfig(spec="synthetic")], ahead=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     talks.answers["long"] = []
-    talks.engine.add_request(
-        Request("long", RequestFacts(prompt_token_ids=[5 + i % 90 for i in range(101)], sampling=sampling))
-    )
+    talks.engine.add_request(made_request("long", [5 + i % 90 for i in range(101)], sampling))
     while not talks.step():
         pass
     talks.settle()

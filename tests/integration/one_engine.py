@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -18,7 +19,6 @@ from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext, TransferStats
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
@@ -29,8 +29,9 @@ from tandem.node.ranks.supervisor import Ranks
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import PeerAddress, Role
-from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts, TransferRole
+from tandem.wire.requests import CachePeers, KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model.ranks_here import ranks_here
 from tests.integration.far_machines import FarMachine
 
@@ -173,6 +174,12 @@ class OneEngine:
             engine.tier = PeerAddress(name, epoch, worker_half.tier_endpoint)
         return engine
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.engine.shutdown()
         self.ranks.close()
@@ -193,16 +200,14 @@ class OneEngine:
         sampling: SamplingParams | None = None,
     ) -> None:
         sampling = sampling or SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        request = Request(
+        request = made_request(
             name,
-            RequestFacts(
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                lora=lora,
-                media=embeds.features() if embeds is not None else media,
-                images=images,
-                embeds=embeds,
-            ),
+            prompt,
+            sampling,
+            lora=lora,
+            media=embeds.features() if embeds is not None else media,
+            images=images,
+            embeds=embeds,
             output_token_ids=output,
             transfer=transfer,
             cache_peers=cache_peers,
@@ -224,6 +229,18 @@ class OneEngine:
         if not result.progressed and not self.engine.scheduler.has_work():
             self.woken.wait(0.01)  # let the other engine step
         return False
+
+    def run_all(self) -> dict[str, list[int]]:
+        """Every request's answer. The scheduler's invariants are checked after each step."""
+        answers: dict[str, list[int]] = {}
+        until = time.monotonic() + PATIENCE_S
+        while self.engine.scheduler.has_unfinished_requests():
+            for update in self.engine.step().updates:
+                assert update.error is None, update.error
+                answers.setdefault(update.request_id, []).extend(update.token_ids)
+            self.engine.scheduler.check_integrity()
+            assert time.monotonic() < until
+        return answers
 
     def stats(self) -> TransferStats:
         assert self.engine.worker is not None

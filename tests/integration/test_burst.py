@@ -22,7 +22,7 @@ from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, Timeouts
 from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.model.tiny import VOCAB, save
-from tests.router.conftest import LETTERS, RunningRouter, model_folder  # noqa: F401 (a fixture)
+from tests.router.conftest import LETTERS, RunningRouter
 
 PROMPTS = 60
 PROMPT_TOKENS = 90
@@ -59,7 +59,7 @@ class RealNode:
 
 
 @pytest.fixture
-def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:  # noqa: F811
+def cluster(model_folder: str, tmp_path: Path) -> Iterator[RunningRouter]:
     folder = str(save("llama", tmp_path / "tiny"))
     config = RouterConfig(
         tokenizer_path=model_folder,

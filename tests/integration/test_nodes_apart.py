@@ -21,7 +21,7 @@ from tandem.prefill_node.node import PrefillNode
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig
 from tandem.wire.nodes import NodeInfo, Role
 from tests.engine.model import tiny
-from tests.router.conftest import LETTERS, RunningRouter, model_folder  # noqa: F401 (a fixture)
+from tests.router.conftest import LETTERS, RunningRouter
 
 OUTPUT_TOKENS = 8
 PATIENCE_S = 60.0
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cluster(model_folder: str, folder: Path) -> Iterator[RunningRouter]:  # noqa: F811
+def cluster(model_folder: str, folder: Path) -> Iterator[RunningRouter]:
     config = RouterConfig(
         tokenizer_path=model_folder,
         model_name="fake",

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
-from tandem.engine.request import Request
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
-from tandem.wire.requests import CachePeers, KVTransferParams, RequestFacts, TierStatus, TransferRole
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.requests import CachePeers, KVTransferParams, TierStatus, TransferRole
+from tests.engine.made_requests import made_request
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine
 from tests.more import more
@@ -179,7 +178,7 @@ def blocks_there(node: OneEngine, tokens: list[int]) -> int:
     """The length of the prefix of `tokens` that the node's tier has."""
     half, request = (
         sharing_of(node),
-        Request("r", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams())),
+        made_request("r", tokens),
     )
     hasher = node.engine.scheduler.block_hasher
     assert hasher is not None
@@ -280,7 +279,7 @@ def settle(nodes: tuple[OneEngine, OneEngine]) -> None:
         part = sharing_of(node)
         sharing = part._tier.sharing
         assert sharing is not None
-        while sharing._leases or sharing._fetches or node.engine.scheduler.stats().held_blocks:
+        while sharing.lender.num_leases or sharing._fetches or node.engine.scheduler.stats().held_blocks:
             for other in nodes:
                 other.run("the end of copies", [], until)
         part._tier.manager.check_integrity()  # type: ignore[attr-defined]

@@ -13,10 +13,8 @@ import msgspec
 
 from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerConnector, WorkerConnector
-from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.transport import NcclTransport
+from tandem.kvtransfer.nixl import transport_over
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.sharded import ShardedTransport
 from tandem.kvtransfer.nixl.staging import StagedTransport
 from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
@@ -189,7 +187,7 @@ class FaultySend:
 
 def nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
-    return _create(context, ShardedTransport(agent, context.rank_lines))
+    return _create(context, transport_over(agent, context.rank_lines))
 
 
 def device_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
@@ -209,6 +207,10 @@ def _for_device(context: ConnectorContext) -> Transport:
 
 
 def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    # Imported here: it is a wing.
+    from tandem.kvtransfer.nccl.options import NcclOptions
+    from tandem.kvtransfer.nccl.transport import NcclTransport
+
     return _create(context, NcclTransport(context.node_id, context.host, NcclOptions()))
 
 

@@ -10,6 +10,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kv_connectors import NAMES
+
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.endpoints import key_of
 from tandem.wire.nodes import PeerAddress
@@ -20,16 +22,13 @@ CALL_TIMEOUT_S = 40.0
 
 # Each process is forked from a server that has imported what takes seconds to import and has used none of it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "nixl._bindings", "tandem.kvtransfer.nixl", "tandem.kvtransfer.nccl"]
-)
+_context.set_forkserver_preload(["torch", "nixl._bindings", *(f"tandem.kvtransfer.{name}" for name in NAMES)])
 
 
 def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: dict[str, Any]) -> None:
     import torch
     from kv_fake_engine import BLOCK_SIZE, FakeEngine
     from kv_pulse import Pulse
-    from kv_wide_engine import WideFakeEngine
 
     pulse = Pulse()
 
@@ -43,6 +42,8 @@ def _serve(calls: Connection, connector: str, node_id: str, epoch: int, config: 
     cuts = config.pop("cuts", ())  # into stages
     kind: Any = FakeEngine
     if ranks > 1:
+        from kv_wide_engine import WideFakeEngine
+
         kind = functools.partial(WideFakeEngine, ranks=ranks, cuts=cuts, processes=True)
     engine: FakeEngine = kind(
         connector,

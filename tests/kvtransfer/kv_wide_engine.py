@@ -17,7 +17,7 @@ from kv_fake_engine import DIM, HEADS, SLOTS, FakeEngine, FakeRequest, State, kv
 
 from tandem.engine.model.wide.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
-from tandem.kvtransfer.nixl.rank_thread import RankTransfers
+from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
 from tests.waiting import until
 
 PATIENCE_S = 20.0

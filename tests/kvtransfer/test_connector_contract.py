@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kv_connectors import WAYS
 from kv_document import installed_example
 from kv_fake_engine import BLOCK_SIZE, first_token_of
 from kv_processes import EngineProcess
 
+from tandem.base.wings import is_there
 from tandem.kvtransfer.base import Handoff, TransferStats
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
@@ -23,16 +25,12 @@ from tandem.wire.requests import KVTransferParams, TransferRole
 pytestmark = pytest.mark.slow
 
 LEASE_S = 2.0
-CONNECTORS = [
-    ("nixl", "push"),
-    ("nixl", "pull"),
-    ("nccl", "push"),
-    ("nccl", "pull"),
-    ("local_connector:create", "push"),
-]
+CONNECTORS = [*WAYS, ("local_connector:create", "push")]
 # The number of ranks of the producer and of the consumer. Each rank is a process with its own heads.
 WIDTHS = [(1, 2, "push"), (2, 1, "pull")]
 MORE_WIDTHS = [(2, 4, "push"), (1, 2, "pull"), (2, 1, "push"), (2, 4, "pull")]
+if not is_there("kv_wide_engine"):
+    WIDTHS, MORE_WIDTHS = [], []
 
 
 def wide(producer: int, consumer: int, direction: str, *marks: pytest.MarkDecorator) -> Any:
@@ -297,16 +295,27 @@ def test_pools_may_differ_in_size(connector: tuple[str, str]) -> None:
             pair.expect_loaded(pair.add(tokens), tokens)
 
 
-@pytest.mark.parametrize("connector", CONNECTORS, ids="-".join)
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "16 to 32": ({"block_size": 16}, {"block_size": 32}),
+    "32 to 16": ({"block_size": 32}, {"block_size": 16}),
+    "another layout": ({"tokens_before_heads": True}, {}),
+    "both": ({"block_size": 8}, {"block_size": 4, "tokens_before_heads": True}),
+}
+
+
+# Which bytes go where is the protocol's; a connector moves them.
 @pytest.mark.parametrize(
-    ("producer", "consumer"),
+    ("connector", "producer", "consumer"),
     [
-        ({"block_size": 16}, {"block_size": 32}),
-        ({"block_size": 32}, {"block_size": 16}),
-        ({"tokens_before_heads": True}, {}),
-        ({"block_size": 8}, {"block_size": 4, "tokens_before_heads": True}),
+        pytest.param(
+            connector,
+            *nodes,
+            id="-".join((*connector, what)),
+            marks=[] if what == "both" or connector[0] == "nixl" else pytest.mark.more,
+        )
+        for connector in CONNECTORS
+        for what, nodes in DIFFERENT.items()
     ],
-    ids=["16 to 32", "32 to 16", "another layout", "both"],
 )
 def test_block_sizes_and_layouts_may_differ(
     connector: tuple[str, str], producer: dict[str, Any], consumer: dict[str, Any]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kv_connectors import WAYS
 from kv_fake_engine import first_token_of
 from kv_processes import EngineProcess
 from kv_pulse import Pulse
@@ -95,7 +96,7 @@ class Nodes:
             process.close()
 
 
-@pytest.fixture(params=[("nixl", "push"), ("nixl", "pull"), ("nccl", "push"), ("nccl", "pull")], ids="-".join)
+@pytest.fixture(params=WAYS, ids="-".join)
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     nodes = Nodes(*request.param)
     yield nodes

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.rank_lines import (
+from tandem.kvtransfer.nixl.ranks.lines import (
     CacheOpened,
     Done,
     FromRank,
@@ -29,8 +29,8 @@ from tandem.kvtransfer.nixl.rank_lines import (
     SumUp,
     ToRank,
 )
-from tandem.kvtransfer.nixl.rank_thread import RankTransfers
-from tandem.kvtransfer.nixl.sharded import ShardedTransport
+from tandem.kvtransfer.nixl.ranks.sharded import ShardedTransport
+from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
 from tandem.kvtransfer.nixl.transport import NixlAgent
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.checksums import CacheChecksums

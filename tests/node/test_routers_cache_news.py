@@ -18,9 +18,9 @@ from tandem.node.routers import CacheNewsDesk, NamedBlocks
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from tandem.wire.requests import CacheChange, CacheNews, ListCache, RequestFacts
-from tandem.wire.sampling import SamplingParams
+from tandem.wire.requests import CacheChange, CacheNews, ListCache
 from tests.engine.cache.tables import BLOCK, FULL, admit, manager, request
+from tests.engine.made_requests import made_request
 from tests.wire.test_lines import World
 
 
@@ -136,7 +136,7 @@ def test_the_router_and_the_node_name_blocks_with_images_alike(
     media = [MediaFeature("m/0", offset, length), MediaFeature("m/1", offset + length + 1, 2)]
     tokens = [7] * (offset + length + 6 + answered)
     events = CacheEvents(1)
-    each = Request("r", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(), media=media))
+    each = made_request("r", tokens, media=media)
     hashes = [bytes([place]) for place in range(len(tokens) // BLOCK)]
     if not hashes:
         return
@@ -184,7 +184,7 @@ def test_a_publisher_that_fails_loses_nothing_for_routers(caplog: pytest.LogCapt
         published.extend(events)
 
     blocks = CachedBlocks(NodeBits(), 100)
-    desk = CacheNewsDesk("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), publish)
+    desk = CacheNewsDesk("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), [publish])
     desk.begin("r")
     desk.turn()
     hashes = PromptHashes([1, 2, 3, 4], None).of(2)

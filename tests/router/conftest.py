@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 import msgspec
 import pytest
-import tokenizers
 import uvloop
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, UnknownFields
 from tandem.router.server import RouterServer
+from tandem.router.wings import RouterWing
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tests.router.event_reader import EventReader
@@ -29,43 +27,7 @@ if TYPE_CHECKING:
     import openai
 
 T = TypeVar("T")
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'refused' %}{{ raise_exception('no') }}{% endif %}"
-    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
-)
-
-CORPUS = [
-    "the quick brown fox jumps over the lazy dog and then it sleeps until the sun comes up again",
-    "a prompt goes in and an answer comes out through the whole house",
-    "zwei Füchse springen über den Zaun; naïve café déjà vu",
-]
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a minimal byte-level BPE tokenizer: all bytes, some merges, three special tokens."""
-    folder = tmp_path_factory.mktemp("model")
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|start|>", "<|end|>", "<|pad|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(CORPUS, trainer)
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_folder: str) -> Tokenizer:
-    return Tokenizer.from_folder(model_folder)
+W = TypeVar("W", bound=RouterWing)
 
 
 # The tokenizer below has three special tokens, and then the bytes in the order of their characters.
@@ -113,6 +75,10 @@ class RunningRouter:
             return what()
 
         return self.call(do())
+
+    def wing(self, kind: type[W]) -> W:
+        """The router's wing of this kind, with its state."""
+        return next(wing for wing in self.server.wings if isinstance(wing, kind))
 
     def add(self, node_id: str, role: Role, **options: Any) -> FakeNode:
         node = FakeNode(node_id, role, self.board, model=self.config.model_name, **options)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import tandem
+from tandem.api.field_table import ACCEPTED
 from tandem.api.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -21,8 +22,7 @@ from tandem.api.openai.answer_types import (
     TokenizeResponse,
 )
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
-from tandem.router.http.field_table import ACCEPTED
+from tandem.api.openai.completion_request import CompletionRequest
 from tests.router.conftest import RunningRouter, StartRouter
 
 

@@ -14,7 +14,7 @@ from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_policy import ask, decide, names, node, pools
 from tests.router.test_router_shortlist import Nothing
-from tests.router.test_router_tools import HERMES, WEATHER
+from tests.small_model import HERMES, WEATHER
 
 ASKED: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400}
 

@@ -23,7 +23,7 @@ from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
 from tests.engine.engine_fakes import BLOCK_SIZE, FakeRunner, make_scheduler
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.test_router_tools import HERMES, WEATHER
+from tests.small_model import HERMES, WEATHER
 
 PIN_S = 600.0
 

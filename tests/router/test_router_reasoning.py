@@ -3,180 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
-from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.api.formats.answer_format import AnswerFormat
-from tandem.api.formats.harmony import MARKS, HarmonyCalls
-from tandem.api.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text
-from tandem.api.formats.reasoning import ReasoningStart
-from tandem.api.formats.registry import CALLS, REASONING
-from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
-from tests.router.test_router_chat_families import FOLDER
-from tests.router.test_router_tools import HERMES, PARIS, WEATHER
-
-THOUGHT, SAID = "Is it Paris?\n\nIt is.", "It will rain."
-
-
-def pieces_of(written: AnswerFormat, prompt: str, text: str, cuts: Sequence[int] = ()) -> list[Piece]:
-    reader = written.reader(prompt, {})
-    assert reader is not None
-    edges = [0, *sorted(cuts), len(text)]
-    pieces = [piece for start, end in pairwise(edges) for piece in reader.push(text[start:end])]
-    return pieces + reader.finish()
-
-
-def told(pieces: Sequence[Piece]) -> tuple[str, str, list[str], str]:
-    def joined(kind: type[Reasoning | Text | Arguments]) -> str:
-        return "".join(piece.text for piece in pieces if isinstance(piece, kind))
-
-    return (
-        joined(Reasoning),
-        joined(Text),
-        [p.name for p in pieces if isinstance(p, CallBegins)],
-        joined(Arguments),
-    )
-
-
-@pytest.mark.parametrize("name", REASONING)
-@pytest.mark.parametrize("opened", [False, True])
-def test_reasoning_is_told_apart_however_it_is_cut(name: ReasoningName, opened: bool) -> None:
-    marks = REASONING[name]
-    written = AnswerFormat(calls=CALLS[ToolFormat.HERMES], reasoning=marks)
-    prompt = f"...assistant\n{marks.begin}\n" if opened else "...assistant\n"
-    text = ("" if opened else marks.begin) + f"\n{THOUGHT}\n{marks.end}\n\n{SAID}\n{HERMES}"
-    expected = (THOUGHT, SAID, ["weather"], '{"city": "Paris"}')
-    for at in range(len(text) + 1):
-        found = told(pieces_of(written, prompt, text, [at]))
-        assert (found[0], found[1].strip(), *found[2:]) == expected, text[:at]
-    whole = told(pieces_of(written, prompt, text))
-    assert told(pieces_of(written, prompt, text, range(1, len(text)))) == whole
-
-
-@pytest.mark.parametrize(
-    ("prompt", "text", "expected"),
-    [
-        ("<think>\n", "still at it", ("still at it", "")),
-        ("<think>\n", "", ("", "")),
-        ("", "<think>cut off", ("cut off", "")),
-        ("", "<think></think>so", ("", "so")),
-        ("", "<thi", ("", "<thi")),
-        ("", "  <b> no reasoning", ("", "  <b> no reasoning")),
-        ("", "so </think> what", ("", "so </think> what")),
-        ("<think>\n\n</think>\n\n", "<think> is a tag", ("", "<think> is a tag")),
-        ("<think>", "a </think> b <think> c", ("a", "b <think> c")),
-    ],
-)
-def test_where_reasoning_begins_and_ends(prompt: str, text: str, expected: tuple[str, str]) -> None:
-    written = AnswerFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
-    for cuts in ([], range(1, len(text))):
-        assert told(pieces_of(written, prompt, text, cuts))[:2] == expected
-
-
-@given(
-    parts=st.lists(
-        st.sampled_from(["<think>", "</think>", "<th", "nk>", " ", "\n", "a", HERMES, "<tool_call>"]),
-        max_size=8,
-    ),
-    opened=st.booleans(),
-    data=st.data(),
-)
-def test_no_cut_changes_what_is_told(parts: list[str], opened: bool, data: st.DataObject) -> None:
-    written = AnswerFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
-    text, prompt = "".join(parts), "<think>" if opened else ""
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    assert told(pieces_of(written, prompt, text, cuts)) == told(pieces_of(written, prompt, text))
-
-
-HARMONY = [
-    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>", ("Hm.", "So.")),
-    ("<|channel|>final<|message|>So.", ("", "So.")),
-    ("<|channel|>analysis<|message|>Hm", ("Hm", "")),
-    ("<|channel|>commentary<|message|>First.<|end|><|start|>assistant<|channel|>final<|message|>So.", ("", "First.So.")),
-    ("no marks at all", ("", "no marks at all")),
-    ("<|channel|>analysis", ("", "")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "expected"), HARMONY)
-def test_channels(text: str, expected: tuple[str, str]) -> None:
-    written = AnswerFormat(harmony=HarmonyCalls())
-    for at in range(len(text) + 1):
-        assert told(pieces_of(written, "<|start|>assistant", text, [at]))[:2] == expected
-    assert told(pieces_of(written, "", text, range(1, len(text))))[:2] == expected
-
-
-# --- grammars -------------------------------------------------------------------------------------------------
-
-
-def follows(folder: str, special: Sequence[str], written: AnswerFormat, prompt: str, text: str) -> bool:
-    """An answer of digits alone, after the reasoning."""
-    backend = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    backend.add_special_tokens(list(special))
-    tokenizer = Tokenizer(backend, {})
-    answer = written.answer_grammar("start: /[0-9]+/", tokenizer)
-    grammar = written.after_reasoning(answer, prompt, tokenizer)
-    matcher = LLMatcher(
-        LLTokenizer(backend.to_str(), eos_token=2), LLMatcher.grammar_from_lark(grammar), log_level=0
-    )
-    assert not matcher.is_error(), matcher.get_error()
-    ids = backend.encode(text, add_special_tokens=False).ids
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-
-
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", REASONING)
-def test_a_grammar_holds_from_the_reasonings_end(
-    name: ReasoningName, special: bool, model_folder: str
-) -> None:
-    marks = REASONING[name]
-    written = AnswerFormat(reasoning=marks)
-    tokens = written.marks if special else ()
-
-    def ok(prompt: str, text: str) -> bool:
-        return follows(model_folder, tokens, written, prompt, text)
-
-    thought = f"Let me see: is it 7?\n{marks.end}\n\n"
-    assert ok(marks.begin, thought + "42")
-    assert not ok(marks.begin, "42")
-    assert not ok(marks.begin, thought + "forty-two")
-    assert ok("", "42")
-    assert ok("", marks.begin + thought + "42")
-    assert not ok("", "Let me see")
-    assert ok(f"{marks.begin}{marks.end}\n\n", "42")
-    assert not ok(f"{marks.begin}{marks.end}\n\n", thought + "42")
-
-
-def test_a_grammar_holds_on_the_final_channel(model_folder: str) -> None:
-    """With the marks as tokens of their own, which those of gpt-oss always are."""
-    written = AnswerFormat(harmony=HarmonyCalls())
-    thought = "<|channel|>analysis<|message|>Is it 7?<|end|><|start|>assistant"
-    final = "<|channel|>final<|message|>42"
-    for text, good in ((thought + final, True), (final, True), ("42", False), (thought + "42", False)):
-        assert follows(model_folder, MARKS, written, "", text) is good
-
-
-# --- through the router ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def thinking_folder(model_folder: str, tmp_path: Path) -> str:
-    (tmp_path / "tokenizer.json").write_bytes((Path(model_folder) / "tokenizer.json").read_bytes())
-    (tmp_path / "chat_template.jinja").write_text((FOLDER / "qwen3.jinja").read_text())
-    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(tmp_path)
+from tests.router.paths import of_served
+from tests.small_model import HERMES, PARIS, SAID, THOUGHT, WEATHER
 
 
 def answering(
@@ -272,13 +110,6 @@ def test_a_schema_waits_for_the_reasoning(
         assert ("</think>" in grammar) is not bool(fields)
 
 
-def test_the_prompt_says_where_it_leaves_the_model() -> None:
-    marks = REASONING[ReasoningName.THINK]
-    assert marks.start("user: <think>\nassistant:") is ReasoningStart.FREE
-    assert marks.start("assistant:\n<think>\n") is ReasoningStart.OPEN
-    assert marks.start("assistant:\n<think>\n\n</think>\n\n") is ReasoningStart.CLOSED
-
-
 @pytest.fixture
 def budget_router(
     thinking_folder: str, start_router: StartRouter
@@ -299,12 +130,12 @@ def budget_router(
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [
+    of_served(
         ("/v1/chat/completions", {"thinking_token_budget": 5}),
         ("/v1/chat/completions", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
         ("/v1/chat/completions", {"thinking_token_budget": 5, "tools": [WEATHER]}),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}),
-    ],
+    ),
 )
 def test_reasoning_ends_when_its_budget_is_spent(
     budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]], path: str, fields: dict[str, Any]

@@ -13,30 +13,18 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest
-from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.field_table import ACCEPTED, INTERNAL, REFUSED
 from tandem.api.openai.sampling import Defaults, defaults_of
-from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
-from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.api.responses.responses_request import ResponsesRequest
 from tandem.api.settings import SamplingDefaults
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import ConfigurationError
 from tandem.router.config import RouterConfig
-from tandem.router.http.field_table import (
-    ACCEPTED,
-    ACCEPTED_AT,
-    GENERATING,
-    INTERNAL,
-    PATHS,
-    REFUSED,
-    REFUSED_AT,
-)
+from tandem.router.http.request_fields import FIELDS
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tandem.wire.sampling import SamplingParams
 from tests.router.conftest import RunningRouter, StartRouter, bombarded
 from tests.router.fake_node import VECTOR_SIZE
+from tests.router.paths import of_served
 
 EXTRAS = {
     "rid": "a",
@@ -84,9 +72,7 @@ def test_internals_are_refused_whatever_they_hold(router: RunningRouter, name: s
         assert answer.json()["error"]["param"] == name
 
 
-@pytest.mark.parametrize(
-    "kind", [ChatRequest, CompletionRequest, MessagesRequest, CountRequest, ResponsesRequest, EmbeddingRequest, ScoreRequest, RerankRequest, TokenizeRequest, DetokenizeRequest]
-)  # fmt: skip
+@pytest.mark.parametrize("kind", FIELDS.paths)
 def test_what_fits_a_request_at_once_has_no_field_that_is_to_be_looked_at(kind: type[msgspec.Struct]) -> None:
     assert kind.__struct_config__.forbid_unknown_fields
     assert INTERNAL.isdisjoint(kind.__struct_encode_fields__)
@@ -139,17 +125,17 @@ def test_a_grammar_that_is_none_is_refused(router: RunningRouter, ebnf: str) -> 
 
 
 HI = [{"role": "user", "content": "hi"}]
-BODIES: dict[type[msgspec.Struct], dict[str, Any]] = {
-    ChatRequest: {"messages": HI, "max_tokens": 2},
-    CompletionRequest: {"prompt": "x", "max_tokens": 2},
-    ResponsesRequest: {"input": "hi", "max_output_tokens": 2},
-    MessagesRequest: {"messages": HI, "max_tokens": 2},
-    CountRequest: {"messages": HI},
-    EmbeddingRequest: {"input": "x"},
-    ScoreRequest: {"text_1": "x", "text_2": "x"},
-    RerankRequest: {"query": "x", "documents": ["x"]},
-    TokenizeRequest: {"prompt": "x"},
-    DetokenizeRequest: {"tokens": [5]},
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
+    "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/score": {"text_1": "x", "text_2": "x"},
+    "/v1/rerank": {"query": "x", "documents": ["x"]},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
 }
 
 
@@ -162,26 +148,30 @@ def any_path(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
         yield router
 
 
-@pytest.mark.parametrize("kind", PATHS, ids=PATHS.values())
+@pytest.mark.parametrize("kind", FIELDS.paths, ids=[one.path for one in FIELDS.paths.values()])
 def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
     any_path: RunningRouter, kind: type[msgspec.Struct]
 ) -> None:
     """Every field that any path knows, at every path: none that matters is ignored with status 200."""
+    here = FIELDS.paths[kind]
 
     def sent(name: str, value: Any) -> httpx.Response:
-        return any_path.client.post(PATHS[kind], json={**BODIES[kind], name: value})
+        return any_path.client.post(here.path, json={**BODIES[here.path], name: value})
 
-    assert any_path.client.post(PATHS[kind], json=BODIES[kind]).status_code == 200
+    assert any_path.client.post(here.path, json=BODIES[here.path]).status_code == 200
     own = set(kind.__struct_fields__)
-    elsewhere = {name for other in GENERATING for name in other.__struct_fields__ if kind in GENERATING}
-    for name in sorted((elsewhere | set(REFUSED) | set(REFUSED_AT.get(kind, {}))) - own):
-        if name in ACCEPTED or name in ACCEPTED_AT.get(kind, {}):
+    elsewhere = {
+        name for other in FIELDS.generating for name in other.request.__struct_fields__ if here.generates
+    }
+    for name in sorted((elsewhere | set(REFUSED) | set(here.refused)) - own):
+        if name in ACCEPTED or name in here.accepted:
             continue
         answer = sent(name, ["something else"])
         assert answer.status_code == 400, (name, answer.text)
-        assert answer.json()["error"]["param" if kind not in ANTHROPIC else "message"].startswith(name)
+        error = answer.json()["error"]
+        assert error.get("param", error["message"]).startswith(name)
         assert sent(name, None).status_code == 200, name
-    for name in sorted({*ACCEPTED, *ACCEPTED_AT.get(kind, {})} - own):
+    for name in sorted({*ACCEPTED, *here.accepted} - own):
         answer = sent(name, ["something else"])
         assert answer.status_code == 200, (name, answer.text)
         assert "x-tandem-ignored-fields" not in answer.headers
@@ -189,12 +179,9 @@ def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
     assert (answer.status_code, answer.headers["x-tandem-ignored-fields"]) == (200, "unheard_of")
 
 
-ANTHROPIC = (MessagesRequest, CountRequest)
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "instead"),
-    [
+    of_served(
         ("/v1/chat/completions", {"best_of": 2}, "n gives several"),
         ("/v1/chat/completions", {"echo": True}, "continue_final_message"),
         ("/v1/chat/completions", {"extra_body": {"top_k": 5}}, "in the body itself"),
@@ -202,35 +189,33 @@ ANTHROPIC = (MessagesRequest, CountRequest)
         ("/v1/chat/completions", {"vllm_xargs": {"a": 1}}, "plugins"),
         ("/v1/chat/completions", {"lora_path": "sql"}, "no adapter of this server"),
         ("/v1/chat/completions", {"max_output_tokens": 5}, "use max_completion_tokens"),
-        ("/v1/chat/completions", {"prompt": "x"}, "/v1/completions and /v1/responses do"),
+        ("/v1/chat/completions", {"prompt": "x"}, "/v1/completions"),
         ("/v1/responses", {"response_format": {"type": "json_object"}}, "use text.format"),
         ("/v1/messages", {"stop": ["x"]}, "use stop_sequences"),
         ("/v1/embeddings", {"normalize": False}, "length 1"),
-    ],
+    ),
 )
 def test_a_refusal_says_what_is_right(
     any_path: RunningRouter, path: str, fields: dict[str, Any], instead: str
 ) -> None:
-    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
-    answer = any_path.client.post(path, json=BODIES[kind] | fields)
+    answer = any_path.client.post(path, json=BODIES[path] | fields)
     assert answer.status_code == 400
     assert instead in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     ("path", "fields"),
-    [
+    of_served(
         ("/v1/chat/completions", {"best_of": 1, "echo": False, "suffix": "", "vllm_xargs": {}}),
         ("/v1/completions", {"tools": [], "max_completion_tokens": 2, "typical_p": 1, "logits_processors": []}),
         ("/v1/messages", {"n": 1, "presence_penalty": 0, "seed": None}),
         ("/v1/embeddings", {"normalize": True, "embed_dtype": "float32"}),
-    ],
+    ),
 )  # fmt: skip
 def test_what_asks_for_what_is_so_anyway_is_taken(
     any_path: RunningRouter, path: str, fields: dict[str, Any]
 ) -> None:
-    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
-    answer = any_path.client.post(path, json=BODIES[kind] | fields)
+    answer = any_path.client.post(path, json=BODIES[path] | fields)
     assert answer.status_code == 200, answer.text
 
 
@@ -260,7 +245,7 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
 
 @pytest.mark.parametrize(
     ("path", "fields", "sentence"),
-    [
+    of_served(
         ("/v1/completions", {"max_tokens": "ten"}, "max_tokens: must be a whole number, not 'ten'"),
         ("/v1/completions", {"stop": ["x"] * 17}, "stop: must have at most 16 items, not 17"),
         ("/v1/completions", {"stop": ""}, "stop: must not be empty"),
@@ -283,13 +268,12 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
         ),
         ("/v1/embeddings", {"dimensions": 0}, "dimensions: must be from 1 to 2147483647, not 0"),
         ("/tokenize", {"prompt": 5}, "prompt: must be text, not 5; put it in quotes"),
-    ],
+    ),
 )
 def test_a_mistake_is_told_in_plain_words(
     any_path: RunningRouter, path: str, fields: dict[str, Any], sentence: str
 ) -> None:
-    kind = next(kind for kind, its_path in PATHS.items() if its_path == path)
-    answer = any_path.client.post(path, json=BODIES[kind] | fields)
+    answer = any_path.client.post(path, json=BODIES[path] | fields)
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
 
 

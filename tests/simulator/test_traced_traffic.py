@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.cli import main
 from tandem.cluster.replay.reading import TraceReader
-from tandem.engine.scheduling.step_trace import StepTrace
+from tandem.node.step_trace.records import StepTrace
 from tandem.simulator.traffic import rows_of_steps
 from tests.engine.scheduling.driving import Driver
 from tests.simulator.worlds import node_costs
@@ -20,7 +20,7 @@ from tests.simulator.worlds import node_costs
 
 def traced(folder: Path, lengths: list[tuple[int, int]], *, num_blocks: int = 60) -> Path:
     lines: list[bytes] = []
-    driver = Driver(num_blocks=num_blocks, caching=False, trace=StepTrace("decode-0", lines.append))
+    driver = Driver(num_blocks=num_blocks, caching=False, watcher=StepTrace("decode-0", lines.append))
     for number, (prompt, answer) in enumerate(lengths):
         driver.add(f"req-{number}", prompt=prompt, max_tokens=answer)
         if number % 2:

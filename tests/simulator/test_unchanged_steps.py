@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
-from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import BesideCost, CostTable, DecodeRun
 from tandem.simulator.simulation import simulate
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.simulator.worlds import TICK, a_setup, node_costs
 
 BLOCK = 4
@@ -98,11 +97,7 @@ def test_a_scheduler_is_left_as_by_single_steps(
     for scheduler in (together, alone):
         for index, (prompt, answer, text) in enumerate(requests):
             sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
-            request = Request(
-                f"r{index}",
-                RequestFacts(prompt_token_ids=[text] * prompt, sampling=sampling),
-                arrival_time=float(index),
-            )
+            request = made_request(f"r{index}", [text] * prompt, sampling, arrival_time=float(index))
             if prompt + answer < scheduler.max_model_len:
                 scheduler.add_request(request)
     for wanted in at_once:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -15,23 +17,32 @@ import msgspec
 from msgspec import inspect
 
 from tandem.base.logs import ClusterLogs, LogPage, LogsQuery
+from tandem.base.wings import find_wings
 from tandem.cluster.control import AppliedChange, ClusterView, RolloutView
-from tandem.kvtransfer.nccl.pair import Announce, Landed, Leave, Open, Rendezvous
 from tandem.wire.handoff import HandoffMessage
 from tandem.wire.lines import Letter, Resend
 from tandem.wire.nodes import NodeInfo, NodeSighting, RouterInfo, RouterQueue
 from tandem.wire.requests import ToNode, ToRouter
-from tandem.wire.sharing import SharingMessage
 from tandem.wire.versions import WIRE_VERSION
 
 VERSIONS = Path(__file__).parent / "versions"
+# By the module that has them.
+_OF_WINGS = {
+    "tandem.wire.sharing": ("node to node, tiers", ["SharingMessage"]),
+    "tandem.kvtransfer.nccl.pair": ("node to node, NCCL", ["PairMessage", "Rendezvous"]),
+}
+_CHANNELS_OF_WINGS = {
+    channel: reduce(or_, (getattr(module, kind) for kind in kinds))
+    for module in find_wings([*_OF_WINGS])
+    for channel, kinds in [_OF_WINGS[module.__name__]]
+}
+IS_WHOLE = len(_CHANNELS_OF_WINGS) == len(_OF_WINGS)  # no wing with messages was deleted
 CHANNELS: dict[str, Any] = {
     "numbered lines": Letter[Resend],  # whatever message it carries
     "router to node": ToNode | Resend,
     "node to router": ToRouter | Resend,
     "node to node, transfers": HandoffMessage,
-    "node to node, tiers": SharingMessage,
-    "node to node, NCCL": Rendezvous | Open | Announce | Landed | Leave,
+    **_CHANNELS_OF_WINGS,
     "node to controller": NodeInfo,
     "router to controller": RouterInfo | RouterQueue | NodeSighting,
     "command to controller": LogsQuery,

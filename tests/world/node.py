@@ -23,6 +23,7 @@ from tandem.kvtransfer.protocol.endpoint import ASK_S, ProtocolLoop, TransferEnd
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
 from tandem.kvtransfer.protocol.settings import parse_direction
 from tandem.kvtransfer.sources import NodeSources
+from tandem.node.canary.canary import CanaryChecks
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Item, Mailbox
 from tandem.node.service import NodeService
@@ -273,9 +274,11 @@ class WorldNode:
             model,
             self.worker,
             ahead=ahead,
-            canary_share=transfer.canary_share if role is Role.DECODE else 0.0,
             clock=self._step_clock,
         )
+        self.canary = CanaryChecks(self.scheduler, model, transfer.canary_share)
+        if transfer.canary_share and role is Role.DECODE:
+            self.engine.idle_check = self.canary
         self.line = WorldLine(network, process, epoch, lambda: self.step_s)
         rules = PrefillRules() if role is Role.PREFILL else DecodeRules(role)
         if has_news:
@@ -288,7 +291,7 @@ class WorldNode:
             mailbox,
             self.line,
             process.clock,
-            news=(lambda tell: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
+            news=(lambda tell, _: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
             if has_news
             else None,
         )

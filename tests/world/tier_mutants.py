@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from tandem.engine.scheduling.lifecycle import Lifecycle
-from tandem.engine.scheduling.pins import Pins
+from tandem.engine.scheduling.pins.pins import Pins
 from tandem.kvtransfer.offload.cpu import CopyThread
 from tandem.kvtransfer.offload.disk import _CHECKSUM_BYTES, _HEADER, HEADER_BYTES, SlotFile, _checked
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom

@@ -222,7 +222,7 @@ class WrongKV:
 
     def _look_at_findings(self, node: WorldNode, now: float) -> None:
         """A node that has computed a peer's KV again tells the peer that it was wrong, which tells its readers."""
-        for peer, count in node.engine.canary_findings.wrong.items():
+        for peer, count in node.canary.findings.wrong.items():
             key = (node.process.name, node.epoch, peer)
             if self._findings.get(key) == count:
                 continue

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from tandem.base.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
-from tandem.cluster.commands import apply as command
-from tandem.cluster.commands.apply import described, follow, follow_exchange
+from tandem.cluster.commands import operate
+from tandem.cluster.commands.address import WhichCluster
+from tandem.cluster.commands.apply import apply, described, follow, follow_exchange
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import (
@@ -108,9 +109,9 @@ def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     said: list[str] = []
-    monkeypatch.setattr(command, "with_controller", interrupted)
+    monkeypatch.setattr(operate, "with_controller", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.apply(TandemConfig(), None, "http://router", said.append)
+        apply(TandemConfig(), operate.CommandTarget(WhichCluster(), "http://router", said.append))
     assert "the rollout goes on" in said[0]
 
 

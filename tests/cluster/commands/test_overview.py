@@ -17,6 +17,7 @@ from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
 from tandem.cluster.commands.operate import (
+    CommandTarget,
     change_role_of,
     drain,
     drain_nodes,
@@ -348,5 +349,5 @@ def test_a_command_that_changes_a_deployment_says_first_which(
     monkeypatch.setattr(remote_controller, "standing", lambda: ["chat"])
     monkeypatch.setattr(remote_controller, "the_controller", lambda name: controller)
     said: list[str] = []
-    drain(WhichCluster(), ["decode-0"], 1.0, said.append)
+    drain(CommandTarget(WhichCluster(), say=said.append), ["decode-0"], 1.0)
     assert said == [f"chat at {url or 'http://10.0.0.1:8000'}:", "decode-0: everything was finished"]

@@ -161,7 +161,7 @@ def evacuate(
     monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
     monkeypatch.setattr(remote_controller, "standing", lambda: sorted(controllers))
     monkeypatch.setattr(remote_controller, "the_controller", controllers.__getitem__)
-    return operate.evacuate(WhichCluster(), "10.0.0.3", 1.0, said.append)
+    return operate.evacuate(operate.CommandTarget(WhichCluster(), say=said.append), "10.0.0.3", 1.0)
 
 
 def test_a_machine_is_emptied_of_the_nodes_of_every_deployment(monkeypatch: pytest.MonkeyPatch) -> None:

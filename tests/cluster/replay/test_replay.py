@@ -14,7 +14,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.cluster import cli
 from tandem.cluster.replay.command import run
 from tandem.cluster.replay.reading import TraceReader
-from tandem.engine.scheduling.step_trace import StepTrace
+from tandem.node.step_trace.records import StepTrace
 from tests.engine.scheduling.driving import Driver
 
 
@@ -22,7 +22,7 @@ from tests.engine.scheduling.driving import Driver
 def trace(tmp_path: Path) -> Path:
     """Two requests that do not fit: the younger is preempted. In two parts, as when the first is full."""
     lines: list[bytes] = []
-    driver = Driver(num_blocks=5, caching=False, trace=StepTrace("decode-0", lines.append))
+    driver = Driver(num_blocks=5, caching=False, watcher=StepTrace("decode-0", lines.append))
     driver.add("req-a", prompt=7, max_tokens=5)
     driver.add("req-b", prompt=7, max_tokens=5)
     driver.run()

@@ -13,8 +13,8 @@ from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import BlockIds, ConnectorMetadata, ScheduledStep, SchedulerConnector
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 BLOCK = 4
 FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
@@ -35,7 +35,7 @@ def a_cache(num_blocks: int = 60, min_tokens: int = BLOCK, num_lookahead_tokens:
 
 
 def a_request(name: str, tokens: list[int]) -> Request:
-    request = Request(name, RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=8)))
+    request = made_request(name, tokens, SamplingParams(max_tokens=8))
     request.hash_with(HASHER)
     return request
 

@@ -13,8 +13,7 @@ from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.request import Request
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
-from tandem.wire.requests import RequestFacts
-from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 CAPACITY, PER_STEP = 12, 6
 ROWS = PromptEmbeds("float32", 1, b"1234")
@@ -28,10 +27,7 @@ def made(request_id: str, names: str, gap: int = 2) -> Request:
     for name in names:
         media.append(MediaFeature(name, at, LENGTHS[name]))
         at += LENGTHS[name] + gap
-    return Request(
-        request_id,
-        RequestFacts(prompt_token_ids=[0] * at, sampling=SamplingParams(), media=media, images=[b"file"]),
-    )
+    return made_request(request_id, [0] * at, media=media, images=[b"file"])
 
 
 @dataclasses.dataclass
@@ -224,15 +220,8 @@ def test_an_image_is_reused_under_its_salt_alone() -> None:
     cache, runner = EncoderCache(CAPACITY, PER_STEP), FakeRunner()
     encoded = []
     for number, salt in enumerate(["x", "y", "x", None]):
-        request = Request(
-            str(number),
-            RequestFacts(
-                prompt_token_ids=[0] * 9,
-                sampling=SamplingParams(),
-                media=[MediaFeature("a/0", 2, 3)],
-                images=[b"file"],
-                cache_salt=salt,
-            ),
+        request = made_request(
+            str(number), [0] * 9, media=[MediaFeature("a/0", 2, 3)], images=[b"file"], cache_salt=salt
         )
         cache.begin_step(PER_STEP)
         cache.take(request, 0, 9)

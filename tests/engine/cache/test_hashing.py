@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from tandem.base.errors import InvalidRequest
 from tandem.engine.cache.hashing import BlockHasher, extra_keys, make_block_hasher
 from tandem.engine.config import HashAlgorithm
-from tandem.engine.request import Request
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
 from tandem.wire.images import MediaFeature
-from tandem.wire.requests import RequestFacts, block_hashes, root_hash
+from tandem.wire.requests import block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 
@@ -114,9 +113,7 @@ def test_each_kind_of_key_tells_blocks_apart(algorithm):
 
 
 def test_the_salt_is_in_the_first_block_only_and_carried_on_by_the_chain():
-    request = Request(
-        "a", RequestFacts(prompt_token_ids=range(12), sampling=SamplingParams(), cache_salt="s", lora="l")
-    )
+    request = made_request("a", range(12), cache_salt="s", lora="l")
     assert extra_keys(request, 0, 4) == (("lora", b"l"), ("salt", b"s"))
     assert extra_keys(request, 4, 8) == (("lora", b"l"),)
     salted, plain = chain(range(12), cache_salt="s"), chain(range(12))
@@ -124,10 +121,7 @@ def test_the_salt_is_in_the_first_block_only_and_carried_on_by_the_chain():
 
 
 def test_media_are_in_the_blocks_that_they_touch():
-    request = Request(
-        "a",
-        RequestFacts(prompt_token_ids=range(16), sampling=SamplingParams(), media=[MediaFeature("m", 3, 6)]),
-    )
+    request = made_request("a", range(16), media=[MediaFeature("m", 3, 6)])
     touched = [bool(extra_keys(request, start, start + 4)) for start in range(0, 16, 4)]
     assert touched == [True, True, True, False]
 
@@ -136,17 +130,13 @@ def test_media_are_in_the_blocks_that_they_touch():
 def test_a_chain_grown_in_parts_is_the_chain(tokens, cut, algorithm):
     hasher = make_block_hasher(algorithm, 4, "seed")
     whole: list[bytes] = []
-    hasher.extend(
-        whole, Request("a", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(), cache_salt="s"))
-    )
+    hasher.extend(whole, made_request("a", tokens, cache_salt="s"))
     parts: list[bytes] = []
     hasher.extend(
         parts,
-        Request("a", RequestFacts(prompt_token_ids=tokens[:cut], sampling=SamplingParams(), cache_salt="s")),
+        made_request("a", tokens[:cut], cache_salt="s"),
     )
-    hasher.extend(
-        parts, Request("a", RequestFacts(prompt_token_ids=tokens, sampling=SamplingParams(), cache_salt="s"))
-    )
+    hasher.extend(parts, made_request("a", tokens, cache_salt="s"))
     assert parts == whole
 
 

@@ -9,8 +9,8 @@ from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.request import Request
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 FULL = KVCacheGroup(AttentionKind.FULL, 4, (0,))
 STATES = KVCacheGroup(AttentionKind.STATE, 4, (1,), blocks_per_request=3)
@@ -21,9 +21,7 @@ def manager(num_blocks: int, *groups: KVCacheGroup) -> KVCacheManager:
 
 
 def request(name: str, tokens: int) -> Request:
-    return Request(
-        name, RequestFacts(prompt_token_ids=list(range(tokens)), sampling=SamplingParams(max_tokens=8))
-    )
+    return made_request(name, range(tokens), SamplingParams(max_tokens=8))
 
 
 def test_a_request_takes_its_states_with_its_first_token_and_gives_all_back() -> None:

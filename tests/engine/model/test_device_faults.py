@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tandem.engine.core import Engine
-from tandem.engine.request import Request
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.protocol.endpoint import ProtocolLoop
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.requests import KVTransferParams, RequestFacts, TransferRole
+from tandem.wire.requests import KVTransferParams, TransferRole
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.fake_device import FakeDevice
 from tests.engine.model.test_device_order import BLOCK, Truth, engine_on, greedy
@@ -103,11 +103,7 @@ class World:
                 ):
                     transfer = KVTransferParams(f"t-{name}", role, peer.address)
                     node.engine.add_request(
-                        Request(
-                            name,
-                            RequestFacts(prompt_token_ids=prompts[name], sampling=greedy(count)),
-                            transfer=transfer,
-                        )
+                        made_request(name, prompts[name], greedy(count), transfer=transfer)
                     )
             if prompts and chance.random() < aborts:
                 name = chance.choice(sorted(prompts))
@@ -181,7 +177,7 @@ def test_answers_are_right_and_blocks_come_back_whatever_fails(
                 node.told.clear()
                 node.ended.clear()
             world.inject(faults, seed)
-            world.run(seed, truth, 3, aborts=0.01)
+            world.run(seed, truth, 2, aborts=0.01)
             world.settle()
     finally:
         world.close()
@@ -195,7 +191,7 @@ def test_keys_and_values_in_fp8_are_handed_over(
     world = World(path, connector, transfers_on_device, graphs=True, kept=torch.float8_e4m3fn)
     try:
         # A last bit that differs in another batch can become another number of FP8.
-        received = world.run(0, truth, 6, aborts=0.0, tie=0.01)
+        received = world.run(0, truth, 3, aborts=0.0, tie=0.01)
         assert received
         world.settle()
     finally:

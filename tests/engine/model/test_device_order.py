@@ -43,8 +43,8 @@ from tandem.kvtransfer.base import (
     TransferRequest,
     WorkerConnector,
 )
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.fake_device import CUDA, DeviceTensor, FakeDevice, memory
@@ -282,14 +282,12 @@ def test_blocks_of_an_aborted_prompt_are_free_when_the_device_has_written_them(
     writes at once: a step that the device still had to do overwrote that."""
     device = FakeDevice()
     with on_the_device(path, truth, device, graphs=False) as (engine, peer):
-        engine.add_request(
-            Request("long", RequestFacts(prompt_token_ids=list(range(3, 51)), sampling=greedy(4)))
-        )
+        engine.add_request(made_request("long", range(3, 51), greedy(4)))
         for _ in range(3):
             engine.step()
         peer.remote["loaded"] = prompt = list(range(100, 131)) + list(range(5, 30))
         engine.abort_requests(["long"])
-        engine.add_request(Request("loaded", RequestFacts(prompt_token_ids=prompt, sampling=greedy(8))))
+        engine.add_request(made_request("loaded", prompt, greedy(8)))
         tokens: list[int] = []
         for _ in range(12):
             for update in engine.step().updates:
@@ -318,11 +316,7 @@ def test_whatever_comes_and_goes_answers_are_right(path: Path, truth: Truth, see
                 told[name] = []
                 if rng.random() < 0.5:
                     peer.remote[name] = prompts[name]
-                engine.add_request(
-                    Request(
-                        name, RequestFacts(prompt_token_ids=prompts[name], sampling=greedy(lengths[name]))
-                    )
-                )
+                engine.add_request(made_request(name, prompts[name], greedy(lengths[name])))
             alive = sorted(set(prompts) - ended - aborted)
             if alive and rng.random() < 0.08:
                 aborted.add(name := rng.choice(alive))
@@ -356,7 +350,7 @@ OF_THE_MODEL = "ordinary memory: modeling_"
         ("llama", True, 0),
         ("llama", False, 2),
         ("gemma3", False, 0),
-        ("mixtral", False, 0),
+        *more([("mixtral", False, 0)]),
         ("qwen3-moe", False, 0),
         ("deepseek-v3", False, 0),
     ],
@@ -383,11 +377,7 @@ def test_no_step_makes_the_host_wait_for_the_device(
     with on_the_device(tiny.save(name, tmp_path), truth, device, graphs=graphs, drafts=drafts) as (engine, _):
         device.waits.clear()
         for index, sampling in enumerate(asked):
-            engine.add_request(
-                Request(
-                    f"r{index}", RequestFacts(prompt_token_ids=list(range(5, 8 + index)), sampling=sampling)
-                )
-            )
+            engine.add_request(made_request(f"r{index}", range(5, 8 + index), sampling))
             engine.step()
         run_to_the_end(engine)
         assert waits_of_steps(device) == {ORDINARY}
@@ -405,13 +395,11 @@ def test_no_step_with_grammars_makes_the_host_wait_for_the_device(
         device.waits.clear()
         tokens = run_to_the_end(
             engine,
-            Request("free", RequestFacts(prompt_token_ids=[5, 6, 7], sampling=greedy(6))),
-            Request(
+            made_request("free", [5, 6, 7], greedy(6)),
+            made_request(
                 "bound",
-                RequestFacts(
-                    prompt_token_ids=[5, 6, 7],
-                    sampling=SamplingParams(seed=1, grammar=GRAMMAR, max_tokens=12, stop_token_ids=[END]),
-                ),
+                [5, 6, 7],
+                SamplingParams(seed=1, grammar=GRAMMAR, max_tokens=12, stop_token_ids=[END]),
             ),
         )
         assert backend().decode(tokens["bound"]).strip() in {
@@ -429,15 +417,9 @@ def test_no_step_with_adapters_makes_the_host_wait_for_the_device(path: Path, tr
             device.waits.clear()
             tokens = run_to_the_end(
                 engine,
-                Request(f"base-{turn}", RequestFacts(prompt_token_ids=[5, 6, 7], sampling=greedy(6))),
-                Request(
-                    f"one-{turn}",
-                    RequestFacts(prompt_token_ids=[5, 6, 7], sampling=greedy(6), lora=one.identity),
-                ),
-                Request(
-                    f"other-{turn}",
-                    RequestFacts(prompt_token_ids=[5, 6, 7], sampling=greedy(6), lora=other.identity),
-                ),
+                made_request(f"base-{turn}", [5, 6, 7], greedy(6)),
+                made_request(f"one-{turn}", [5, 6, 7], greedy(6), lora=one.identity),
+                made_request(f"other-{turn}", [5, 6, 7], greedy(6), lora=other.identity),
             )
         assert len({tuple(answer) for answer in tokens.values()}) == 3
         assert tokens["base-1"] == truth.of([5, 6, 7])[0][:6]

@@ -21,15 +21,15 @@ from tandem.engine.model.recorded_steps import RecordedSteps
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.tape import LOOKS
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.engine.model.test_decode_graphs import graphed
 from tests.engine.model.test_decode_graphs import load as load_as_on_a_gpu
 from tests.engine.model.test_invalid_logits import Spoiling
+from tests.more import more
 
 BLOCK = 4
 STOPS = tuple(range(3, tiny.VOCAB, 17))
@@ -108,11 +108,7 @@ def live(
     for step in range(2000):
         for index, arrival in enumerate(arrivals):
             if arrival.at_step == step:
-                engine.add_request(
-                    Request(
-                        f"r{index}", RequestFacts(prompt_token_ids=arrival.prompt, sampling=arrival.sampling)
-                    )
-                )
+                engine.add_request(made_request(f"r{index}", arrival.prompt, arrival.sampling))
             if arrival.aborted_at == step:
                 engine.abort_requests([f"r{index}"])
         for update in engine.step().updates:
@@ -181,7 +177,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return loaded
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *more([1])])
 def test_the_tokens_are_those_of_steps_one_after_the_other(runner: TorchRunner, seed: int) -> None:
     """In chunks, with shared prefixes, and with too few blocks for all."""
     arrivals = draw_life(seed, PLAIN, count=14, aborts=0.0)
@@ -197,7 +193,7 @@ def test_the_tokens_are_those_of_steps_one_after_the_other(runner: TorchRunner, 
         assert stats.requests_finished.keys() == {"stop", "length"}
 
 
-@pytest.mark.parametrize("seed", range(2, 4))
+@pytest.mark.parametrize("seed", [2, *more([3])])
 def test_requests_that_need_their_last_token_get_it(runner: TorchRunner, seed: int) -> None:
     """Penalties, bad words and log-probabilities of prompts, beside others."""
     arrivals = draw_life(seed, ALL, count=14, aborts=0.0)
@@ -207,7 +203,7 @@ def test_requests_that_need_their_last_token_get_it(runner: TorchRunner, seed: i
     assert ahead.runner.num_ahead > 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("seed", [4, *more([5])])
 def test_a_storm_of_aborts_changes_nobody_elses_answer(runner: TorchRunner, seed: int) -> None:
     arrivals = draw_life(seed, ALL, count=30, aborts=0.6)
     expected, _ = live(runner, arrivals, ahead=False)
@@ -232,10 +228,8 @@ def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(
     try:
         engine = plain_engine(llama)
         greedy = SamplingParams(temperature=0.0, max_tokens=8)
-        engine.add_request(Request("bad", RequestFacts(prompt_token_ids=[5, 6, 7, 8], sampling=greedy)))
-        engine.add_request(
-            Request("good", RequestFacts(prompt_token_ids=[5, 6, 7, 8, 9, 10, 11], sampling=greedy))
-        )
+        engine.add_request(made_request("bad", [5, 6, 7, 8], greedy))
+        engine.add_request(made_request("good", [5, 6, 7, 8, 9, 10, 11], greedy))
         told: dict[str, Told] = {"bad": Told(), "good": Told()}
         while engine.scheduler.has_work():
             for update in engine.step().updates:
@@ -252,12 +246,7 @@ def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(
 def test_starting_a_step_reads_no_token_of_the_one_before(llama: TorchRunner) -> None:
     """The host's copy of a token that is not read yet is made a token that the model does not have."""
     engine = plain_engine(llama)
-    engine.add_request(
-        Request(
-            "r",
-            RequestFacts(prompt_token_ids=[5, 6, 7], sampling=SamplingParams(temperature=0.0, max_tokens=6)),
-        )
-    )
+    engine.add_request(made_request("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=6)))
     forward, seen = llama.forward, []
 
     def looking(batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
@@ -302,9 +291,7 @@ def test_starting_a_step_looks_at_no_result(llama: TorchRunner) -> None:
     try:
         for index, sampling in enumerate((KINDS[0], SamplingParams(seed=11, logprobs=2), KINDS[4])):
             sampling = msgspec.structs.replace(sampling, max_tokens=5)
-            engine.add_request(
-                Request(f"r{index}", RequestFacts(prompt_token_ids=[5, 6, 7, index], sampling=sampling))
-            )
+            engine.add_request(made_request(f"r{index}", [5, 6, 7, index], sampling))
         while engine.scheduler.has_work():
             engine.step()
     finally:
@@ -316,9 +303,7 @@ def test_starting_a_step_looks_at_no_result(llama: TorchRunner) -> None:
 
 def test_a_step_under_way_is_finished_before_the_engine_ends(llama: TorchRunner) -> None:
     engine = plain_engine(llama)
-    engine.add_request(
-        Request("r", RequestFacts(prompt_token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=6)))
-    )
+    engine.add_request(made_request("r", [5, 6, 7], SamplingParams(max_tokens=6)))
     assert engine.step().updates == []
     assert llama._unfinished is not None
     engine.shutdown()

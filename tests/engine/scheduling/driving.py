@@ -10,7 +10,7 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.step_trace import StepTrace
+from tandem.engine.scheduling.state import StepWatcher
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -116,7 +116,7 @@ class Driver:
         caching: bool = True,
         checkpoint_tokens: int = BLOCK,
         clock: Callable[[], float] = lambda: 0.0,
-        trace: StepTrace | None = None,
+        watcher: StepWatcher | None = None,
         encoder_tokens: int | None = None,
         **config: object,
     ) -> None:
@@ -138,9 +138,10 @@ class Driver:
             connector,
             on_failure,
             clock,
-            trace=trace,
             reads_images=encoder_tokens is not None,
         )
+        if watcher is not None:
+            self.scheduler.watch_with(watcher)
         self._arrivals = itertools.count()
         self.outputs: dict[str, list[int]] = {}
         self.updates: dict[str, list[TokenChunk]] = {}

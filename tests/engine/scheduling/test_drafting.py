@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.drafting import DraftJudge
+from tandem.engine.scheduling.drafting.judge import DraftJudge
 from tandem.engine.scheduling.output import CachedRequestData, SchedulerOutput
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 LOSS = 0.02
 
@@ -44,9 +44,7 @@ class Node:
 
     @staticmethod
     def request(name: str) -> Request:
-        request = Request(
-            name, RequestFacts(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1 << 30))
-        )
+        request = made_request(name, [1], SamplingParams(max_tokens=1 << 30))
         request.limit(1 << 30, frozenset())
         request.num_computed_tokens = request.num_tokens
         return request

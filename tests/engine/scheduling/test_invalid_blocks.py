@@ -10,8 +10,9 @@ from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
-from tandem.wire.requests import RequestFacts, TokenChunk
-from tandem.wire.sampling import FinishReason, SamplingParams
+from tandem.wire.requests import TokenChunk
+from tandem.wire.sampling import FinishReason
+from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import (
     BLOCK,
     FULL,
@@ -222,10 +223,8 @@ def fail(driver: Driver, step: SchedulerOutput, request_id: str, error: TandemEr
 
 def found(driver: Driver, prompt: list[int] = PROMPT) -> int:
     """How many tokens of the prompt with the image another request would find."""
-    request = Request(
-        "asks",
-        RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams(), media=IMAGE, images=[b"file"]),
-        block_hasher=driver.scheduler.block_hasher,
+    request = made_request(
+        "asks", prompt, media=IMAGE, images=[b"file"], block_hasher=driver.scheduler.block_hasher
     )
     return driver.scheduler.find_prefix(request)[1]
 

@@ -10,12 +10,11 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
-from tandem.engine.request import Request
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.state import FEWEST_TOKENS, Pace
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
+from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import Driver
 
 # A core that needs 20 ms for a step and a millisecond for each token of a prompt.
@@ -197,14 +196,7 @@ def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: b
 
     def add(name: str, prompt: int, max_tokens: int) -> None:
         tokens = [100 + (len(name) * 7 + i) % 1000 for i in range(prompt)]
-        engine.add_request(
-            Request(
-                name,
-                RequestFacts(
-                    prompt_token_ids=tokens, sampling=SamplingParams(max_tokens=max_tokens, temperature=0)
-                ),
-            )
-        )
+        engine.add_request(made_request(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0)))
 
     add("decodes", 1500, 200)
     while not engine.step().updates:

@@ -7,16 +7,11 @@ import random
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.queue import RequestQueue, WaitingRequests, make_policy
-from tandem.wire.requests import RequestFacts
-from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 
 
 def request(name: str, *, tokens: int = 3, priority: int = 0, arrival: float = 0.0) -> Request:
-    return Request(
-        name,
-        RequestFacts(prompt_token_ids=[1] * tokens, sampling=SamplingParams(), priority=priority),
-        arrival_time=arrival,
-    )
+    return made_request(name, [1] * tokens, priority=priority, arrival_time=arrival)
 
 
 def bury(queue: RequestQueue, victim: Request) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.base.errors import ContextLengthExceeded, InvalidRequest
-from tandem.engine.request import Request
-from tandem.wire.requests import RequestFacts
-from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import BLOCK, Driver
 
 
@@ -44,9 +42,7 @@ def test_a_duplicate_id_leaves_the_first_alone():
     driver = Driver()
     driver.add("a", prompt=5, max_tokens=2)
     with pytest.raises(InvalidRequest, match="already here") as caught:
-        driver.scheduler.add_request(
-            Request("a", RequestFacts(prompt_token_ids=[1, 2], sampling=SamplingParams()))
-        )
+        driver.scheduler.add_request(made_request("a", [1, 2]))
     assert caught.value.param == "request_id"
     driver.run()
     assert len(driver.outputs["a"]) == 2
@@ -78,9 +74,7 @@ def test_a_token_that_is_none(token):
 def test_a_token_that_is_none_of_a_request_that_nobody_hashed():
     driver = Driver()
     with pytest.raises(InvalidRequest, match="token id"):
-        driver.scheduler.add_request(
-            Request("a", RequestFacts(prompt_token_ids=[1, 2, 3, -4], sampling=SamplingParams()))
-        )
+        driver.scheduler.add_request(made_request("a", [1, 2, 3, -4]))
     assert not driver.scheduler.has_unfinished_requests()
 
 

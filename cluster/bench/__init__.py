@@ -1,0 +1,1 @@
+"""`tandem bench`: one run of the load generator (loadgen/), from its flags to its table."""

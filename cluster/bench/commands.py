@@ -1,0 +1,12 @@
+"""The command of this folder, as `tandem` finds it."""
+
+from tandem.cluster.commands.parser import MEASURE, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.bench.command",
+        "bench",
+        "measure any OpenAI-compatible server as its users feel it",
+        MEASURE,
+    ),
+)

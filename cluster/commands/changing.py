@@ -1,0 +1,163 @@
+"""The commands that change a running cluster: their options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+
+from tandem.cluster.commands.options import add_address, add_operated, add_router, target_of
+from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.parser import CHANGE, Command
+from tandem.cluster.commands.setting_options import add_settings, read_settings
+
+
+def _describe_apply(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the same as --config FILE")
+    parser.add_argument("--dry-run", action="store_true", help="show what would change, and change nothing")
+    parser.add_argument(
+        "--no-wait", action="store_true", help="return when the change is recorded, not when it is done"
+    )
+    parser.add_argument("--back", action="store_true", help="take back the rollout that is under way")
+    add_settings(parser)
+    add_address(parser, with_name=False)
+    add_router(parser)
+    add_output(parser)
+
+
+def _apply(options: argparse.Namespace) -> int:
+    from tandem.base.errors import ConfigurationError
+    from tandem.cluster.commands.apply import apply, go_back
+
+    if options.back:
+        done = go_back(target_of(options))
+        if wants_json(options):
+            print_json({"done": done})
+        return 0 if done else 1
+    if options.file is not None:
+        if options.config is not None:
+            raise ConfigurationError("FILE and --config FILE name two files: leave one out")
+        options.config = options.file
+    config = read_settings(options).config
+    # A router belongs to one deployment, so its name is not needed.
+    options.name = config.name if options.url is None else None
+    change, done = apply(config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait)
+    if wants_json(options):
+        print_json({"change": change, "done": done})
+    return 0 if done else 1
+
+
+def _describe_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sizes", nargs="+", metavar="POOL=N", help="such as prefill=3 decode=2")
+    add_operated(parser)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import scale
+
+    return _printed(options, "changes", scale(target_of(options), options.sizes))
+
+
+def _describe_drain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "nodes", nargs="+", metavar="NODE", help="a node's name, or the address of its machine"
+    )
+    _add_limit(parser)
+    add_operated(parser)
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import drain
+
+    finished = drain(target_of(options), options.nodes, _limit_s(options))
+    return _printed(options, "finished", finished, whole=all(finished.values()))
+
+
+def _describe_evacuate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("machine", metavar="ADDRESS")
+    _add_limit(parser)
+    add_operated(parser)
+
+
+def _evacuate(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import evacuate
+
+    finished = evacuate(target_of(options), options.machine, _limit_s(options))
+    return _printed(options, "finished", finished, whole=all(finished.values()))
+
+
+def _add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds that nodes may take to finish their requests (default 60)",
+    )
+
+
+def _limit_s(options: argparse.Namespace) -> float:
+    from tandem.cluster.control import DRAIN_S
+
+    return DRAIN_S if options.timeout is None else float(options.timeout)
+
+
+def _describe_role(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("node", metavar="NODE")
+    parser.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
+    add_operated(parser)
+
+
+def _role(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import change_role
+
+    role = change_role(target_of(options), options.node, options.role)
+    if wants_json(options):
+        print_json({"node": options.node, "role": role})
+    return 0
+
+
+def _describe_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a pool (prefill, decode, aggregated, encode) or a node; none: all",
+    )
+    add_operated(parser)
+
+
+def _pause(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import pause
+
+    return _printed(options, "paused", pause(target_of(options), options.names))
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import resume
+
+    return _printed(options, "paused", resume(target_of(options), options.names))
+
+
+def _reset_cache(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.operate import reset_cache
+
+    return _printed(options, "reset", reset_cache(target_of(options), options.names))
+
+
+def _printed(options: argparse.Namespace, name: str, result: object, *, whole: bool = True) -> int:
+    """Prints the result where it is to be JSON. Returns the exit status."""
+    if wants_json(options):
+        print_json({name: result})
+    return 0 if whole else 1
+
+
+COMMANDS = (
+    Command("apply", "give a running cluster another configuration, while it serves", CHANGE, _describe_apply, _apply),
+    Command("scale", "change how many nodes the pools have", CHANGE, _describe_scale, _scale),
+    Command("drain", "let nodes finish their requests, then end them", CHANGE, _describe_drain, _drain),
+    Command("evacuate", "empty a machine that is about to go away; other machines take over", CHANGE, _describe_evacuate, _evacuate),
+    Command("role", "move a node to another pool, with the weights that it has loaded", CHANGE, _describe_role, _role),
+    Command("pause", "hold back new requests; running ones go on", CHANGE, _describe_names, _pause),
+    Command("resume", "end a pause", CHANGE, _describe_names, _resume),
+    Command(
+        "reset-cache", "empty prefix caches, in every tier; running requests keep their blocks", CHANGE, _describe_names, _reset_cache
+    ),
+)  # fmt: skip

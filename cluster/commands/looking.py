@@ -1,0 +1,208 @@
+"""The commands that use a running cluster and look at it: their options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from tandem.cluster.commands.options import add_address, add_operated, add_server, which_cluster
+from tandem.cluster.commands.output import add_output, print_json, print_json_line, wants_json
+from tandem.cluster.commands.parser import LOOK, Command
+
+if TYPE_CHECKING:
+    from tandem.cluster.admin import OperatedCluster
+
+LEVELS = ("debug", "info", "warning", "error")
+LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
+
+
+def _describe_chat(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message before the conversation")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="longest reply")
+    # Lower than the API's 1.0, at which small models lose the thread.
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.3, help="0 always says the same (default 0.3)"
+    )
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.commands.chat import ChatClient, chat
+    from tandem.cluster.commands.router_url import choose_url
+
+    with closing(ChatClient(choose_url(options.url), key_from_environment())) as client:
+        sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return chat(client, Console(), options.system, given)
+
+
+def _describe_status(parser: argparse.ArgumentParser) -> None:
+    add_address(parser)
+    add_output(parser)
+    parser.add_argument("--url", help="ask only this router, from any machine that reaches it")
+    parser.add_argument("--all", action="store_true", help="list the deployments on that Ray cluster")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        const=2.0,
+        type=float,
+        metavar="S",
+        help="update every S seconds (2), until interrupted",
+    )
+
+
+def _status(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.api_client import key_from_environment
+    from tandem.cluster.commands.status import fetch_status, show_status
+
+    if options.all:
+        return _list_deployments(options)
+    key = key_from_environment()
+    if options.watch is not None:
+        return _watch_status(options, key)
+    if options.url:
+        seen = fetch_status(options.url, key)
+        if not wants_json(options):
+            return show_status(seen, Console())
+        print_json(seen)
+        return 1 if seen["router"]["unhealthy"] else 0
+    from tandem.cluster.commands.operate import with_controller
+    from tandem.cluster.commands.overview import answers_now, overview, show_overview
+
+    view = with_controller(which_cluster(options), lambda controller: controller.view())
+    if wants_json(options):
+        plain = overview(view, key)
+        print_json(plain)
+        return 0 if answers_now(plain) else 1
+    # If the output is not a terminal, the screen is as wide as needed.
+    return show_overview(view, key, Console(width=None if sys.stdout.isatty() else 160))
+
+
+def _list_deployments(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.base.errors import ConfigurationError
+    from tandem.cluster.commands.deployments import list_deployments, show_deployments
+
+    if options.url is not None or options.name is not None or options.watch is not None:
+        raise ConfigurationError("--all lists every deployment once: leave out --url, --name and --watch")
+    found = list_deployments(which_cluster(options))
+    if wants_json(options):
+        print_json(found)
+    else:
+        show_deployments(found, Console(width=None if sys.stdout.isatty() else 160))
+    return 0 if found and all(one.serves for one in found) else 1
+
+
+def _watch_status(options: argparse.Namespace, key: str | None) -> int:
+    """Shows the status until it is interrupted. Joins the cluster once."""
+    import asyncio
+
+    from rich.console import Console
+
+    from tandem.base.errors import ConfigurationError
+    from tandem.cluster.commands.operate import with_controller
+    from tandem.cluster.commands.overview import overview, show_overview
+    from tandem.cluster.commands.status import fetch_status, show_status
+
+    if not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
+        raise ConfigurationError(
+            f"--watch must be seconds from {LEAST_WATCH_S:g} to {MOST_WATCH_S:g}, not {options.watch:g}"
+        )
+    console, as_lines = Console(), wants_json(options)
+
+    async def watch(look: Callable[[], Awaitable[Callable[[], object]]]) -> int:
+        while True:
+            show = await look()
+            if not as_lines:
+                console.clear()
+            show()
+            await asyncio.sleep(options.watch)
+
+    if options.url:
+
+        async def look_at_router() -> Callable[[], object]:
+            seen = await asyncio.to_thread(fetch_status, options.url, key)
+            return lambda: print_json_line(seen) if as_lines else show_status(seen, console)
+
+        return asyncio.run(watch(look_at_router))
+
+    async def watch_cluster(controller: OperatedCluster) -> int:
+        async def look() -> Callable[[], object]:
+            view = await controller.view()
+            if as_lines:
+                return lambda: print_json_line(overview(view, key))
+            return lambda: show_overview(view, key, console)
+
+        return await watch(look)
+
+    return with_controller(which_cluster(options), watch_cluster)
+
+
+def _describe_top(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    parser.add_argument("--once", action="store_true", help="print it once, then end")
+    parser.add_argument(
+        "--every", type=float, default=2.0, metavar="S", help="seconds between two updates (default 2)"
+    )
+    add_output(parser)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tandem.cluster.api_client import ApiClient, key_from_environment
+    from tandem.cluster.commands.router_url import choose_url
+    from tandem.cluster.commands.top import run
+
+    with closing(ApiClient(choose_url(options.url), key_from_environment())) as client:
+        return run(client, Console(), options.every, once=options.once, as_json=wants_json(options))
+
+
+def _describe_logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a node, a router, controller, or a pool for all of its nodes; none: all",
+    )
+    parser.add_argument("-f", "--follow", action="store_true", help="also show new lines, until interrupted")
+    parser.add_argument(
+        "--lines", type=int, metavar="N", help="the last N lines of each process (default 100)"
+    )
+    parser.add_argument("--since", metavar="TIME", help="only lines of the last TIME, such as 30s, 10m or 2h")
+    parser.add_argument("--request", metavar="ID", help="only lines about this request, on every process")
+    parser.add_argument("--level", choices=LEVELS, default="debug", help="the lowest level to show")
+    add_operated(parser)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.logs import LogFilter, parse_age, show_logs
+
+    chosen = LogFilter(
+        names=options.names,
+        lines=options.lines,
+        since_s=parse_age(options.since) if options.since is not None else None,
+        request=options.request,
+        level=options.level,
+    )
+    show_logs(
+        which_cluster(options), chosen, follow=options.follow, as_json=wants_json(options), url=options.url
+    )
+    return 0
+
+
+COMMANDS = (
+    Command("chat", "talk to a running server", LOOK, _describe_chat, _chat),
+    Command("status", "a running cluster on one screen", LOOK, _describe_status, _status),
+    Command("top", "the cluster as it is now, and its slowest requests by cause", LOOK, _describe_top, _top),
+    Command("logs", "the log lines of the cluster's processes, from all machines", LOOK, _describe_logs, _logs),
+)  # fmt: skip

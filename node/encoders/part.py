@@ -1,0 +1,54 @@
+"""Asks encoder nodes for the rows of the images in this node's requests, if their routers name some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.engine.request import Request
+from tandem.node.encoders.desk import EncoderDesk, RowsCame
+from tandem.node.status import copied
+from tandem.node.wings import PartContext, ServicePart
+from tandem.wire.embeds import TYPES
+from tandem.wire.requests import Submit
+
+
+def make(context: PartContext) -> ServicePart | None:
+    info = context.engine.runner.info
+    return EncodersPart(context) if info.images is not None and info.dtype in TYPES else None
+
+
+class EncodersPart(ServicePart):
+    def __init__(self, context: PartContext) -> None:
+        config, info = context.config, context.engine.runner.info
+        self._scheduler = context.engine.scheduler
+        self._in_step = context.in_step
+        self._desk = EncoderDesk(
+            config.host,
+            config.node_id,
+            model=info.content,
+            dtype=info.dtype,
+            width=info.image_row_size,
+            patience_s=config.timeouts.encoder_s,
+            deliver=self._deliver,
+            clock=context.clock,
+        )
+
+    def _deliver(self, came: RowsCame) -> None:
+        self._in_step(lambda: self._scheduler.rows_came(came.identifier, came.rows))
+
+    def admitted(self, request: Request, submit: Submit, now: float) -> None:
+        if submit.encoders:
+            parts = self._scheduler.expect_rows(submit.request_id)
+            self._desk.ask_for(parts, submit.encoders, submit.images, submit.cache_salt)
+
+    def before_step(self, now: float) -> None:
+        self._desk.look(now)
+
+    def seconds_until_due(self, now: float) -> float | None:
+        return self._desk.seconds_until_due(now)
+
+    def count(self, counters: dict[str, Any]) -> None:
+        counters["encoder_fallbacks"] = copied(self._desk.fallbacks)
+
+    def stop(self) -> None:
+        self._desk.close()

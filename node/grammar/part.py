@@ -1,0 +1,65 @@
+"""Requests whose grammar is not compiled yet wait for it, and fail alone if it cannot be."""
+
+from __future__ import annotations
+
+from tandem.engine.request import Request, RequestStatus
+from tandem.engine.structured.desk import GrammarDesk, GrammarReady
+from tandem.engine.structured.grammars import Grammars
+from tandem.node.wings import PartContext, ServicePart
+from tandem.wire.requests import Submit
+
+
+def make(context: PartContext) -> ServicePart | None:
+    grammars = context.engine.runner.grammars
+    return GrammarPart(context, grammars) if grammars is not None else None
+
+
+class GrammarPart(ServicePart):
+    def __init__(self, context: PartContext, grammars: Grammars) -> None:
+        self._context = context
+        self._grammars = grammars
+        self._desk: GrammarDesk | None = None  # made for the first request with a grammar
+
+    def prepare(self, request: Request) -> None:
+        if (grammar := request.facts.sampling.grammar) is None:
+            return
+        if self._desk is None:
+            context = self._context
+            self._desk = GrammarDesk(
+                self._grammars,
+                context.config.timeouts.grammar_s,
+                lambda ready: context.in_step(lambda: self._ready(ready)),
+            )
+        if self._desk.must_wait(grammar):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+
+    def admitted(self, request: Request, submit: Submit, now: float) -> None:
+        grammar = request.facts.sampling.grammar
+        if self._desk is None or grammar is None or request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
+            return
+        # A router's salts begin with what is the key's own.
+        tenant = (request.cache_salt or "").partition("/")[0]
+        self._desk.begin(request.request_id, grammar, now, tenant)
+
+    def forget(self, request_id: str) -> None:
+        if self._desk is not None:
+            self._desk.forget(request_id)
+
+    def before_step(self, now: float) -> None:
+        for request_id, error in self._desk.overdue(now) if self._desk is not None else ():
+            self._context.fail(request_id, error)
+
+    def seconds_until_due(self, now: float) -> float | None:
+        return self._desk.seconds_until_due(now) if self._desk is not None else None
+
+    def stop(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
+
+    def _ready(self, ready: GrammarReady) -> None:
+        if self._desk is None or not self._desk.forget(ready.request_id):
+            return  # the request has ended, or was overdue
+        if ready.error is None:
+            self._context.engine.scheduler.wake(ready.request_id)
+        else:
+            self._context.fail(ready.request_id, ready.error)

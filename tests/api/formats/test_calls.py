@@ -1,0 +1,104 @@
+"""Calls as models of each family write them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.api.formats.calls import CallReader
+from tandem.api.formats.registry import CALLS
+from tandem.api.pieces import Arguments, CallBegins, Piece, Text
+from tandem.api.settings import ToolFormat
+from tests.small_model import HERMES, PARIS
+
+
+def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    reader = CallReader(CALLS[name], {})
+    pieces: list[Piece] = []
+    edges = [0, *sorted(cuts or []), len(text)]
+    for start, end in itertools.pairwise(edges):
+        pieces += reader.push(text[start:end])
+    pieces += reader.finish()
+    written: list[list[str]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegins):
+            written.append([piece.name, ""])
+        elif isinstance(piece, Arguments):
+            written[-1][1] += piece.text
+    calls = [(name, json.loads(arguments)) for name, arguments in written]
+    return "".join(piece.text for piece in pieces if isinstance(piece, Text)), calls
+
+
+MARKS = '</tool_call> \\"<tool_call>\\" [TOOL_CALLS] }; {'  # in a string of a call
+SAYS_MARKS = ("say", {"text": json.loads(f'"{MARKS}"')})
+SAID = '{"text": "' + MARKS + '"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (ToolFormat.HERMES, HERMES, ("", [PARIS])),
+        (ToolFormat.HERMES, "Let me see. " + HERMES + "\n" + HERMES, ("Let me see. ", [PARIS, PARIS])),
+        (ToolFormat.HERMES, HERMES.removesuffix("</tool_call>"), ("", [PARIS])),
+        (ToolFormat.HERMES, '<tool_call>{"name": "now"}</tool_call>', ("", [("now", {})])),
+        (ToolFormat.HERMES, "no call, just a < b", ("no call, just a < b", [])),
+        (ToolFormat.HERMES, "<tool_call>not json</tool_call> so", ("<tool_call>not json</tool_call> so", [])),
+        (ToolFormat.HERMES, "<tool_call>cut off", ("<tool_call>cut off", [])),
+        (ToolFormat.HERMES, "<tool_c", ("<tool_c", [])),
+        (ToolFormat.LLAMA3, '{"name": "weather", "parameters": {"city": "Paris"}}', ("", [PARIS])),
+        (ToolFormat.LLAMA3, '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}', ("", [PARIS])),
+        (ToolFormat.LLAMA3, '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', ("", [("now", {})] * 2)),
+        (ToolFormat.LLAMA3, '{"a": 1}', ('{"a": 1}', [])),
+        (ToolFormat.LLAMA3, "plain text {", ("plain text {", [])),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]', ("", [PARIS])),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS]weather{"city": "Paris"}', ("", [PARIS])),
+        (ToolFormat.MISTRAL, '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now[ARGS]{}', ("", [("now", {})] * 2)),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS] what", ("[TOOL_CALLS] what", [])),
+        (ToolFormat.HERMES, '<tool_call>{"name": "say", "arguments": ' + SAID + "}</tool_call>" + HERMES, ("", [SAYS_MARKS, PARIS])),
+        (ToolFormat.HERMES, '<tool_call>{"arguments": ' + SAID + ', "name": "say"}</tool_call>\nso', ("\nso", [SAYS_MARKS])),
+        (ToolFormat.HERMES, '<tool_call>{"arguments": ' + SAID + ', "name": "say"}', ("", [SAYS_MARKS])),
+        (ToolFormat.HERMES, '<tool_call>{"a": "b</tool_call> "so" ' + HERMES, ('<tool_call>{"a": "b</tool_call> "so" ', [PARIS])),
+        (ToolFormat.HERMES, '<tool_call>{"a": "b</tool_call> so', ('<tool_call>{"a": "b</tool_call> so', [])),
+        (ToolFormat.HERMES, '<tool_call>5" or so</tool_call>' + HERMES, ('<tool_call>5" or so</tool_call>', [PARIS])),
+        (ToolFormat.LLAMA3, '{"parameters": ' + SAID + ', "name": "say"}; {"name": "now", "parameters": {}};', ("", [SAYS_MARKS, ("now", {})])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]say" + SAID + "[TOOL_CALLS]now[ARGS]{}", ("", [SAYS_MARKS, ("now", {})])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]say[ARGS]" + SAID, ("", [SAYS_MARKS])),
+        (ToolFormat.MISTRAL, "[TOOL_CALLS]now{} and {}", (" and {}", [("now", {})])),
+    ],
+)  # fmt: skip
+def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple[str, list[Any]]) -> None:
+    assert read(text, name) == expected
+    assert read(text, name, list(range(len(text)))) == expected
+
+
+@given(
+    text=st.lists(
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                "<tool",
+                "x",
+                " ",
+                "\n",
+                '{"name": "f"}',
+                "{",
+                '"',
+                "\\",
+                '": "',
+                '{"name": "',
+                HERMES,
+            ]
+        ),
+        max_size=6,
+    ).map("".join),
+    data=st.data(),
+)
+def test_calls_do_not_depend_on_how_the_text_is_cut(text: str, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    assert read(text, ToolFormat.HERMES, cuts) == read(text, ToolFormat.HERMES)

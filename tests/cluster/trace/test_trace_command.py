@@ -1,0 +1,251 @@
+"""`tandem trace`: the sums that it makes of a trace, and how it prints them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from rich.console import Console
+
+from tandem.base.errors import ConfigurationError, InternalError, RequestError, Unavailable
+from tandem.cluster.cli import main
+from tandem.cluster.trace import wings
+from tandem.cluster.trace.account import a_step, first_token_s, handover, rows, way_to_first_token
+from tandem.cluster.trace.command import TraceClient, run
+from tandem.cluster.trace.text import show_trace
+from tandem.router.tracing.record import Arrival, NodePart, TraceList, TraceRecord, TraceSummary
+from tandem.wire.tracing import Span, TracePhase, TransferRecord
+
+
+def record(**fields: Any) -> TraceRecord:
+    """A prompt of two chunks on one node, an answer of four tokens on another. Milliseconds, at 50 s."""
+
+    def spans(*given: tuple[Any, ...]) -> list[Span]:
+        return [Span(phase, 50 + start / 1e3, 50 + end / 1e3, *more) for phase, start, end, *more in given]
+
+    prefill = spans(
+        (TracePhase.INBOX, 5, 7), (TracePhase.QUEUE, 7, 8),
+        (TracePhase.STEP, 8, 51, 256), (TracePhase.PREFILL, 9, 50, 256),
+        (TracePhase.STEP, 52, 101, 256), (TracePhase.PREFILL, 53, 100, 256),
+        (TracePhase.PLAN, 8, 9), (TracePhase.WRITE, 51, 60, 256, 0, 1 << 20), (TracePhase.WRITE, 101, 104, 256, 0, 1 << 20),
+        (TracePhase.NOTICE, 104, 107),
+    )  # fmt: skip
+    decode = spans(
+        (TracePhase.INBOX, 5, 5.5), (TracePhase.QUEUE, 5.5, 6), (TracePhase.RECEIVE, 6, 106, 512), (TracePhase.REGISTER, 6, 8),
+        (TracePhase.RESUME, 106, 108), (TracePhase.STEP, 108, 131, 1), (TracePhase.DECODE, 109, 129, 1),
+        (TracePhase.STEP, 132, 153, 1), (TracePhase.DECODE, 132, 152, 1), (TracePhase.DECODE, 155, 175, 1),
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "request_id": "req", "answer_id": "cmpl-1", "trace_id": "t" * 32, "span_id": "b" * 16, "parent_id": None,
+        "trace_state": "", "route": "/v1/completions", "model": "m", "began": 50.0, "began_unix_s": 1e9,
+        "ended": 50.178, "status": 200, "prompt_tokens": 512, "output_tokens": 4, "decisions": ["least wait"],
+        "router": spans((TracePhase.READ, 0, 1), (TracePhase.TOKENIZE, 1, 3), (TracePhase.WAIT, 3, 3), (TracePhase.ROUTE, 3, 4),
+                        (TracePhase.FLUSH, 102, 103, 1), (TracePhase.FLUSH, 131, 131.5, 1), (TracePhase.FLUSH, 154, 154.5, 1),
+                        (TracePhase.FLUSH, 177, 177.5, 1)),
+        "arrivals": [Arrival(50.102, "p0", 1), Arrival(50.131, "d0", 1), Arrival(50.154, "d0", 1),
+                     Arrival(50.177, "d0", 1)],
+        "nodes": [NodePart("p0", "prefill", "r-1", prefill, 0.0, 0.0), NodePart("d0", "decode", "r-1", decode, 2.0, 0.0004)],
+        "missing": [],
+    }  # fmt: skip
+    return TraceRecord(**(given | fields))
+
+
+def named(items: Any) -> dict[str, float]:
+    return {item.name: round(item.seconds * 1e3, 3) for item in items}
+
+
+def test_the_parts_of_the_way_to_the_first_token_add_up_to_it() -> None:
+    parts = named(way_to_first_token(record()))
+    assert parts == {
+        "reading and checking": 1.0,
+        "template and tokens": 2.0,
+        "waiting for a place": 0.0,
+        "to the node": 2.0,
+        "until the step under way was over": 2.0,
+        "in line, planning": 2.0,
+        "forward, 2×": 88.0,
+        "between its steps": 3.0,
+        "booking, to the router": 2.0,
+    }
+    first = first_token_s(record())
+    assert first is not None
+    assert sum(parts.values()) == pytest.approx(first * 1e3)
+
+
+def test_an_answer_that_is_sent_whole_had_its_first_token_long_before() -> None:
+    """`tandem top`, the page and the metrics count the same time."""
+    whole = record(router=[Span(TracePhase.FLUSH, 50.177, 50.178, 4)])
+    assert first_token_s(whole) == pytest.approx(0.102)
+    assert "text, to the connection (beside the next step)" not in named(a_step(whole))
+    out = Console(file=io.StringIO(), width=120)
+    show_trace(out, whole)
+    assert "first token after 102.0 ms, sent whole after 178.0 ms" in out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_parts_of_the_handover_add_up_to_it() -> None:
+    parts = named(handover(record()))
+    assert parts == {"KV that was left to send": 4.0, "notice": 2.0, "until the first decoding step": 3.0}
+
+
+def test_a_step_is_its_forward_pass_and_what_is_around_it() -> None:
+    parts = named(a_step(record()))
+    assert parts["forward"] == 20.0
+    assert parts["between two forwards"] == 3.0
+    assert parts["to the router (beside the next step)"] == 2.0
+    assert parts["text, to the connection (beside the next step)"] == 0.5
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(TracePhase)), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["p", "d"])
+        ),
+        max_size=25,
+    ),
+    st.lists(st.floats(0, 2), max_size=5),
+    st.one_of(st.none(), st.floats(0, 3)),
+)
+def test_any_trace_can_be_shown_and_its_parts_never_exceed_the_whole(
+    spans: list[tuple[TracePhase, float, float, str]], arrivals: list[float], took: float | None
+) -> None:
+    nodes = [
+        NodePart(
+            name, "x", "r", [Span(p, 50 + s, 50 + s + d) for p, s, d, on in spans if on == name], 0.0, None
+        )
+        for name in ("p", "d")
+    ]
+    flushes = [Span(TracePhase.FLUSH, 50 + at, 50 + at + 0.001, 1) for at in arrivals]
+    made = record(
+        nodes=nodes,
+        router=flushes,
+        arrivals=[Arrival(50 + at, "d", 1) for at in sorted(arrivals)],
+        ended=None if took is None else 50 + took,
+    )
+    show_trace(Console(file=io.StringIO(), width=120), made)
+    first = first_token_s(made)
+    items = way_to_first_token(made)
+    assert all(item.seconds >= 0 for item in (*items, *handover(made)))
+    if items:
+        assert first is not None
+        assert sum(item.seconds for item in items) <= max(first, max(arrivals)) + 1.0
+    assert sum(row.count for row in rows(made)) == len(flushes) + sum(
+        span.phase is not TracePhase.STEP for part in nodes for span in part.spans
+    )
+
+
+def shown(made: TraceRecord) -> str:
+    out = io.StringIO()
+    show_trace(Console(file=out, width=140), made)
+    return out.getvalue()
+
+
+def test_the_terminal_shows_every_phase_once_and_folds_steps() -> None:
+    text = shown(record())
+    assert "512 tokens in, 4 out" in text
+    assert "first token after 102.0 ms" in text
+    assert "decode ×3" in text
+    assert text.count("write") == 2
+    assert "1.0 MiB" in text
+    assert "d0's times are right to within 0.40 ms" in text
+    assert "handover" in text
+
+
+def test_the_terminal_says_what_became_of_the_kv() -> None:
+    sent = TransferRecord(
+        "r-1", "sent", 2 << 20, 32, 40, 1 << 20, waits={"first_byte": 0.0002, "handover": 0.006}
+    )
+    failed = TransferRecord("r-1", "peer_lost", 0, 0, waits={"handshake": 0.0, "register": 0.002})
+    prefill, decode = record().nodes
+    nodes = [structs.replace(prefill, transfer=sent), structs.replace(decode, transfer=failed)]
+    text = " ".join(shown(record(nodes=nodes)).split())
+    assert (
+        "p0's KV transfer: sent, 2.0 MiB in 32 blocks, 40 descriptors, 50% while the prompt was computed, "
+        "first byte 0.20 ms, handover 6.00 ms" in text
+    )
+    assert "d0's KV transfer: peer lost, handshake 0.00 ms, register 2.00 ms" in text
+
+
+def test_what_is_missing_is_said() -> None:
+    text = shown(record(missing=["d0"], ended=None, dropped=3, status=503))
+    assert "d0 has not reported its part" in text
+    assert "still running" in text
+    assert "3 spans did not fit" in text
+    assert "status 503" in text
+
+
+def client(answer: Any) -> TraceClient:
+    return TraceClient("http://r", "k", httpx.MockTransport(answer))
+
+
+def test_it_waits_for_the_nodes_and_draws_what_it_has(tmp_path: Path) -> None:
+    answers = [record(missing=["p0"]), record()]
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, content=msgspec.json.encode(answers[min(len(asked), 2) - 1]))
+
+    out = io.StringIO()
+    png, svg, json = (tmp_path / name for name in ("trace.png", "trace.svg", "trace.json"))
+    assert run(client(answer), Console(file=out, width=140), "req/1", png, json) == 0
+    assert run(client(answer), Console(file=io.StringIO(), width=140), "req/1", svg, None) == 0
+    assert asked[0].url.raw_path == b"/traces/req%2F1"
+    assert asked[0].headers["authorization"] == "Bearer k"
+    assert "has not told" not in out.getvalue()
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in svg.read_bytes()[:400]
+    assert msgspec.json.decode(json.read_bytes(), type=TraceRecord) == record()
+
+
+def test_without_a_name_the_last_ones_are_listed() -> None:
+    one = TraceSummary("req", "cmpl-1", "t", "/v1/completions", 1e9, 0.5, 200, 7, 9)
+    for traces, expected in ((TraceList([one]), "cmpl-1"), (TraceList([]), "x-tandem-trace")):
+        out = io.StringIO()
+        content = msgspec.json.encode(traces)
+        made = client(lambda request, content=content: httpx.Response(200, content=content))
+        assert run(made, Console(file=out, width=160), None, None, None) == 0
+        assert expected in out.getvalue()
+
+
+def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
+    def away(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("no server")
+
+    refused = {"error": {"message": "no trace of 'x' here"}}
+    with pytest.raises(Unavailable, match="tandem serve"):
+        client(away).find("x")
+    with pytest.raises(RequestError, match="no trace of 'x'"):
+        client(lambda request: httpx.Response(404, json=refused)).find("x")
+    with pytest.raises(Unavailable, match="answered 502: bad gateway"):
+        client(lambda request: httpx.Response(502, text="bad gateway")).find("x")
+    with pytest.raises(InternalError, match="Tandem router"):
+        client(lambda request: httpx.Response(200, json={"other": 1})).find("x")
+    made = client(lambda request: httpx.Response(200, content=msgspec.json.encode(record())))
+    with pytest.raises(ConfigurationError, match=r"\.png or \.svg"):
+        run(made, Console(file=io.StringIO()), "x", tmp_path / "trace.jpg", None)
+    with pytest.raises(ConfigurationError, match="for one request: give its id"):
+        run(made, Console(file=io.StringIO()), None, None, tmp_path / "trace.json")
+
+
+def test_the_command_names_the_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "x", "--url", "http://127.0.0.1:9"]) == 1
+    assert "--url" in capsys.readouterr().err
+
+
+def test_without_the_simulator_why_still_explains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wings, "ROWS", ("tandem.room_taken_away.commands",))
+    with pytest.raises(SystemExit):
+        main(["why", "--help"])
+    said = capsys.readouterr().out
+    assert "usage: tandem why" in said
+    assert "simulate" not in said
+    assert "--host" not in said  # it means nothing where nothing serves

@@ -1,0 +1,463 @@
+"""Nodes that share their tiers, without threads and sockets: messages are lost, duplicated and late, reads take any time, and nodes are
+started again. A chunk that a tier calls ready always has the KV of its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.kvtransfer.config import EvictionPolicy
+from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Event, RemoteRead, RemoteReadEnded
+from tandem.kvtransfer.offload.fetches import RATE_LASTS_S
+from tandem.kvtransfer.offload.manager import SlotManager
+from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.offload.sharing import ANSWER_S, TierSharing
+from tandem.kvtransfer.protocol.checksums import SAMPLE_EVERY
+from tandem.kvtransfer.protocol.side import Identity
+from tandem.kvtransfer.sources import KVSources
+from tandem.wire.handoff import CacheMemory
+from tandem.wire.nodes import PeerAddress
+from tandem.wire.requests import CachePeers
+from tandem.wire.sharing import LEASE_S, AskChunks, ChunksRead, SharingMessage
+from tests.kvtransfer.offload.test_tier_prefixes import (
+    BLOCK,
+    BLOCKS,
+    STATES,
+    a_request,
+    key_of,
+    parts_of,
+    suffices,
+)
+
+SLOTS = 12
+CHUNK_BYTES = 1000
+CHUNK_TOKENS = 16
+FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
+
+
+@dataclasses.dataclass
+class Asker:
+    """As much of a request as sharing looks at."""
+
+    request_id: str
+    cache_peers: CachePeers | None = None
+    block_hashes: Sequence[bytes] = ()
+
+
+class FakeExchange:
+    """Messages and reads lie in the world until it moves them."""
+
+    def __init__(self, world: World, node: FakeNode) -> None:
+        self._world = world
+        self._node = node
+        self._me = Identity(node.name, node.epoch, f"tcp://{node.name}")
+        self.endpoint = self._me.endpoint
+        self.epoch = node.epoch
+        self.memory = CacheMemory(b"", "DRAM", 0, 0, world.slots, CHUNK_BYTES)
+        self.events: list[Event] = []
+        self.envelope = self._me.envelope
+        self.sources: KVSources | None = None
+
+    def begin_generation(self) -> None:
+        self._me.generation += 1
+
+    def send(self, peer: PeerAddress, message: SharingMessage) -> None:
+        self._world.mail.append((peer.node_id, message))
+
+    def answer(self, answer: ChecksummedAnswer) -> None:
+        self.send(answer.peer, answer.found)
+
+    def read(self, reading: RemoteRead) -> None:
+        owner = self._world.nodes[reading.peer.node_id]
+        # An earlier incarnation's memory is gone: the transport fails.
+        seen = (
+            [owner.content.get(slot) for slot in reading.there] if owner.epoch == reading.peer.epoch else None
+        )
+        self._world.reads.append((self._node, reading, seen))
+
+    def take(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self) -> None: ...
+
+
+class FakeNode:
+    epochs = itertools.count(1)
+
+    def __init__(self, world: World, name: str, policy: EvictionPolicy) -> None:
+        self.name = name
+        self.epoch = next(self.epochs)
+        self.manager = SlotManager(world.slots, policy)
+        self.content: dict[int, bytes] = {}
+        self.exchange = FakeExchange(world, self)
+        self.sharing = TierSharing(
+            self.manager,
+            self.exchange,  # type: ignore[arg-type]
+            Prefixes(world.groups, 1),
+            layout="l",
+            block_factor=1,
+            chunk_bytes=CHUNK_BYTES,
+            chunk_tokens=CHUNK_TOKENS,
+            remote=True,
+            mirror=True,
+            clock=lambda: world.now,
+        )
+
+    def turn(self) -> None:
+        self.sharing.turn()
+        if self.sharing.distrusted:  # the engine begins a new generation of the whole cache
+            self.sharing.forget_all()
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.name, self.epoch, self.exchange.endpoint)
+
+    def store(self, keys: list[bytes]) -> None:
+        room = self.manager.prepare_store(keys)
+        if room is not None:
+            self.content.update(zip(room.slots, room.keys, strict=True))
+            self.manager.complete_store(room, written=True)
+
+    def check(self) -> None:
+        self.manager.check_integrity()
+        for key in self.manager._policy.all_keys():
+            if self.manager.lookup([key]):
+                slot = self.manager._policy.get(key)
+                assert slot is not None
+                assert self.content[slot] == key, f"{self.name} would load another chunk"
+
+
+class World:
+    def __init__(
+        self,
+        names: str = "ab",
+        policy: EvictionPolicy = EvictionPolicy.LRU,
+        groups: Sequence[KVCacheGroup] = (FULL,),
+        slots: int = SLOTS,
+    ) -> None:
+        self.now = 100.0
+        self.slots = slots
+        self.groups = groups
+        self.policy = policy
+        self.mail: list[tuple[str, SharingMessage]] = []
+        self.reads: list[tuple[FakeNode, RemoteRead, list[bytes | None] | None]] = []
+        self.nodes: dict[str, FakeNode] = {}
+        for name in names:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self.nodes[name] = FakeNode(self, name, self.policy)
+        self.reads = [read for read in self.reads if read[0].name != name]
+
+    def deliver(self, index: int = 0) -> None:
+        name, message = self.mail.pop(index)
+        self.nodes[name].exchange.events.append(message)
+        self.nodes[name].turn()
+
+    def end_read(self, index: int = 0, *, fails: bool = False, wrong: str = "") -> None:
+        node, reading, seen = self.reads.pop(index)
+        owner = self.nodes[reading.peer.node_id]
+        right = not (fails or wrong) and seen is not None and self.now < reading.until
+        if right and owner.epoch == reading.peer.epoch:
+            assert seen == [owner.content.get(slot) for slot in reading.there], "written to while it is read"
+        for slot, content in zip(reading.here, seen or [b"?"] * len(reading.here), strict=True):
+            node.content[slot] = content or b"?"
+        node.exchange.events.append(RemoteReadEnded(reading.number, right, 0.1, 0, wrong))
+        node.turn()
+
+    def settle(self) -> None:
+        while self.mail or self.reads:
+            if self.mail:
+                self.deliver()
+            else:
+                self.end_read()
+
+
+def keys(count: int, family: str = "p") -> list[bytes]:
+    return [f"{family}{i}".encode() for i in range(count)]
+
+
+def test_what_a_peer_has_without_a_gap_is_copied() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(5))
+    request = Asker("r", CachePeers(source=a.address))
+    assert b.sharing.begin_fetch(request, keys(8))  # type: ignore[arg-type]
+    assert b.sharing.is_fetching("r")
+    other = Asker("s")
+    assert b.sharing.begin_fetch(other, keys(8)), "it waits for the same chunks"  # type: ignore[arg-type]
+    world.settle()
+    assert not b.sharing.is_fetching("r")
+    assert not b.sharing.is_fetching("s")
+    assert b.manager.lookup(keys(8)) == 5
+    assert b.sharing.fetched_bytes == 5 * CHUNK_BYTES
+    b.check()
+    assert not a.sharing.lender.num_leases
+
+
+def test_what_arrived_wrong_is_not_kept_and_its_owner_is_trusted_less_and_then_left_out() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(4))
+    every = []
+    for number in range(3):
+        assert b.sharing.begin_fetch(Asker(f"r{number}", CachePeers(source=a.address)), keys(4))  # type: ignore[arg-type]
+        while world.mail:
+            if isinstance(message := world.mail[0][1], AskChunks):
+                every.append(message.checksum_every)
+            world.deliver()
+        world.end_read(wrong="chunk 1 arrived with other bytes than were sent")
+        world.settle()
+        assert not b.sharing.is_fetching(f"r{number}")
+        assert b.manager.lookup(keys(4)) == 0
+    assert every == [SAMPLE_EVERY, 1, 1]
+    stats = b.sharing.recorder.snapshot(0)
+    assert stats.wrong_kv == {"a": 3}
+    assert stats.left_out == ["a"]
+    late = Asker("r3", CachePeers(source=a.address))
+    assert not b.sharing.begin_fetch(late, keys(4)), "it is left out"  # type: ignore[arg-type]
+    world.now += 601
+    assert b.sharing.begin_fetch(late, keys(4))  # type: ignore[arg-type]
+    assert not a.sharing.lender.num_leases
+
+
+def test_it_is_computed_where_that_was_seen_to_be_faster() -> None:
+    """Both ways, and again when what was seen is old."""
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(10))
+
+    def fetches(name: str, family: list[bytes]) -> bool:
+        return b.sharing.begin_fetch(Asker(name, CachePeers(source=a.address)), family)  # type: ignore[arg-type]
+
+    def compute(tokens_per_s: float) -> None:
+        b.sharing.planned(1000)
+        world.now += 1000 / tokens_per_s
+        b.sharing.booked()
+
+    compute(100.0)
+    assert fetches("r0", keys(2)), "nothing is known of the link"
+    world.now += 0.01
+    world.settle()  # 2,000 bytes in 0.1 s, after an answer that took 0.01 s
+    # Six chunks take 0.01 + 0.3 s to copy, and 0.96 s to compute.
+    assert fetches("r1", keys(8)[2:])
+    world.settle()
+    b.manager.reset()
+    for _ in range(12):
+        compute(2000.0)
+    assert not fetches("r2", keys(6))
+    world.now += RATE_LASTS_S
+    assert fetches("r3", keys(6)), "what was measured is too old"
+
+
+def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(5))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(5))  # type: ignore[arg-type]
+    world.now += ANSWER_S
+    assert not b.sharing.is_fetching("r")
+    assert b.manager.used == 0
+    world.deliver()
+    assert a.sharing.lender.num_leases
+    world.settle()
+    assert not a.sharing.lender.num_leases
+    assert b.manager.lookup(keys(5)) == 0
+
+
+def test_what_arrives_after_the_lease_is_not_used() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(5))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(5))  # type: ignore[arg-type]
+    world.deliver()
+    world.deliver()
+    world.now += LEASE_S
+    a.turn()
+    a.store(keys(12, "q"))  # takes the slots
+    world.settle()
+    assert b.manager.lookup(keys(5)) == 0
+    b.check()
+
+
+def test_a_mirror_asks_again_for_what_was_not_ready() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    request = Asker("r", CachePeers(mirror=b.address))
+    a.sharing.stored(request, keys(4))  # type: ignore[arg-type]
+    a.sharing.tell_mirrors()
+    world.settle()
+    assert b.manager.lookup(keys(5)) == 3
+    a.store(keys(5))
+    a.sharing.stored(request, keys(5)[4:])  # type: ignore[arg-type]
+    a.sharing.tell_mirrors()
+    world.settle()
+    assert b.manager.lookup(keys(5)) == 5
+    assert b.sharing.mirrored_bytes == 5 * CHUNK_BYTES
+
+
+def test_what_was_copied_from_a_tier_that_is_wrong_is_forgotten_too() -> None:
+    """Also where each has copied from the other."""
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    b.store(keys(3, "q"))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    assert a.sharing.begin_fetch(Asker("s", CachePeers(source=b.address)), keys(3, "q"))  # type: ignore[arg-type]
+    world.settle()
+    assert (a.manager.used, b.manager.used) == (6, 6)
+    a.sharing.forget_all()
+    world.settle()
+    assert (a.manager.used, b.manager.used) == (0, 0)
+
+
+def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_next_message() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    world.settle()
+    a.sharing.forget_all()
+    world.mail.clear()  # b does not hear of it
+    assert b.manager.used == 3
+    assert b.sharing._sources.to_ask() == [a.address]
+    a.store(keys(1, "other"))
+    assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(1, "other"))  # type: ignore[arg-type]
+    world.settle()
+    assert b.manager.lookup(keys(3)) == 0
+    assert b.sharing._sources.to_ask() in ([], [a.address])
+
+
+def test_what_is_being_copied_from_a_tier_that_is_wrong_is_not_kept() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    world.deliver()
+    world.deliver()
+    a.sharing.forget_all()
+    world.deliver()
+    world.settle()
+    assert (a.manager.used, b.manager.used) == (0, 0)
+
+
+def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    b.sharing._layout = "another"
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    world.settle()
+    assert b.manager.used == 0
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    a.exchange.memory = CacheMemory(b"", "DRAM", 0, 0, 1, CHUNK_BYTES)  # it names slots beyond it
+    assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    world.settle()
+    assert b.manager.used == 0
+    assert not world.reads
+
+
+def run(number: int) -> int:
+    draw = random.Random(number)
+    groups = (FULL,) if number % 2 else (FULL, KVCacheGroup(AttentionKind.SLIDING, BLOCK, (1,), 9), STATES)
+    world = World("abc", draw.choice(list(EvictionPolicy)), groups)
+    prefixes, every = Prefixes(groups, 1), parts_of(groups)
+    requests = itertools.count()
+    waiting: list[tuple[FakeNode, str]] = []
+    copied = 0
+    for _ in range(draw.choice([50, 300])):
+        node, peer = draw.sample(list(world.nodes.values()), 2)
+        family = keys(draw.randrange(1, 8), draw.choice("pq"))
+        match draw.randrange(14):
+            case 0 | 1 if not prefixes.needs_every_block:
+                node.store([key_of(prefixes, groups, part) for part in draw.sample(every, 9)])
+            case 0 | 1:
+                node.store(family)
+            case 2 | 3 if not prefixes.needs_every_block:
+                name = f"r{next(requests)}"
+                asks: Any = Asker(name, CachePeers(source=peer.address), a_request().block_hashes)
+                first = draw.randrange(BLOCKS)
+                end = prefixes.end_of_prefix(node.manager, asks, first, BLOCKS)
+                if end < BLOCKS and node.sharing.ask_for_prefix(asks, first, end, BLOCKS):
+                    waiting.append((node, name))
+            case 2 | 3:
+                name = f"r{next(requests)}"
+                request: Any = Asker(name, CachePeers(source=peer.address))
+                missing = family[node.manager.lookup(family) :]
+                if missing and node.sharing.begin_fetch(request, missing):
+                    waiting.append((node, name))
+            case 4:
+                announced: Any = Asker("m", CachePeers(mirror=peer.address))
+                node.sharing.stored(announced, family, keys(8)[draw.randrange(9) :])
+                node.sharing.tell_mirrors()
+            case 5:
+                world.now += draw.choice([0.1, 0.5, 2.0, 8.0])
+            case 6 if world.mail:
+                index = draw.randrange(len(world.mail))
+                if draw.random() < 0.5:
+                    del world.mail[index]
+                else:
+                    world.mail.append(world.mail[index])
+            case 7 if world.reads:
+                world.end_read(draw.randrange(len(world.reads)), fails=draw.random() < 0.2)
+            case 8 if draw.random() < 0.1:
+                world.start(node.name)
+            case 9 if draw.random() < 0.2:
+                node.sharing.forget_all()
+            case 10 if waiting:
+                asker, name = waiting.pop(draw.randrange(len(waiting)))
+                if draw.random() < 0.5:
+                    asker.sharing.stop_waiting(name)
+                elif asker.sharing.is_fetching(name):
+                    waiting.append((asker, name))
+            case _:
+                if world.mail:
+                    world.deliver(draw.randrange(len(world.mail)))
+        for each in world.nodes.values():
+            each.check()
+            if not prefixes.needs_every_block:
+                whole: Any = a_request()
+                first = draw.randrange(BLOCKS)
+                end = prefixes.end_of_prefix(each.manager, whole, first, BLOCKS)
+                there = {part for part in every if each.manager.lookup([key_of(prefixes, groups, part)])}
+                assert end == first or suffices(groups, there, first, end), "a group lacks its part"
+    world.settle()
+    for _ in range(2):
+        world.now += LEASE_S
+        for each in world.nodes.values():
+            each.turn()
+        world.settle()
+    for each in world.nodes.values():
+        each.check()
+        sharing = each.sharing
+        left = [sharing.lender.num_leases, sharing._fetches, sharing._waiting, sharing._arriving]
+        assert not any(left)
+        assert not any(each.manager._busy), "a slot is in use by nothing"
+        copied += sharing.fetched_bytes + sharing.mirrored_bytes
+    return copied // CHUNK_BYTES
+
+
+def test_whatever_is_lost_or_late_no_tier_has_another_chunk_than_it_says() -> None:
+    assert sum(map(run, range(50))) > 100
+
+
+@pytest.mark.parametrize("epoch", [0, 10**9])
+def test_messages_to_another_incarnation_are_not_acted_on(epoch: int) -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    elsewhere = PeerAddress("a", epoch, a.exchange.endpoint)
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=elsewhere)), keys(3))  # type: ignore[arg-type]
+    world.deliver()
+    assert not a.sharing.lender.num_leases
+    assert not any(isinstance(message, ChunksRead) for _, message in world.mail)

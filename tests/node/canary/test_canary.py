@@ -1,0 +1,151 @@
+"""The canary computes received KV again and compares: right KV passes, wrong KV is found and no longer cached."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.config import CacheConfig, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kvtransfer.base import NULL_BLOCK_ID
+from tandem.node.canary.canary import CanaryChecks
+from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
+from tests.engine.model import tiny
+from tests.engine.model.test_loading import load
+
+PROMPT = [(7 * i + 3) % 90 + 5 for i in range(200)]
+
+
+class Node:
+    """A real engine with a tiny model. KV that it computes itself takes the place of KV from a peer."""
+
+    def __init__(self, path: Path, native: bool, share: float = 1.0) -> None:
+        self.runner = load(path, native=native)
+        info = self.runner.info
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_batched_tokens=64),
+            CacheConfig(),
+            info.groups,
+            info.num_blocks,
+            info.max_model_len,
+        )
+        self.engine = Engine(self.scheduler, self.runner, None, debug=True)
+        self.checks = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, share)
+        self.findings = self.checks.findings
+        self.free = self.scheduler.stats().free_blocks
+
+    def receive(self, name: str, prompt: list[int]) -> Request:
+        request = made_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=2))
+        self.engine.add_request(request)
+        while self.scheduler.has_unfinished_requests():
+            self.engine.step()
+        self.checks.received(request)
+        return request
+
+    def idle(self) -> None:
+        for _ in range(50):
+            if not self.engine.use_idle_time():
+                return
+            self.scheduler.check_integrity()
+        pytest.fail("the canary does not come to an end")
+
+    def cached_blocks(self, request: Request) -> list[int]:
+        tables, _ = self.scheduler.find_prefix(request)
+        return [block for table in tables for block in table if block != NULL_BLOCK_ID]
+
+
+@pytest.fixture(params=[("llama", True), ("llama", False), ("gemma3", False)], ids=lambda p: f"{p[0]}-{p[1]}")
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Node:
+    architecture, native = request.param
+    return Node(tiny.save(architecture, tmp_path), native)
+
+
+def test_right_kv_passes_and_every_block_comes_back(node: Node) -> None:
+    request = node.receive("r", PROMPT)
+    node.idle()
+    assert (node.findings.checked, node.findings.wrong) == (1, {})
+    assert node.scheduler.stats().free_blocks == node.free
+    assert node.cached_blocks(request), "the checked blocks stay cached"
+
+
+def test_wrong_kv_is_counted_named_and_no_longer_cached(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    request = node.receive("r", PROMPT)
+    node.runner.kv_cache[node.cached_blocks(request)[-1]] *= -1
+    node.idle()
+    assert (node.findings.checked, node.findings.wrong) == (1, {"a connector": 1})
+    assert node.cached_blocks(request) == []
+    assert "the KV of r, received from a connector, is wrong in 1 of" in caplog.text
+    assert node.scheduler.stats().free_blocks == node.free
+
+
+def test_kv_that_is_no_number_is_wrong(node: Node) -> None:
+    request = node.receive("r", PROMPT)
+    node.runner.kv_cache[node.cached_blocks(request)[-1]] = float("nan")
+    node.idle()
+    assert node.findings.wrong == {"a connector": 1}
+
+
+def test_a_request_that_arrives_is_served_at_once_and_the_check_begins_again(node: Node) -> None:
+    node.receive("r", PROMPT)
+    assert node.engine.use_idle_time()
+    assert node.scheduler.stats().free_blocks < node.free
+    node.engine.add_request(
+        made_request("other", [9, *PROMPT], SamplingParams(temperature=0.0, max_tokens=2))
+    )
+    assert node.scheduler.stats().free_blocks == node.free
+    node.scheduler.check_integrity()
+    assert not node.engine.use_idle_time()
+    while node.scheduler.has_unfinished_requests():
+        node.engine.step()
+    node.idle()
+    assert (node.findings.checked, node.findings.wrong) == (1, {}), (
+        "the first prompt; only one is checked at a time"
+    )
+
+
+def test_a_prompt_that_fills_no_block_is_left_out(node: Node) -> None:
+    node.receive("short", PROMPT[:3])
+    assert node.checks.current is None
+
+
+def test_the_newest_of_those_that_wait_is_checked(node: Node) -> None:
+    node.receive("r", PROMPT)
+    second = node.receive("second", [9, *PROMPT])
+    node.runner.kv_cache[node.cached_blocks(second)[0]] *= -1
+    node.idle()
+    assert (node.findings.checked, node.findings.wrong) == (1, {"a connector": 1})
+
+
+def test_blocks_that_were_evicted_meanwhile_are_not_judged(node: Node) -> None:
+    request = node.receive("r", PROMPT)
+    node.scheduler._state.cache.uncache(node.cached_blocks(request))
+    node.idle()
+    assert (node.findings.checked, node.findings.wrong) == (0, {})
+
+
+@pytest.mark.parametrize(("drawn", "is_checked"), [(0.49, True), (0.7, False)])
+def test_only_a_share_is_checked(
+    drawn: float, is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tiny.save("llama", tmp_path), native=False, share=0.5)
+    monkeypatch.setattr(random, "random", lambda: drawn)
+    node.receive("r", PROMPT)
+    assert (node.checks.current is not None) == is_checked
+
+
+def test_a_prompt_without_room_for_a_second_copy_is_left_out(tmp_path: Path) -> None:
+    node = Node(tiny.save("llama", tmp_path), native=False)
+    request = node.receive("r", PROMPT)
+    held = made_request("hog", [3] * (node.runner.info.max_model_len - 1), SamplingParams(max_tokens=1))
+    while node.scheduler.lend_blocks(held) is not None:
+        held = made_request(f"{held.request_id}.", held.prompt_token_ids, held.facts.sampling)
+    room = node.scheduler.stats().free_blocks
+    node.idle()
+    assert node.findings.checked in (0, 1)
+    assert node.scheduler.stats().free_blocks == room
+    assert request.is_finished

@@ -1,0 +1,352 @@
+"""/v1/realtime: events in and out, prompts that are read ahead, ends in every phase."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, ClassVar
+
+import pytest
+from wsproto.connection import Connection, ConnectionType
+from wsproto.events import (
+    AcceptConnection,
+    CloseConnection,
+    Ping,
+    Pong,
+    RejectConnection,
+    TextMessage,
+)
+
+from tandem.http_server.turns import TURNS_A_PASS, Turns
+from tandem.http_server.websocket import READ_FRAMES, WebSocket
+from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
+from tandem.router.http.body import KeptMemory
+from tandem.wire.nodes import Role
+from tests.realtime_client import RealtimeClient
+from tests.router.conftest import RunningRouter, StartRouter
+
+LONG = "the quick brown fox jumps over the lazy dog and goes on. " * 12
+
+
+@pytest.fixture
+def router(start_router: StartRouter) -> RunningRouter:
+    return start_router()
+
+
+@pytest.fixture
+def client(router: RunningRouter) -> Iterator[RealtimeClient]:
+    with closing(RealtimeClient(router.url)) as made:
+        assert isinstance(made.opened, AcceptConnection)
+        made.hear("session.created")
+        yield made
+
+
+def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: RealtimeClient) -> None:
+    client.say("input_text_buffer.append", text="h")
+    client.say("input_text_buffer.append", text="i")
+    client.say("input_text_buffer.commit")
+    client.say("response.create", response={"seed": 3, "max_output_tokens": 5, "temperature": 1.0})
+    done = client.hear("response.output_text.done")
+    chat = router.chat("hi", seed=3, max_tokens=5, temperature=1.0).json()
+    assert done["text"] == chat["choices"][0]["message"]["content"]
+    assert client.hear("response.done")["response"]["usage"]["output_tokens"] == 5
+
+
+def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
+    router: RunningRouter, client: RealtimeClient
+) -> None:
+    prefill = next(node for node in router.nodes.values() if node.role == "prefill")
+    client.say("input_text_buffer.append", text=LONG)
+    prefill.wait_until(lambda: bool(prefill.submits), "the beginning of the prompt")
+    ahead = prefill.submits[0]
+    assert ahead.transfer is None
+    assert ahead.sampling.max_tokens == 1
+    client.say("input_text_buffer.commit")
+    client.say("response.create", response={"max_output_tokens": 3})
+    client.hear("response.done")
+    whole = next(submit for submit in prefill.submits if submit.transfer is not None)
+    assert whole.prompt_token_ids[: len(ahead.prompt_token_ids)] == ahead.prompt_token_ids
+
+
+@pytest.mark.parametrize("prefills", [1, 2])
+def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(
+    start_router: StartRouter, prefills: int
+) -> None:
+    router = start_router(prefill=prefills)
+    with closing(RealtimeClient(router.url)) as client:
+        client.say("input_text_buffer.append", text=LONG)
+        readers = [node for node in router.nodes.values() if node.role == "prefill"]
+        router.wait_for(lambda: any(node.submits for node in readers), "the beginning of the prompt")
+        reader = next(node for node in readers if node.submits)
+        router.remove(reader.info.node_id).kill()
+        client.say("input_text_buffer.append", text=LONG)
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 4, "seed": 3})
+        text = client.hear("response.output_text.done")["text"]
+    chat = router.chat(LONG + LONG, seed=3, max_tokens=4).json()
+    assert text == chat["choices"][0]["message"]["content"]
+
+
+def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> None:
+    router = start_router(
+        prefill=0, decode=1, timeouts=Timeouts(slow_reader=0.2), limits=Limits(inflight_per_node=8)
+    )
+    router.remove("d0").kill()
+    node = router.add("d0", Role.DECODE, max_model_len=400_000)
+    router.wait_ready()
+    with closing(RealtimeClient(router.url, receive_buffer=4096)) as client:
+        item = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+        client.say("conversation.item.create", item=item)
+        client.say("response.create", response={"max_output_tokens": 300_000})
+        node.wait_until(lambda: bool(node.submits), "it runs")
+        router.wait_for(
+            lambda: router.server.services.metrics.slow_readers_cut._value.get() == 1, "cut off", 60
+        )
+        router.wait_for(router.idle, "nothing is left of it")
+        node.wait_until(lambda: not node._running, "cancelled")
+
+
+def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> None:
+    tracing = pytest.importorskip("tandem.router.tracing.wing")
+    router = start_router(tracing=TracingConfig(sample=1.0))
+    traces = router.wing(tracing.TraceWing).traces
+    with closing(RealtimeClient(router.url)) as client:
+        for text in ("one", "two"):
+            item = {"role": "user", "content": [{"type": "input_text", "text": text}]}
+            client.say("conversation.item.create", item=item)
+            client.say("response.create", response={"max_output_tokens": 3})
+            name = client.hear("response.done")["response"]["id"]
+            router.wait_for(
+                lambda name=name: (found := traces.find(name)) is not None and not found.missing,
+                "the nodes' parts",
+            )
+            told = router.client.get(f"/traces/{name}").json()
+            assert (told["route"], told["status"], told["output_tokens"]) == ("/v1/realtime", 200, 3)
+            assert {part["role"] for part in told["nodes"]} == {"prefill", "decode"}
+
+
+@pytest.mark.parametrize("how", ["event", "gone"])
+def test_an_answer_that_is_cancelled_ends_on_the_nodes(
+    router: RunningRouter, client: RealtimeClient, how: str
+) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=2)
+    client.say(
+        "conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+    )
+    client.say("response.create", response={"max_output_tokens": 50})
+    client.hear("response.output_text.delta")
+    if how == "event":
+        client.say("response.cancel")
+        assert client.hear("response.done")["response"]["status"] == "cancelled"
+    else:
+        client.close()
+    router.wait_for(lambda: router.server.services.dispatcher.running == 0, "its end")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "nonsense"},
+        {"type": "response.create"},
+        {"type": "response.cancel"},
+        {"type": "input_text_buffer.commit"},
+        {"type": "session.update", "session": {"model": "other"}},
+        {"type": "conversation.item.create", "item": {"role": "user", "content": []}},
+        {"type": "response.create", "response": {"tools": []}},
+    ],
+)
+def test_events_that_are_refused_say_why(client: RealtimeClient, event: dict[str, Any]) -> None:
+    client.say(event.pop("type"), event_id="mine", **event)
+    error = client.hear("error")["error"]
+    assert error["event_id"] == "mine"
+    assert error["message"]
+    client.say("session.update", session={"instructions": "be brief"})
+    assert client.hear("session.updated")["session"]["instructions"] == "be brief"
+
+
+def test_large_events_come_and_go_whole(client: RealtimeClient) -> None:
+    text = "äb" * 200_000
+    client.say("session.update", session={"instructions": text})
+    assert client.hear("session.updated")["session"]["instructions"] == text
+
+
+def test_what_is_no_upgrade_is_told_so(router: RunningRouter) -> None:
+    assert router.client.get("/v1/realtime").status_code == 426
+
+
+def test_pages_of_other_sites_are_refused(router: RunningRouter) -> None:
+    with closing(RealtimeClient(router.url, origin="http://elsewhere")) as other:
+        assert isinstance(other.opened, RejectConnection)
+        assert other.opened.status_code == 403
+
+
+def test_a_client_that_closes_is_answered(client: RealtimeClient) -> None:
+    client.send(CloseConnection(code=1000))
+    assert isinstance(client.next_event(), CloseConnection)
+
+
+def closed(client: RealtimeClient) -> int:
+    while not isinstance(event := client.next_event(), CloseConnection):
+        pass
+    return event.code
+
+
+def test_an_event_that_is_too_large_ends_it(start_router: StartRouter) -> None:
+    with closing(RealtimeClient(start_router(limits=Limits(body_bytes=2000)).url)) as client:
+        client.say("input_text_buffer.append", text="x" * 3000)
+        assert closed(client) == 1009
+
+
+def test_a_client_that_says_nothing_is_cut_off(start_router: StartRouter) -> None:
+    timeouts = Timeouts(realtime_ping=0.1, realtime_idle=0.1)
+    with closing(RealtimeClient(start_router(timeouts=timeouts).url)) as client:
+        assert closed(client) == 1008
+
+
+def test_a_router_that_stops_says_goodbye(router: RunningRouter, client: RealtimeClient) -> None:
+    router.look(lambda: [connection.shutdown() for connection in router.server._http.connections])  # type: ignore[union-attr]
+    assert closed(client) == 1001
+
+
+def test_a_key_is_asked_for_and_its_quota_holds(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret", concurrent_requests=1),))
+    with closing(RealtimeClient(router.url)) as stranger:
+        assert isinstance(stranger.opened, RejectConnection)
+        assert stranger.opened.status_code == 401
+    bearer = {"authorization": "Bearer secret"}
+    with closing(RealtimeClient(router.url, **bearer)) as client:
+        client.hear("session.created")
+        with closing(RealtimeClient(router.url, **bearer)) as second:
+            assert isinstance(second.opened, RejectConnection)
+            assert second.opened.status_code == 429
+        assert router.client.post("/v1/completions", json={"prompt": "x"}, headers=bearer).status_code == 429
+        # Its answers, and what it reads ahead, are made in its own place.
+        client.say("input_text_buffer.append", text=LONG)
+        prefill = next(node for node in router.nodes.values() if node.role == "prefill")
+        prefill.wait_until(lambda: bool(prefill.submits), "it is read ahead")
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 3})
+        assert client.hear("response.done")["response"]["status"] == "incomplete"
+        assert router.server.services.keys.find(b"secret").running == 1  # type: ignore[union-attr]
+    router.wait_for(lambda: router.server.services.keys.find(b"secret").running == 0, "its end")  # type: ignore[union-attr]
+    asked = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    assert router.client.post("/v1/completions", json=asked, headers=bearer).status_code == 200
+
+
+def test_an_answer_that_a_quota_refuses_is_counted_as_elsewhere(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret", requests_per_minute=2),))
+    with closing(RealtimeClient(router.url, authorization="Bearer secret")) as client:
+        client.hear("session.created")
+        for status in ("incomplete", "failed"):
+            client.say(
+                "conversation.item.create",
+                item={"role": "user", "type": "message", "content": [{"type": "input_text", "text": "x"}]},
+            )
+            client.say("response.create", response={"max_output_tokens": 3})
+            assert client.hear("response.done")["response"]["status"] == status
+    assert router.metric("tandem_requests_refused_total", reason="quota") == 1
+
+
+def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRouter) -> None:
+    keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
+    router = start_router(
+        api_keys=keys, limits=Limits(kept_bytes=2 << 20, body_bytes=400_000, body_bytes_at_once=400_000)
+    )
+    greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
+    sessions = [RealtimeClient(router.url, **greedy) for _ in range(4)]
+    refused = []
+    for session in sessions:
+        session.hear("session.created")
+        session.say("session.update", session={"instructions": "a" * 300_000})
+        try:
+            session.hear("session.updated")
+        except AssertionError as error:
+            refused.append(str(error))
+    assert refused  # its own limit is reached
+    assert router.server.services.bodies.held == 0
+    with closing(RealtimeClient(router.url, **other)) as client:
+        client.hear("session.created")
+        client.say("session.update", session={"instructions": "a" * 300_000})
+        client.hear("session.updated")
+    asked = {"model": "fake", "prompt": "x", "max_tokens": 2}
+    assert router.client.post("/v1/completions", json=asked, headers=other).status_code == 200
+    for session in sessions:
+        session.close()
+    router.wait_for(lambda: router.server.services.kept.held == 0, "given back")
+
+
+class _Arrivals:
+    """An exchange whose client sends the same thing each second."""
+
+    headers: ClassVar[list[tuple[bytes, bytes]]] = []
+
+    def __init__(self, sends: Callable[[], bytes]) -> None:
+        self.now = 0.0
+        self._sends = sends
+
+    async def receive(self) -> dict[str, Any]:
+        self.now += 1.0
+        return {"type": "http.request", "body": self._sends(), "more_body": True}
+
+    async def send(self, message: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("what", ["pings", "pongs", "bytes of a frame", "frames of an event"])
+def test_only_whole_events_keep_a_session(what: str) -> None:
+    client = Connection(ConnectionType.CLIENT)
+    letters = iter(Connection(ConnectionType.CLIENT).send(TextMessage(data="x" * 125)))
+    sends: dict[str, Callable[[], bytes]] = {
+        "pings": lambda: client.send(Ping()),
+        "pongs": lambda: client.send(Pong()),
+        "bytes of a frame": lambda: bytes([next(letters)]),
+        "frames of an event": lambda: client.send(TextMessage(data="x", message_finished=False)),
+    }
+    exchange = _Arrivals(sends[what])
+    kept = KeptMemory(1 << 20, lambda: None)
+    with kept.share(0, "") as share:
+        socket = WebSocket(
+            exchange,  # type: ignore[arg-type]
+            share,
+            most_bytes=10_000,
+            ping_s=20.0,
+            idle_s=30.0,
+            turns=Turns(),
+            clock=lambda: exchange.now,
+        )
+        assert asyncio.run(asyncio.wait_for(socket.receive(), 10)) is None
+        assert 30 < exchange.now < 33
+
+
+def test_streams_go_on_while_a_client_sends_many_frames() -> None:
+    async def work() -> int:
+        exchange = _Arrivals(lambda: Connection(ConnectionType.CLIENT).send(Ping()) * 2_000)
+        with KeptMemory(1 << 20, lambda: None).share(0, "") as share:
+            socket = WebSocket(
+                exchange,  # type: ignore[arg-type]
+                share,
+                most_bytes=10_000,
+                ping_s=20.0,
+                idle_s=0.5,
+                turns=Turns(),
+                clock=lambda: exchange.now,
+            )
+            reading = asyncio.create_task(socket.receive())
+            passes = 0
+            while not reading.done():
+                passes += 1
+                await asyncio.sleep(0)
+        return passes
+
+    assert asyncio.run(work()) > 2_000 / READ_FRAMES / TURNS_A_PASS / 2
+
+
+def test_frames_that_are_none_end_it(router: RunningRouter) -> None:
+    with closing(RealtimeClient(router.url)) as client:
+        client.hear("session.created")
+        client.send_bytes(b"\xff\xff not a frame")
+        while not isinstance(event := client.next_event(), CloseConnection):
+            pass
+        assert event.code == 1002
+    assert router.client.get("/health").status_code == 200
