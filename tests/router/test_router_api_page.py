@@ -84,7 +84,8 @@ def test_metrics_that_other_pages_name_exist(page: Path) -> None:
 
 def codes(error: type[TandemError]) -> set[str]:
     """The codes of this error and of its subclasses, without those that tests made up."""
-    own = {error.code} if error.__module__.startswith(("wire.", "router.")) else set()
+    rooms = ("tandem.api.", "tandem.base.", "tandem.http_server.", "tandem.router.", "tandem.wire.")
+    own = {error.code} if error.__module__.startswith(rooms) else set()
     return own.union(*(codes(kind) for kind in error.__subclasses__()))
 
 
