@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
