@@ -1,9 +1,9 @@
 # make serve    serve a model on this machine: one prefill node, one decode node, an OpenAI-compatible API on port 8000
-# make test     unit tests, then tests with real Ray, NIXL, HTTP and SmolLM2 (about twelve minutes on two cores)
+# make test     unit tests, and tests with real Ray, NIXL, HTTP and SmolLM2 (about twelve minutes on two cores)
 # make test-more     further combinations of widths, blocks and models that `make test` leaves out (about ten minutes); SHARE=3/8 runs
 #                    the third of eight parts of them
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
-#                    commands in the guides as they stand (about 25 minutes); SHARE=1/4 runs the first quarter of the files
+#                    commands in the guides as they stand (about 25 minutes); SHARE=1/5 runs the first fifth of the files
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
 #                    greedy, half seeded); the controller killed ten times in each of three ways, at each step of real rollouts and ten
 #                    times at each step of simulated ones, and the control plane away for ten minutes, twice (about 45 minutes);
@@ -29,7 +29,7 @@
 #                    minutes); make models-page writes that page
 # make bench    a short measurement of every part, in one table with the floors (about ten minutes; alone on the machine)
 # make soak     half an hour of everything that clients do, on two prefill and two decode nodes; MINUTES=3 KILL_EVERY=120
-# make check    style, types, which package imports which, and which doors of users a test goes through
+# make check    style, types, which package imports which, and which doors of users a test goes through; make style leaves the tests out
 # make test-gpu-packages   without a GPU: FlashInfer's package accepts our calls and writes its kernels' sources, Triton interprets ours
 #                    and compiles them for cards, and the GPU's benchmark runs on a CPU
 # make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one with its dependencies in an empty environment
@@ -44,7 +44,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Every process of the tests would compile every module again, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak check wheel test-install docs clean install
+.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak style check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,19 +63,17 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick tests take five minutes. The others wait as much as they compute: for processes and for Ray.
+# Tests that wait, for processes and for Ray, begin first, and those that compute fill the time. A file's tests stay in one process.
+TEST = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 3 -m "not slow and not integration and not more" $(UNITS)
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder \
-		-m "(slow or integration) and not own_cluster and not more" $(UNITS)
+	$(TEST) -m "not own_cluster and not more" $(UNITS)
 
 test-more: install
 	@$(BIN)/tandem models fetch > /dev/null
-	OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder $(if $(SHARE),--share $(SHARE)) \
-		-m "more and not own_cluster" $(UNITS)
+	$(TEST) $(if $(SHARE),--share $(SHARE)) -m "more and not own_cluster" $(UNITS)
 	$(AGAIN) $(BIN)/python -m pytest -q --durations=10 $(if $(SHARE),--share $(SHARE)) -m "more and own_cluster" tests/integration
 
 test-clusters: install
@@ -87,7 +85,7 @@ test-faults: install
 	TANDEM_KILLS=$(or $(KILLS),1) $(BIN)/python -m pytest -v -s tests/faults
 	TANDEM_CONTROLLER_KILLS=10 TANDEM_AWAY_S=600 $(BIN)/python -m pytest -v \
 		tests/integration/test_killed_controllers.py tests/integration/test_head_away.py
-	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/test_rollout_steps.py
+	TANDEM_ROLLOUT_VARIATIONS=10 $(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/cluster/pools/rollouts/test_rollout_steps.py
 	TANDEM_FAULT_ROUNDS=100 TANDEM_PEER_ROUNDS=100 TANDEM_FRAMES=100000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 		-n 8 --dist worksteal --timeout 3600 \
 		tests/kvtransfer/test_faults.py tests/kvtransfer/test_peer_faults.py tests/kvtransfer/test_random_frames.py tests/kvtransfer/nccl/test_random_frames_of_pairs.py
@@ -161,12 +159,14 @@ soak: install
 	$(BIN)/python -m benchmarks.soak $(if $(MODEL),--model '$(MODEL)') $(if $(MINUTES),--minutes '$(MINUTES)') \
 		$(if $(KILL_EVERY),--kill-every '$(KILL_EVERY)') $(ARGS)
 
-check: install
+style: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_doors.py
 	@$(BIN)/python -m tests.doors
+
+check: style
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_doors.py
 
 wheel: install
 	PYTHON=$(CURDIR)/$(BIN)/python .ci/wheel
@@ -175,7 +175,7 @@ test-install: install
 	TANDEM_FULL_INSTALL=1 $(BIN)/python -m pytest -v tests/packaging
 
 docs: install
-	$(BIN)/python -m tandem.cluster.documents
+	$(BIN)/python -m tandem.cluster.commands.documents
 	$(BIN)/python docs/figures/draw.py
 
 # The native kernels are compiled once per machine, and again when their sources change.

@@ -9,11 +9,22 @@ generate (`ReadableLives`).
     sequence    one sequence that a request asks for
     lives       a generation as its reader sees it
     logprob_store   the log-probabilities of an answer's tokens
+    pieces      the meanings of an answer's text, and the contract of its readers
+    answer_format   how one model writes its answers: the contract of formats
+    lark        parts of grammars
     openai/     the OpenAI API: its request types, their checks, and the answers
+    text/       tokenizer, chat template, incremental detokenization, stop strings
+
+What joins by the table in wings:
+
+    formats/    how models write calls and reasoning, told apart from an answer's text
+    images/     images in messages: their checks, and their places in a prompt
+    prompt_embeds/  prompts as tensors, read from their files without torch or an unpickler
+
+What the router's paths import:
+
     responses/  OpenAI's Responses API, and the answers that are kept for it
     anthropic/  Anthropic's API for the same chats
+    vectors/    vectors of texts, and what is compared by them
     realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
-    images/     images in messages: their checks, and their places in a prompt
-    formats/    how models write calls and reasoning, told apart from an answer's text
-    text/       tokenizer, chat template, incremental detokenization, stop strings
 """

@@ -153,6 +153,10 @@ class Launcher(Protocol):
         socket."""
         ...
 
+    async def end(self, name: str) -> None:
+        """Ends the process with this name, if there is one, also on a machine that cannot be seen."""
+        ...
+
 
 async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
     """The `FixModel` for models that are files of this machine."""
@@ -219,9 +223,15 @@ class Hosts(Protocol):
         ...
 
 
+CheckKept = Callable[[bytes | None], None]
+"""Is given what is kept, and raises if it must not be overwritten."""
+
+
 class StateStore(Protocol):
     """Keeps what the controller must know after it was killed. Outlives the controller's process."""
 
     async def load(self) -> bytes | None: ...
 
-    async def save(self, state: bytes) -> None: ...
+    async def save(self, state: bytes, check: CheckKept | None = None) -> None:
+        """Calls `check` right before it writes."""
+        ...

@@ -1,10 +1,11 @@
-"""Commands that a deployment may never use, in folders of this room and in rooms above it. The core knows each by its row here and never
-imports it: where such a folder was deleted, its commands are gone, and the others stay."""
+"""Commands and flags that a deployment may never use, in folders of this room and in rooms above it. The core knows each by its row here
+and never imports it: where such a folder was deleted, what it has is gone, and the rest stays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+import argparse
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tandem.base.wings import find_wings
 
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
 ROWS = (
     "tandem.cluster.trace.commands",
     "tandem.cluster.replay.commands",
+    "tandem.cluster.adapters.commands",
     "tandem.cluster.bench.commands",
     "tandem.simulator.commands",
     "tandem.cluster.chaos.commands",
 )
+FLAGS = ("tandem.cluster.foreign_flags.flags",)
 
 
 class Wing(Protocol):
@@ -29,3 +32,27 @@ class Wing(Protocol):
 
 def commands_of_wings() -> list[Command]:
     return [command for module in find_wings(ROWS) for command in cast("Wing", module).COMMANDS]
+
+
+class ForeignFlags(Protocol):
+    """The flags of other servers. `--help` imports such a module."""
+
+    def add_flags(self, parser: argparse.ArgumentParser, besides: Collection[str]) -> None:
+        """Adds every flag that is not among these. They collect in `foreign`."""
+        ...
+
+    def read_flags(self, given: list[Any]) -> tuple[list[tuple[str, str | None, str]], list[str]]:
+        """Returns the assignments, as (setting, text, origin), and a sentence for each flag that is refused."""
+        ...
+
+    def translated(self, name: str, value: str) -> list[tuple[str, str]]:
+        """Returns the settings and texts that one of our own flags means in the other server's words; [] if it has none for it."""
+        ...
+
+    def table(self) -> Iterator[str]:
+        """Yields the table of the page about coming from that server."""
+        ...
+
+
+def foreign_flags() -> list[ForeignFlags]:
+    return [cast("ForeignFlags", module) for module in find_wings(FLAGS)]

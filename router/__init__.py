@@ -13,13 +13,12 @@ Floor 3: it imports api, http_server, wire and base. It knows neither engine nor
     links       the sockets to the nodes, on the event loop
     server      the whole router: started, drained and stopped
     hosting     the router as its process sees it
-    wings       what a deployment may never use: messages/, realtime/
-    tracing/    where a request's time went
+    wings       what a deployment may never use: messages/, other_models/, processes/, realtime/, responses/, tracing/, vectors/
+    tracer      where a request's time went, as the rest of the router notes it
     metrics     the router's own metrics
     recent      the last ten minutes: how many requests met the `slo`, why the slowest did not, and what went wrong
     node_metrics   the nodes' reports as metrics
-    siblings    the other router processes on the port: questions to them, and reports of requests
-    figures     the counters of all router processes on the port, added up
+    siblings    the other router processes on the port, as the rest of the router knows them
     page_state  the data of the page and of `tandem top`
     engine_metrics   the nodes' figures under the names that vLLM's dashboards use
 """

@@ -7,50 +7,39 @@ import contextlib
 import hashlib
 import ipaddress
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tandem.api.images.reader import ImageReader
-from tandem.api.openai.prompts import ServedModel
-from tandem.api.responses.response_store import ResponseStore
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.base.errors import ConfigurationError, InternalError, Unavailable
+from tandem.api.wings import ImageReader, image_reader
+from tandem.base.errors import InternalError, Unavailable
 from tandem.base.tasks import Tasks
 from tandem.http_server.certificate import Certificate
 from tandem.http_server.door import Door, Listener, take_listeners
 from tandem.http_server.serving import HttpServer, Tally, is_at, listen_beside
 from tandem.http_server.settings import Limits, Timeouts
-from tandem.router.config import RouterConfig, TracingConfig
+from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
-from tandem.router.figures import SharedFigures
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.errors import error_body
-from tandem.router.http.other_models import OtherModels
 from tandem.router.http.services import ClusterControl, Services
-from tandem.router.http.sibling_desk import answer_siblings
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
-from tandem.router.siblings import SentReports, Siblings
-from tandem.router.tracing.traces import Traces
 from tandem.router.wings import RouterWing, wing_types
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo, PoolReport
 from tandem.wire.sockets import admit
-
-if TYPE_CHECKING:
-    from tandem.router.tracing.otlp import OtlpExporter
 
 logger = logging.getLogger(__name__)
 
@@ -62,24 +51,6 @@ SUCCESSOR_S = 15.0
 # A router that succeeds another one accepts connections when its nodes are ready, or after this time. Until
 # then only the router before it accepts.
 ACCEPT_S = 30.0
-# How often sibling processes exchange their counters; they also do so when one comes or leaves.
-SIBLINGS_TELL_S = 10.0
-
-
-def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
-    """Returns None when neither the settings nor the environment name a collector. OpenTelemetry is imported
-    only here."""
-    named = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{what}ENDPOINT") for what in ("", "TRACES_"))
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if disabled or not (config.otlp_endpoint or named):
-        return None
-    try:
-        from tandem.router.tracing.otlp import OtlpExporter
-    except ImportError as error:
-        raise ConfigurationError(
-            f"exporting traces needs OpenTelemetry's exporter ({error}): pip install opentelemetry-exporter-otlp-proto-http"
-        ) from error
-    return OtlpExporter(config, metrics)
 
 
 class RouterServer:
@@ -89,9 +60,8 @@ class RouterServer:
         self._config = config
         self._control = control
         self._services: Services | None = None
-        self._wings: list[RouterWing] = []
+        self.wings: list[RouterWing] = []
         self._http: HttpServer | None = None
-        self._exporter: OtlpExporter | None = None
         self._probe = ListenerProbe()
         self._port: int | None = None
         self._door: Door | None = None
@@ -101,7 +71,6 @@ class RouterServer:
         self.accepts = False  # whether it accepts clients' connections
         self.is_ending = False  # whether its process was told to end
         self._told_to_leave = asyncio.Event()
-        self._siblings_changed = asyncio.Event()
         self._leaving: asyncio.Task[bool] | None = None
         self._stopped = False
 
@@ -144,9 +113,9 @@ class RouterServer:
             template = await asyncio.to_thread(
                 ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
             )
-            images = ImageReader.from_folder(config.tokenizer_path, tokenizer, config.limits)
+            images = image_reader(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
-            self._wings = [wing(self._services) for wing in wing_types()]
+            self.wings = [wing(self._services) for wing in wing_types()]
             self._listen_to_nodes()
             self._listener, self._accepts_by = (
                 (listener, tally),
@@ -186,16 +155,9 @@ class RouterServer:
             listener=self._probe.look,
         )
 
-        self._exporter = exporter = _exporter_of(config.tracing, metrics)
-        traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
         links = NodeLinks(config.inbox_host)
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
-        siblings = Siblings()
-        keys.share(siblings)
         dispatcher = Dispatcher(config, links, pool, chooser, metrics)
-        reports = SentReports(siblings, pool, chooser)
-        siblings.on_change.append(lambda: dispatcher.report_to_siblings(None if siblings.alone else reports))
-        siblings.on_change.append(self._siblings_changed.set)
         _measure(metrics, dispatcher)
         metrics.registry.register(LinkCollector(pool, links, tasks, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
@@ -215,25 +177,21 @@ class RouterServer:
             tasks=tasks,
             bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
-            traces=traces,
-            responses=ResponseStore(config.limits.responses_bytes),
-            siblings=siblings,
-            figures=SharedFigures(metrics.registry, siblings),
-            others=OtherModels(config),
+            chooser=chooser,
             control=self._control,
         )
         metrics.healthy.set_function(lambda: float(services.why_unhealthy() is None))
         return services
 
     def _listen_to_nodes(self) -> None:
-        dispatcher, traces = self.services.dispatcher, self.services.traces
+        dispatcher, tracer = self.services.dispatcher, self.services.tracer
         self.services.links.listen(
             dispatcher.on_tokens,
             dispatcher.on_status,
-            traces.on_node_trace,
-            traces.on_clock,
+            tracer.on_node_trace,
+            tracer.on_clock,
             dispatcher.on_holding,
-            dispatcher.recalls.on_recalled,
+            dispatcher.followed.on_recalled,
             dispatcher.on_cache_news,
             lambda node, why: self.services.pool.suspect(node.node_id, node.epoch, why),
         )
@@ -243,19 +201,18 @@ class RouterServer:
         limits, timeouts = self._config.limits, self._config.timeouts
         tls = self._config.tls_certificate, self._config.tls_key
         self._http = HttpServer(
-            make_app(services, self._wings),
+            make_app(services, self.wings),
             Limits(limits.header_bytes, limits.connections),
             Timeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
             error_body,
             services.metrics.slow_readers_cut.inc,
             Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None,
         )
-        answer_siblings(services)
-        await services.siblings.listen()
+        for wing in self.wings:
+            await wing.start()
         self._door = Door(listener, tally, self._former)
         self._accept_if_time(self._http)
         services.tasks.keep("heartbeat", self._heartbeat)
-        services.tasks.keep("siblings", self._know_siblings)
         if self._config.tls_certificate is not None:
             services.tasks.keep("certificate", self._renew_certificate)
 
@@ -293,16 +250,6 @@ class RouterServer:
                 if self._http is not None and not self.accepts:
                     self._accept_if_time(self._http)
 
-    async def _know_siblings(self) -> None:
-        """Exchanges counters with siblings, regularly and soon after one comes or leaves, so that they keep
-        the counts of one that ends without a word."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._siblings_changed.wait(), SIBLINGS_TELL_S)
-            self._siblings_changed.clear()
-            if not self.services.siblings.alone:
-                await self.services.figures.together()
-
     async def _renew_certificate(self) -> None:
         while self._http is not None:
             await asyncio.sleep(CERTIFICATE_LOOK_S)
@@ -332,7 +279,7 @@ class RouterServer:
         for info in went:
             logger.info("node %s left", info.node_id)
             services.dispatcher.on_node_left(info)
-            services.traces.clocks.forget(info.node_id, info.epoch)
+            services.tracer.on_node_left(info.node_id, info.epoch)
         for info in came:
             logger.info("node %s (%s, %s) joined", info.node_id, info.role, shown(info.request_endpoint))
             if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
@@ -382,7 +329,8 @@ class RouterServer:
         is_quiet = self._http is None or await self._http.leave(deadline)
         # Background requests have no connection, so they are waited for apart.
         is_idle = await self.services.dispatcher.wait_idle(deadline)
-        await self.services.figures.leave_behind()
+        for wing in self.wings:
+            await wing.leave()
         if not (is_quiet and is_idle):
             self.services.draining = True
             self.services.dispatcher.fail_all(Unavailable("the router is shutting down"))
@@ -397,9 +345,6 @@ class RouterServer:
         if services is not None:
             services.draining = True
             services.dispatcher.fail_all(Unavailable("the router is stopping"))
-            services.traces.close()
-            if self._exporter is not None:
-                await self._exporter.close()
             await services.tasks.stop()
         self._never_accept()
         if self._door is not None:
@@ -407,9 +352,9 @@ class RouterServer:
         if self._http is not None:
             await self._http.end(STOP_TIMEOUT_S)
         if services is not None:
-            services.siblings.close()
             await services.links.close()
-            await services.others.close()
+            for wing in self.wings:
+                await wing.close()
         self._probe.close()
 
 

@@ -8,13 +8,19 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 
+from tandem.base.errors import TandemError
 from tandem.base.wings import find_wings
 from tandem.router.http.exchange import ErrorForm, HttpExchange
 from tandem.router.http.services import Services
 
 ROWS = (
+    "tandem.router.processes.wing",  # first: others ask the siblings that it knows
+    "tandem.router.vectors.wing",
+    "tandem.router.responses.wing",
     "tandem.router.messages.wing",
     "tandem.router.realtime.wing",
+    "tandem.router.other_models.wing",
+    "tandem.router.tracing.wing",
 )
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]
@@ -41,6 +47,18 @@ class RouterWing:
 
     def routes(self) -> list[RouteRow]:
         return []
+
+    async def answer_instead(self, exchange: HttpExchange, error: TandemError) -> bool:
+        """May answer in place of an error. Returns whether it did."""
+        return False
+
+    async def start(self) -> None:
+        """Called before the router accepts."""
+
+    async def leave(self) -> None:
+        """Called when the router's requests have ended, before it does."""
+
+    async def close(self) -> None: ...
 
 
 def wing_types() -> list[type[RouterWing]]:

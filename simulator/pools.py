@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.pools.autoscaler import Autoscaler
-from tandem.cluster.pools.autoscaling import PoolBounds, Resize
+from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
+from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
 from tandem.cluster.tasks import Clock
 from tandem.decode_node.node import DecodeRules
 from tandem.node.requests import RoleRules

@@ -124,12 +124,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 @pytest.hookimpl(trylast=True)  # of what the markers left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getvalue("dist") == "loadfile":
-        # The longest first, so that no process has one of them left when the others are done.
-        items.sort(
-            key=lambda item: (
-                0 if item.path.name in ON_ONE_RAY else 1 if "integration" in item.path.parts else 2
-            )
-        )
+        # What waits and what is long comes first, so that no process has one of them left when the others are done.
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        size = Counter(item.path for item in items)
+
+        def turn(item: pytest.Item) -> tuple[int, int]:
+            kinds = (item.path.name in ON_ONE_RAY, "integration" in item.path.parts, item.path in slow, True)
+            return kinds.index(True), -size[item.path]
+
+        items.sort(key=turn)
     share = config.getoption("--share")
     if share is None:
         return

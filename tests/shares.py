@@ -2,7 +2,8 @@
 
 `.ci/shares.json` has the shares of each set of tests, the one that ran longest ago first. A run that passes puts its shares last, and
 the next commit may bring that along. A machine that cannot commit takes the file as it is in the repository, and from its first share
-one further for each commit since: so a fresh clone needs no other state, and successive commits take all shares.
+one further for each commit since, a merge being one: so a fresh clone needs no other state. The numbers of shares are odd primes
+where they can be, so that runs of every second commit take all shares, too.
 
     python -m tests.shares            what this commit takes and leaves out
     python -m tests.shares NAME       the share of this set, such as 2/4
@@ -29,7 +30,7 @@ def commits_since_change(file: Path) -> int:
     changed = git("log", "-1", "--format=%H", "--", file.name)
     if not changed or git("status", "--porcelain", "--", file.name):
         return 0
-    return int(git("rev-list", "--count", f"{changed}..HEAD") or 0)
+    return int(git("rev-list", "--count", "--first-parent", f"{changed}..HEAD") or 0)
 
 
 def in_turn(shares: Sequence[str], commits: int) -> list[str]:

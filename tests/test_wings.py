@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.base.wings import find_wings, is_there
-from tests.wings import ROOT, WINGS, tracked, who_imports, wing_of, with_dependents
+from tests.wings import ROOT, WINGS, documented, modules_of, tracked, who_imports, wing_of, with_dependents
 
 
 @pytest.mark.parametrize("name", WINGS)
@@ -27,6 +27,23 @@ def test_a_wing_is_there_with_its_tests(name: str) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_the_page_lists_the_wings() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    missing = [row for row in documented() if row not in page]
+    assert not missing, "docs/architecture.md lacks:\n" + "\n".join(missing)
+
+
+def test_each_folder_of_a_wing_says_when_to_skip_it() -> None:
+    said = ("What it is:", "Skip it when:", "Enter at:", "Joins at:", "Tested by:")
+    for name, wing in WINGS.items():
+        pages = [ROOT / path / "README.md" for path in wing.product if (ROOT / path / "README.md").is_file()]
+        assert pages, f"{name} has no README.md"
+        for page in pages:
+            text = page.read_text(encoding="utf-8")
+            missing = [part for part in said if part not in text]
+            assert not missing, f"{page.relative_to(ROOT)} does not say {missing}"
+
+
 def test_a_row_of_a_deleted_wing_counts_for_nothing() -> None:
     assert [found.__name__ for found in find_wings(("tandem.base.nowhere", "tandem.base.wings"))] == [
         "tandem.base.wings"
@@ -39,3 +56,9 @@ def test_an_error_inside_a_wing_is_no_absence(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="not_installed"):
         find_wings(["a_broken_wing"])
+
+
+def test_the_modules_of_several_paths_are_all_found() -> None:
+    """What is imported is compared with these: with none, no import would count."""
+    paths = ("base/wings.py", "cluster/wings.py")
+    assert modules_of(path for path in paths) == {"tandem.base.wings", "tandem.cluster.wings"}

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,11 +38,31 @@ WINGS: dict[str, Wing] = {
     "nccl": Wing(
         ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
     ),
+    "formats": Wing(
+        ("api/formats/",),
+        (
+            "tests/api/formats/",
+            "tests/router/test_router_tools.py",
+            "tests/router/test_router_reasoning.py",
+            "tests/router/test_router_call_grammars.py",
+            "tests/clients/test_harmony_library.py",
+        ),
+    ),
+    "images in messages": Wing(
+        ("api/images/",), ("tests/router/test_router_images.py", "tests/benchmarks/test_images.py")
+    ),
+    "prompt embeds": Wing(
+        ("api/prompt_embeds/",), ("tests/api/prompt_embeds/", "tests/router/test_router_prompt_embeds.py")
+    ),
     "realtime": Wing(
         ("router/realtime/", "api/realtime/", "http_server/websocket.py"),
         ("tests/router/realtime/", "tests/integration/test_serve_realtime.py"),
     ),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",)),
+    "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
+    "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
+    "simulator": Wing(
+        ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
+    ),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -58,16 +78,17 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_tiers_between_engines.py",
         ),
     ),
-    "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
-    "encoder nodes": Wing(
-        ("encode_node/", "node/encoders/", "wire/encoding.py"),
-        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
-    ),
-    "pins": Wing(
-        ("engine/scheduling/pins/",),
-        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
-    ),
+    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
+    "trace and why": Wing(
+        ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
+    ),
+    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
+    "bench": Wing(
+        ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
+    ),
+    "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
+    "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "ranks": Wing(
         ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
         (
@@ -86,8 +107,58 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_spread_nodes.py",
         ),
     ),
-    "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
+    "speculation": Wing(
+        ("engine/model/speculation/",),
+        (
+            "tests/engine/test_draft_model.py",
+            "tests/engine/test_eagle.py",
+            "tests/engine/model/test_ngram.py",
+        ),
+    ),
+    "images": Wing(
+        ("engine/model/vision/",),
+        (
+            "tests/engine/test_images.py",
+            "tests/engine/model/test_lone_tower.py",
+            "tests/engine/model/test_image_processing.py",
+        ),
+    ),
+    "lora": Wing(
+        ("engine/model/lora/",),
+        (
+            "tests/engine/model/adapter_files.py",
+            "tests/engine/model/test_adapter_slots.py",
+            "tests/engine/model/test_lora.py",
+            "tests/engine/model/test_lora_kernel.py",
+        ),
+    ),
+    "vectors": Wing(
+        ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
+        ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
+    ),
+    "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
+    "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
+    "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
+    "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
+    "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
+    "encoder nodes": Wing(
+        ("encode_node/", "node/encoders/", "wire/encoding.py"),
+        ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
+    "pins": Wing(
+        ("engine/scheduling/pins/",),
+        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
+    ),
 }
+
+
+def documented() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    return [
+        f"| {name} | {', '.join(f'`{path}`' for path in wing.product)} | {', '.join(wing.needs) or '–'} |"
+        for name, wing in sorted(WINGS.items())
+    ]
 
 
 def lies_in(file: str, paths: Iterable[str]) -> bool:
@@ -117,21 +188,25 @@ def tracked() -> tuple[str, ...]:
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
-    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, paths)}
+    listed = tuple(paths)
+    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, listed)}
 
 
 def module_of(file: str) -> str:
     return "tandem." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_in(file: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported_in(file: str) -> list[tuple[int, str]]:
     """Every module of ours that a file imports, anywhere in it: type checking needs them, too."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, each.name) for each in node.names)
+            found += [(node.lineno, each.name) for each in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module
-            yield from ((node.lineno, f"{node.module}.{each.name}") for each in node.names)
+            found += [(node.lineno, f"{node.module}.{each.name}") for each in node.names]
+            found.append((node.lineno, node.module))
+    return [(line, name) for line, name in found if name.startswith("tandem.")]
 
 
 def who_imports(names: Iterable[str], files: Iterable[str]) -> list[str]:
@@ -162,11 +237,6 @@ def copy_without(names: Iterable[str], folder: Path) -> None:
             target.write_bytes((ROOT / file).read_bytes())
 
 
-# Where Tandem is installed from a folder, a room that is gone from the copy would be found there.
-_THE_COPY_ALONE = """
-import sys
-sys.meta_path[:] = [each for each in sys.meta_path if not str(getattr(each, "__module__", "")).startswith("__editable__")]
-"""
 _IMPORT_ALL = """
 import importlib, sys
 for module in sys.argv[1:]:
@@ -186,7 +256,6 @@ def check_without(names: list[str], tests: bool) -> bool:
     with tempfile.TemporaryDirectory(prefix="wings-") as made:
         folder = Path(made)
         copy_without(gone, folder)
-        (folder / "sitecustomize.py").write_text(_THE_COPY_ALONE)
         rooms = {path.name for path in (folder / "tandem").iterdir() if path.is_symlink()}
         left = [
             module_of(file.relative_to(folder).as_posix())

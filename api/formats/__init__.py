@@ -1,7 +1,7 @@
 """How models write tool calls and reasoning, and how both are told apart from an answer's text while it is
 written.
 
-pieces         the meanings of an answer's text, and the contract of its readers
+joined         what the API's core takes of this package
 cursor         a position in a text that is still being written
 calls          the contract of a call format, and the reader that all of them share
 json_calls, named_calls, tagged_calls, pythonic_calls, braced_calls
@@ -12,5 +12,5 @@ registry       the table of known formats
 detection      which format a chat template uses
 plain_tools    tools for a model whose template has none
 answer_format  one model's whole format
-lark, call_grammar     grammars for answers that must have a given form
+call_grammar   grammars for answers with calls
 """

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.api.answer_format import CallsAsked
+from tandem.api.formats.call_grammar import CallGrammar
 from tandem.api.formats.calls import CallFormat, CallReader, CallWriting
 from tandem.api.formats.harmony import (
     HarmonyCalls,
@@ -14,14 +16,14 @@ from tandem.api.formats.harmony import (
     analysis_tokens,
     on_final_channel,
 )
-from tandem.api.formats.lark import LarkWriter
-from tandem.api.formats.pieces import AnswerReader, ToolSchemas
 from tandem.api.formats.reasoning import Bound, ReasoningFormat, ReasoningReader, ReasoningStart
+from tandem.api.lark import LarkWriter
+from tandem.api.pieces import AnswerReader, ToolSchemas
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import InvalidRequest
 
 
-class AnswerFormat(msgspec.Struct, frozen=True):
+class ModelFormat(msgspec.Struct, frozen=True):
     """A model's formats. `harmony` replaces both others: there calls and reasoning are messages of one
     kind."""
 
@@ -34,8 +36,11 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return self.harmony or self.calls
 
     @property
+    def reads_calls(self) -> bool:
+        return self.call_writing is not None
+
+    @property
     def marks(self) -> tuple[str, ...]:
-        """The texts that a reader must see even though they may be special tokens."""
         if self.harmony is not None:
             return self.harmony.layout.marks
         reasoning = (self.reasoning.begin.strip(), self.reasoning.end) if self.reasoning is not None else ()
@@ -44,8 +49,6 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     def reader(
         self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False
     ) -> AnswerReader | None:
-        """Returns a reader of an answer, or None when the answer is only text. `tools`: None when the model
-        may not call."""
         if self.harmony is not None:
             return HarmonyReader(calls=tools is not None, must_call=must_call)
         calls: AnswerReader | None = None
@@ -57,13 +60,21 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return calls if start is ReasoningStart.CLOSED else ReasoningReader(self.reasoning, start, calls)
 
     def answer_grammar(self, grammar: str, tokenizer: Tokenizer) -> str:
-        """Returns the grammar of an answer without calls, with the marks that it must have."""
         if self.harmony is None:
             return grammar
         return on_final_channel(grammar, LarkWriter(tokenizer, self.marks))
 
+    def calls_grammar(self, asked: CallsAsked, answer: str | None, tokenizer: Tokenizer) -> str | None:
+        writing = self.call_writing
+        strict = any(tool.strict for tool in asked.tools) and self.harmony is None
+        if writing is None or not (asked.must or answer is not None or strict or asked.any_answer):
+            return None
+        grammars = CallGrammar(writing, asked.tools, tokenizer, once=asked.once)
+        if asked.must:
+            return grammars.must_call()
+        return grammars.call_or(answer) if answer is not None else grammars.text_with_calls()
+
     def bounds_reasoning(self, prompt: str, tokenizer: Tokenizer) -> bool:
-        """Whether an answer to the prompt may begin with reasoning. Raises InvalidRequest when its tokens cannot be bounded."""
         if self.harmony is None and (
             self.reasoning is None or self.reasoning.start(prompt) is ReasoningStart.CLOSED
         ):
@@ -77,7 +88,6 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     def after_reasoning(
         self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None
     ) -> str:
-        """Returns a grammar that holds from the reasoning's end on. `budget`: the most tokens of reasoning."""
         writer = LarkWriter(tokenizer, self.marks)
         if self.harmony is not None:
             return after_analysis(grammar, writer)
@@ -89,7 +99,6 @@ class AnswerFormat(msgspec.Struct, frozen=True):
         return self.reasoning.grammar(grammar, self.reasoning.start(prompt), writer, bound)
 
     def reasoning_tokens(self, token_ids: Sequence[int], prompt: str, tokenizer: Tokenizer) -> int | None:
-        """Counts an answer's reasoning tokens; None when the model's reasoning format is unknown."""
         if self.harmony is not None:
             return analysis_tokens(token_ids, tokenizer)
         if self.reasoning is None:

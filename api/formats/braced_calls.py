@@ -10,8 +10,7 @@ import msgspec
 from tandem.api.formats.argument_lists import ArgumentScan, list_rules
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
-from tandem.api.formats.lark import LarkWriter
-from tandem.api.formats.pieces import ToolSchemas, json_text
+from tandem.api.formats.json_scan import json_text
 from tandem.api.formats.typed_values import (
     as_json,
     escaped,
@@ -20,6 +19,8 @@ from tandem.api.formats.typed_values import (
     properties_of,
     value_schema,
 )
+from tandem.api.lark import LarkWriter
+from tandem.api.pieces import ToolSchemas
 
 _CALL = re.compile(r"\s*call:([\w.\-]+)\{")
 _MAY_BE_CALL = re.compile(r"\s*(?:c|ca|cal|call|call:[\w.\-]*)?")

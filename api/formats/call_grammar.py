@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
-
+from tandem.api.answer_format import OfferedTool
 from tandem.api.formats.calls import CallWriting
-from tandem.api.formats.lark import ANY_TEXT, LarkWriter, nested
+from tandem.api.lark import ANY_TEXT, LarkWriter, nested
 from tandem.api.text.tokenizer import Tokenizer
-
-
-class OfferedTool(msgspec.Struct, frozen=True):
-    name: str
-    parameters: dict[str, Any]
-    strict: bool
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        return {"type": "object", **self.parameters}
 
 
 class CallGrammar:

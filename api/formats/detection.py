@@ -6,12 +6,12 @@ import json
 import logging
 from typing import Any
 
-from tandem.api.formats.answer_format import AnswerFormat
+from tandem.api.formats.answer_format import ModelFormat
 from tandem.api.formats.calls import CallFormat, CallReader
 from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader
-from tandem.api.formats.pieces import AnswerReader, Arguments, CallBegins
 from tandem.api.formats.reasoning import ReasoningFormat
 from tandem.api.formats.registry import CALLS, MENTIONED, REASONING
+from tandem.api.pieces import AnswerReader, Arguments, CallBegins
 from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.base.errors import InvalidRequest
@@ -42,7 +42,7 @@ _RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdefghi", "name": 
 
 def format_of(
     tool_format: ToolFormat, reasoning_format: ReasoningName, template: ChatTemplate | None
-) -> AnswerFormat:
+) -> ModelFormat:
     """Returns the formats that the operator named or, for AUTO, those that the template shows. A template
     without tools, and one whose tools fit no known format, gets Hermes's."""
     if tool_format is ToolFormat.AUTO:
@@ -51,8 +51,8 @@ def format_of(
         reasoning_format = _detected_reasoning(template, tool_format)
     logger.info("tool calls are read as %s, reasoning as %s", tool_format, reasoning_format)
     if ToolFormat.HARMONY in (tool_format, reasoning_format):  # equal texts: it is one format
-        return AnswerFormat(harmony=HarmonyCalls())
-    return AnswerFormat(calls=CALLS.get(tool_format), reasoning=REASONING.get(reasoning_format))
+        return ModelFormat(harmony=HarmonyCalls())
+    return ModelFormat(calls=CALLS.get(tool_format), reasoning=REASONING.get(reasoning_format))
 
 
 def detected_calls(template: ChatTemplate | None) -> ToolFormat:

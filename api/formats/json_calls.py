@@ -10,9 +10,9 @@ import msgspec
 
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
-from tandem.api.formats.json_scan import EndSearch, JsonScan, objects
-from tandem.api.formats.lark import LarkWriter, json_schema, quoted
-from tandem.api.formats.pieces import ToolSchemas, json_text, json_value
+from tandem.api.formats.json_scan import EndSearch, JsonScan, json_text, json_value, objects
+from tandem.api.lark import LarkWriter, json_schema, quoted
+from tandem.api.pieces import ToolSchemas
 
 # The beginning of such an object, with name and arguments in the order that models are taught.
 _HEAD = re.compile(r'[\s,;\[]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')

@@ -1,8 +1,11 @@
-"""Scans JSON in pieces of any size: finds an object's end, and marks outside of strings."""
+"""JSON in an answer: written, read, and scanned in pieces of any size for an object's end and marks outside of strings."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import msgspec
 
 _MARKS = re.compile(r'["\\{}\[\]]')
 
@@ -77,3 +80,15 @@ def objects(text: str) -> list[str]:
         begin, end = end, JsonScan().until(text, end, 0)
         found.append(text[begin:end].strip(" \t\r\n;,"))
     return [one for one in found if one]
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def json_value(text: str) -> Any:
+    """Parses JSON. Returns None for invalid text and for null: neither is a call."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None

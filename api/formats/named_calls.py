@@ -11,8 +11,8 @@ from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import MOST_HELD, Cursor, Steps
 from tandem.api.formats.json_calls import JsonCalls
 from tandem.api.formats.json_scan import JsonScan
-from tandem.api.formats.lark import LarkWriter, json_schema
-from tandem.api.formats.pieces import ToolSchemas
+from tandem.api.lark import LarkWriter, json_schema
+from tandem.api.pieces import ToolSchemas
 
 
 class NamedCalls(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ import msgspec
 
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
-from tandem.api.formats.lark import LarkWriter, quoted
-from tandem.api.formats.pieces import ToolSchemas, json_text
+from tandem.api.formats.json_scan import json_text
 from tandem.api.formats.typed_values import (
     as_json,
     escaped,
@@ -21,6 +20,8 @@ from tandem.api.formats.typed_values import (
     schema_of,
     value_schema,
 )
+from tandem.api.lark import LarkWriter, quoted
+from tandem.api.pieces import ToolSchemas
 
 
 class TaggedCalls(msgspec.Struct, frozen=True):

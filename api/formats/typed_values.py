@@ -6,8 +6,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.api.formats.lark import json_schema
-from tandem.api.formats.pieces import ToolSchemas, json_text, json_value
+from tandem.api.formats.json_scan import json_text, json_value
+from tandem.api.lark import json_schema
+from tandem.api.pieces import ToolSchemas
 
 _WORDS = {
     "true": True,

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
 from tandem.api.images.files import ImageFile, read_file
 from tandem.api.openai.chat_request import ImagePart
 from tandem.api.settings import RequestLimits
@@ -33,9 +31,43 @@ _AT_ONCE = 2
 _MOST_BYTES = 48 << 20
 
 
-class PromptImages(msgspec.Struct, frozen=True):
-    files: list[ImageFile]
-    digests: list[str]
+class PromptImages:
+    """The images of one request."""
+
+    def __init__(self, rules: ImageRules, placeholder: str) -> None:
+        self._rules = rules
+        self._placeholder = placeholder
+        self._files: list[ImageFile] = []
+        self._digests: list[str] = []
+
+    def add(self, file: ImageFile, digest: str) -> None:
+        self._files.append(file)
+        self._digests.append(digest)
+
+    @property
+    def files(self) -> list[bytes]:
+        return [file.data for file in self._files]
+
+    def expanded(self, text: str) -> str:
+        pieces = text.split(self._placeholder)
+        if len(pieces) != len(self._files) + 1:
+            raise InvalidRequest(
+                f"messages: the model's chat template has a place for {len(pieces) - 1} of the {len(self._files)} images",
+                "messages",
+            )
+        written = [pieces[0]]
+        for file, after in zip(self._files, pieces[1:], strict=True):
+            written += self._rules.written(self._placeholder, file.width, file.height), after
+        return "".join(written)
+
+    def features(self, token_ids: Sequence[int]) -> list[MediaFeature]:
+        parts = [self._rules.parts(file.width, file.height) for file in self._files]
+        found = media_features(token_ids, self._rules.token_id, parts, self._digests)
+        if found is None:
+            raise InvalidImage(
+                "messages: the prompt has other placeholders than those of its images", "messages"
+            )
+        return found
 
 
 class ImageReader:
@@ -51,30 +83,17 @@ class ImageReader:
             )
         self._placeholder = placeholder
 
-    @classmethod
-    def from_folder(cls, folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> ImageReader | None:
-        """Makes a reader for the model in this folder. None when the model reads no images, or reads them in
-        an unknown way."""
-        path = Path(folder)
-        rules = image_rules(
-            read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name))
-        )
-        return cls(rules, tokenizer, limits) if rules is not None else None
-
     async def read(self, parts: Sequence[ImagePart]) -> PromptImages:
-        """Decodes the images. Raises InvalidImage for the first that cannot be read."""
         if len(parts) > self._limits.images_per_request:
             raise InvalidRequest(
                 f"messages: at most {self._limits.images_per_request} images in one request "
                 f"(router.limits.images_per_request), not {len(parts)}",
                 "messages",
             )
-        found = PromptImages([], [])
+        found = PromptImages(self._rules, self._placeholder)
         for part in parts:
-            file, digest = await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, part)
-            found.files.append(file)
-            found.digests.append(digest)
-            if sum(len(each.data) for each in found.files) > _MOST_BYTES:
+            found.add(*await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, part))
+            if sum(map(len, found.files)) > _MOST_BYTES:
                 raise InvalidImage(
                     f"{part.where}: the images have more than the {_MOST_BYTES} bytes together that nodes take",
                     part.where,
@@ -85,25 +104,12 @@ class ImageReader:
         file = read_file(part, self._limits)
         return file, digest_of_image(file.data)
 
-    def expanded(self, text: str, images: PromptImages) -> str:
-        """Returns the prompt with every placeholder expanded for its image."""
-        pieces = text.split(self._placeholder)
-        if len(pieces) != len(images.files) + 1:
-            raise InvalidRequest(
-                f"messages: the model's chat template has a place for {len(pieces) - 1} of the {len(images.files)} images",
-                "messages",
-            )
-        written = [pieces[0]]
-        for file, after in zip(images.files, pieces[1:], strict=True):
-            written += self._rules.written(self._placeholder, file.width, file.height), after
-        return "".join(written)
 
-    def features(self, token_ids: Sequence[int], images: PromptImages) -> list[MediaFeature]:
-        """Returns where the images are in the prompt."""
-        parts = [self._rules.parts(file.width, file.height) for file in images.files]
-        found = media_features(token_ids, self._rules.token_id, parts, images.digests)
-        if found is None:
-            raise InvalidImage(
-                "messages: the prompt has other placeholders than those of its images", "messages"
-            )
-        return found
+def image_reader(folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> ImageReader | None:
+    """Makes a reader for the model in this folder. None when the model reads no images, or reads them in
+    an unknown way."""
+    path = Path(folder)
+    rules = image_rules(
+        read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name))
+    )
+    return ImageReader(rules, tokenizer, limits) if rules is not None else None

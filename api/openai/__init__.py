@@ -1,14 +1,16 @@
 """The OpenAI API: its request types and their checks, sampling, and the answers, streamed or whole.
 
-fields, chat_request, vector_request, text_request
-               the requests' fields (the request of /v1/completions is in prompts)
+fields, chat_request, completion_request, text_request
+               the requests' fields
 mistakes       what is wrong with a field, in plain words
-prompt_embeds  prompts as tensors, read from their files without torch or an unpickler
-prompts        what this router serves; how texts, token ids and chats become prompts, by its model's tokenizer and template
-sampling       from a request to sampling parameters, and to the one grammar that its fields make, checked
-plan           a checked, tokenized request: what is to be generated, how it is read, and what it used
+served_model   what a router serves: names, tokenizer, template, formats; caller: who asks
+prompts        texts and token ids, checked and tokenized
+chat_prompt, template_messages
+               a chat's messages, as the model's template takes them, and their prompt
+sampling, grammars
+               from a request to sampling parameters, and to the one grammar that its fields make
+plan           from a checked request to a generation_plan: what is generated, how it is read, and what it used
 answer         one choice as its tokens arrive, and what all answers share; reading: a generation read to its end
-vectors        plans and answers of vectors and scores
 chat_answer, completion_answer, logprobs
                how answers are written; answer_types: their shapes, for the API document
 """

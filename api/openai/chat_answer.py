@@ -8,7 +8,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.formats.pieces import (
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces, pieces_of
+from tandem.api.openai.chat_request import ChatRequest
+from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
+from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from tandem.api.openai.reading import ReadChoice, are_short
+from tandem.api.pieces import (
     AnswerReader,
     Arguments,
     CallBegins,
@@ -17,11 +22,6 @@ from tandem.api.formats.pieces import (
     Text,
     new_call_id,
 )
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces
-from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
-from tandem.api.openai.plan import GenerationPlan, StreamedUsage
-from tandem.api.openai.reading import ReadChoice, are_short
 from tandem.api.text.tokenizer import Tokenizer
 
 
@@ -196,9 +196,7 @@ class ChatStream:
         is held back."""
         out = b""
         message = self._messages[choice.index]
-        pieces = reader.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += reader.finish(cut=delta.cut)
+        pieces = pieces_of(reader, delta)
         if delta.tokens or delta.token_ids:
             out += self._event(choice, {}, delta=delta)
         for content in message.deltas(pieces):

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.api.field_table import FieldRefusal, PathFields
-from tandem.api.formats.lark import JsonObject
+from tandem.api.lark import JsonObject
 from tandem.api.openai.fields import MaxTokens, SamplingFields, TopLogprobs
 from tandem.base.errors import InvalidRequest
 

@@ -16,9 +16,9 @@ from tandem.api.openai.answer import (
     json_at_once,
     json_pieces,
 )
+from tandem.api.openai.completion_request import CompletionRequest
+from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.logprobs import completion_logprobs, prompt_logprobs
-from tandem.api.openai.plan import GenerationPlan, StreamedUsage
-from tandem.api.openai.prompts import CompletionRequest
 from tandem.api.openai.reading import ReadChoice, are_short, keep_best
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.wire.sampling import TokenLogprobs

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.api.formats.lark import JsonObject
+from tandem.api.lark import JsonObject
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tandem.api.lives import FreshLives
 from tandem.api.openai.answer import Choice, LoopTurn
-from tandem.api.openai.plan import GenerationPlan
+from tandem.api.openai.generation_plan import GenerationPlan
 
 # An answer up to these sizes is encoded within a tenth of a millisecond.
 SHORT_CHARACTERS = 8 << 10

@@ -6,26 +6,15 @@ A value that the request leaves out is the one that the model's makers recommend
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from llguidance import LLMatcher, regex_to_lark
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from tandem.api.formats.answer_format import AnswerFormat
-from tandem.api.formats.call_grammar import CallGrammar, OfferedTool
-from tandem.api.formats.lark import ANY_TEXT, JsonObject, json_schema, quoted
-from tandem.api.openai.chat_request import ChatRequest, NamedToolChoice, Tool
-from tandem.api.openai.fields import RepetitionFields, ResponseFormat, SamplingFields, StructuredOutputs
+from tandem.api.openai.fields import RepetitionFields, SamplingFields
 from tandem.api.settings import ApiSettings, SamplingDefaults
-from tandem.api.text.tenant_cache import CacheOwner, TenantCache
 from tandem.api.text.tokenizer import Tokenizer, read_json
 from tandem.base.errors import ConfigurationError, InvalidRequest
-from tandem.base.shares import OneAtATime
 from tandem.wire.requests import new_id
 from tandem.wire.sampling import RepetitionDetection, SamplingParams
 
@@ -91,17 +80,23 @@ T = TypeVar("T")
 _SEED_MASK = 2**63 - 1
 
 
+class Sampled(msgspec.Struct, frozen=True):
+    """What a plan has found out about a request's sampling, besides its fields."""
+
+    logprobs: int | None
+    prompt_logprobs: int | None
+    grammar: str | None
+    bad_words: list[list[int]]
+    hidden_states: str | None
+
+
 def sampling_params(
     request: SamplingFields,
     tokenizer: Tokenizer,
     defaults: Defaults,
+    sampled: Sampled,
     *,
     max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None = None,
-    grammar: str | None = None,
-    bad_words: list[list[int]],
-    hidden_states: str | None = None,
 ) -> SamplingParams:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -109,7 +104,7 @@ def sampling_params(
             f"min_tokens: must be at most the {max_tokens} tokens that may be generated, not {min_tokens}",
             "min_tokens",
         )
-    if grammar is not None:
+    if sampled.grammar is not None:
         _check_ends_with_grammar(request)
     stop_token_ids = request.stop_token_ids or []
     for token_id in stop_token_ids:
@@ -130,15 +125,15 @@ def sampling_params(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias, tokenizer.vocab_size),
-        bad_words=bad_words,
+        bad_words=sampled.bad_words,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         seed=seed & _SEED_MASK,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=grammar,
+        logprobs=sampled.logprobs,
+        prompt_logprobs=sampled.prompt_logprobs,
+        grammar=sampled.grammar,
         repetition_detection=_repetition(request.repetition_detection),
-        hidden_states=hidden_states,
+        hidden_states=sampled.hidden_states,
     )
 
 
@@ -201,233 +196,3 @@ async def bad_word_ids(words: list[str] | None, tokenizer: Tokenizer) -> list[li
         if token_ids and token_ids not in sequences:
             sequences.append(token_ids)
     return sequences
-
-
-FREE_TEXT = f"start: {ANY_TEXT}"
-MAX_GRAMMAR = 256 * 1024
-_REMEMBERED = 256
-# Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
-# schema of a few hundred characters can take a tenth of a second.
-_checked: TenantCache[str, str] = TenantCache(_REMEMBERED)
-_checking = OneAtATime()
-
-_SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
-_PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
-
-
-async def grammar_of_format(wanted: ResponseFormat | None, owner: CacheOwner) -> str | None:
-    if wanted is None or wanted.type == "text":
-        if wanted is not None and wanted.json_schema is not None:
-            raise InvalidRequest(
-                "response_format.json_schema: only with type 'json_schema'", "response_format.json_schema"
-            )
-        return None
-    if wanted.type == "json_object":
-        return f"start: %json {json_schema({'type': 'object'})}"
-    if wanted.json_schema is None:
-        raise InvalidRequest("response_format.json_schema: is required", "response_format.json_schema")
-    grammar = f"start: %json {json_schema(wanted.json_schema.schema)}"
-    await check_grammar(grammar, "response_format.json_schema.schema", owner)
-    return grammar
-
-
-async def grammar_of_structured_outputs(
-    wanted: StructuredOutputs | None, param: str, owner: CacheOwner
-) -> str | None:
-    if wanted is None:
-        return None
-    given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
-    if len(given) != 1:
-        raise InvalidRequest(
-            f"structured_outputs: must have one of {', '.join(wanted.__struct_fields__)}",
-            "structured_outputs",
-        )
-    # Building a grammar of a longer text would hold up others, and it is refused in any case.
-    texts = [wanted.regex or "", wanted.grammar or "", *(wanted.choice or ())]
-    place = f"{param}.{given[0]}" if param == "structured_outputs" else param
-    _check_length(sum(map(len, texts)), place)
-    if wanted.json is not None:
-        grammar = f"start: %json {json_schema(wanted.json)}"
-    elif wanted.regex is not None:
-        grammar = f"start: /{_regex(wanted.regex)}/"
-    elif wanted.choice is not None:
-        grammar = "start: " + " | ".join(map(quoted, wanted.choice))
-    else:
-        grammar = wanted.grammar or ""
-    await check_grammar(grammar, place, owner)
-    return grammar
-
-
-def _regex(text: str) -> str:
-    if "\n" in text:
-        text = text.replace("\n", "\\n")
-    return regex_to_lark(text, "d")
-
-
-async def check_grammar(grammar: str, param: str, owner: CacheOwner) -> None:
-    """Raises InvalidRequest, naming the field, for a grammar that no node could compile."""
-    _check_length(len(grammar), param)
-    problem = _checked.get(owner, grammar)
-    if problem is None:
-        async with _checking.turn(owner.tenant):
-            problem = await asyncio.to_thread(_problem, grammar) or ""
-        _checked.put(owner, grammar, problem, 1)
-    if problem:
-        raise InvalidRequest(f"{param}: {problem}", param)
-
-
-def _check_length(characters: int, param: str) -> None:
-    if characters > MAX_GRAMMAR:
-        raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
-
-
-def _problem(grammar: str) -> str | None:
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
-    if not is_error:
-        return None
-    plain = _PLACE.sub("", _SOURCE_LINES.sub("", messages[0] if messages else "is no grammar"))
-    return _PLACE.sub("", " ".join(plain.split()))[:500]
-
-
-async def completion_grammar(request: SamplingFields, owner: CacheOwner) -> str | None:
-    grammar, _ = await _answers_grammar(request, owner)
-    return grammar
-
-
-async def _answers_grammar(request: SamplingFields, owner: CacheOwner) -> tuple[str | None, str | None]:
-    """Returns the grammar of an answer, and the name of the field that it comes from unless that is response_format."""
-    grammar = await grammar_of_format(request.response_format, owner)
-    wanted, param = await outputs_wanted(request)
-    other = await grammar_of_structured_outputs(wanted, param, owner)
-    if other is None:
-        return grammar, None
-    if grammar is not None:
-        raise InvalidRequest(f"{param}: contradicts response_format; set one", param)
-    return other, param
-
-
-async def chat_grammar(
-    request: ChatRequest,
-    tools: Sequence[Tool] | None,
-    written: AnswerFormat,
-    tokenizer: Tokenizer,
-    owner: CacheOwner,
-    *,
-    any_answer: bool = False,
-) -> str | None:
-    """Returns the grammar of a chat's answer, without the reasoning before it, or None. `tools`: None when
-    the model may not call. `any_answer`: a grammar is needed, also of an answer that may be anything."""
-    answer, param = await _answers_grammar(request, owner)
-    if answer is not None:
-        answer = written.answer_grammar(answer, tokenizer)
-    if not tools or written.call_writing is None:
-        return answer or (FREE_TEXT if any_answer else None)
-    if param is not None:
-        raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
-    return await _grammar_with_calls(request, tools, written, tokenizer, answer, owner, any_answer=any_answer)
-
-
-async def _grammar_with_calls(
-    request: ChatRequest,
-    tools: Sequence[Tool],
-    written: AnswerFormat,
-    tokenizer: Tokenizer,
-    answer: str | None,
-    owner: CacheOwner,
-    *,
-    any_answer: bool,
-) -> str | None:
-    """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
-    or answers by that grammar.
-
-    With tool_choice auto, the grammar holds from where the model begins a call, and only if a tool is strict.
-    """
-    choice = request.tool_choice
-    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    if named is not None:
-        tools = [tool for tool in tools if tool.function.name == named]
-        if not tools:
-            raise InvalidRequest(
-                f"tool_choice.function.name: {named!r} is none of the tools", "tool_choice.function.name"
-            )
-    must_call = named is not None or choice == "required"
-    strict = any(tool.function.strict for tool in tools) and written.harmony is None
-    writing = written.call_writing
-    if writing is None or not (must_call or answer is not None or strict or any_answer):
-        return None
-    once = named is not None or request.parallel_tool_calls is False
-    grammars = CallGrammar(writing, [_offered(tool) for tool in tools], tokenizer, once=once)
-    if must_call:
-        grammar = grammars.must_call()
-    else:
-        grammar = grammars.call_or(answer) if answer is not None else grammars.text_with_calls()
-    await check_grammar(grammar, "tools", owner)
-    return grammar
-
-
-def _offered(tool: Tool) -> OfferedTool:
-    function = tool.function
-    return OfferedTool(function.name, function.parameters or {}, bool(function.strict))
-
-
-# The other servers' names of the fields of StructuredOutputs.
-_OTHER_NAMES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "regex": "regex",
-    "json_schema": "json",
-    "ebnf": "grammar",
-}
-
-
-async def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
-    """Returns `structured_outputs`, also from the single fields of other clients, and the name of the field that was used."""
-    given = [name for name in _OTHER_NAMES if getattr(request, name) is not None]
-    if not given:
-        return request.structured_outputs, "structured_outputs"
-    others = given[1:] if request.structured_outputs is None else [*given[1:], "structured_outputs"]
-    if others:
-        raise InvalidRequest(f"{given[0]}: contradicts {others[0]}; set one", given[0])
-    name, value = given[0], getattr(request, given[0])
-    if _OTHER_NAMES[name] == "json" and isinstance(value, str):
-        value = _object_in(value, name)
-    elif name == "ebnf":
-        value = await asyncio.to_thread(_lark_of, value)
-    return msgspec.convert({_OTHER_NAMES[name]: value}, StructuredOutputs), name
-
-
-_NO_OPTIONS = (
-    "%llguidance {}\n"  # stands at the head of a whole grammar alone, and this one may become a part
-)
-
-
-def _lark_of(ebnf: str) -> str:
-    _check_length(len(ebnf), "ebnf")
-    try:
-        return gbnf_to_lark(ebnf).removeprefix(_NO_OPTIONS)
-    except Exception as error:  # the library's parser raises whatever its text leads it to
-        raise InvalidRequest(
-            f'ebnf: must be a grammar of rules such as \'root ::= "yes" | "no"\': {str(error)[:200]}', "ebnf"
-        ) from None
-
-
-def grammar_of_tokens(token_ids: Sequence[int], max_tokens: int, tokenizer: Tokenizer) -> str:
-    """Returns a grammar of these tokens only. The answer ends early only if one of them ends answers."""
-    largest = max(token_ids)
-    if largest >= tokenizer.vocab_size:
-        raise InvalidRequest(
-            f"allowed_token_ids: {largest} is outside the vocabulary of {tokenizer.vocab_size} tokens",
-            "allowed_token_ids",
-        )
-    tokens = f"<[{','.join(map(str, sorted(set(token_ids))))}]>"
-    may_end = not tokenizer.end_ids.isdisjoint(token_ids)
-    return f"start: ({tokens})*" if may_end else f"start: {tokens}{{{max_tokens}}}"
-
-
-def _object_in(text: str, param: str) -> JsonObject:
-    try:
-        return msgspec.json.decode(text, type=JsonObject)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{param}: must be a JSON schema: {error}", param) from None

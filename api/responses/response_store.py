@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from tandem.api.openai.served_model import NotHere
 from tandem.api.responses.responses_request import InputItem
-from tandem.base.errors import RequestError, TandemError, Unavailable
+from tandem.base.errors import TandemError, Unavailable
 from tandem.base.shares import Shares
 
 # Bytes that Python needs, measured: for all that belongs to a response besides its texts, and for an event.
@@ -25,9 +26,8 @@ RESPONSE_BYTES = 4 << 10
 EVENT_BYTES = 40
 
 
-class ResponseNotFound(RequestError):
+class ResponseNotFound(NotHere):
     code = "response_not_found"
-    http_status = 404
 
     def __init__(self, response_id: str) -> None:
         super().__init__(

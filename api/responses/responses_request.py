@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.api.field_table import FieldRefusal, PathFields
-from tandem.api.formats.lark import JsonObject
+from tandem.api.lark import JsonObject
 from tandem.api.openai.chat_request import (
     ChatMessage,
     ChatRequest,
@@ -114,28 +114,30 @@ class ResponsesRequest(CommonFields, frozen=True, kw_only=True, forbid_unknown_f
     chat_template_kwargs: JsonObject | None = None
 
 
-FIELDS = PathFields(
-    "/v1/responses",
-    ResponsesRequest,
-    generates=True,
-    refused={
-        "messages": FieldRefusal("send input"),
-        "response_format": FieldRefusal("use text.format"),
-        "max_tokens": FieldRefusal("use max_output_tokens"),
-        "max_completion_tokens": FieldRefusal("use max_output_tokens"),
-        "reasoning_effort": FieldRefusal("use reasoning.effort"),
-        "system": FieldRefusal("use instructions"),
-        "stop_sequences": FieldRefusal("use stop"),
-        "lora_path": FieldRefusal("name the adapter as model"),
-        "thinking": FieldRefusal("use enable_thinking and reasoning.effort"),
-        **dict.fromkeys(
-            (
-                "regex", "json_schema", "ebnf",
-                "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+FIELDS = (
+    PathFields(
+        "/v1/responses",
+        ResponsesRequest,
+        generates=True,
+        refused={
+            "messages": FieldRefusal("send input"),
+            "response_format": FieldRefusal("use text.format"),
+            "max_tokens": FieldRefusal("use max_output_tokens"),
+            "max_completion_tokens": FieldRefusal("use max_output_tokens"),
+            "reasoning_effort": FieldRefusal("use reasoning.effort"),
+            "system": FieldRefusal("use instructions"),
+            "stop_sequences": FieldRefusal("use stop"),
+            "lora_path": FieldRefusal("name the adapter as model"),
+            "thinking": FieldRefusal("use enable_thinking and reasoning.effort"),
+            **dict.fromkeys(
+                (
+                    "regex", "json_schema", "ebnf",
+                    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                ),
+                FieldRefusal("use structured_outputs"),
             ),
-            FieldRefusal("use structured_outputs"),
-        ),
-    },
+        },
+    ),
 )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from tandem.api.text.tokenizer import Tokenizer, matches, read_json
+from tandem.api.text.segment_cache import matches
+from tandem.api.text.tokenizer import Tokenizer, read_json
 from tandem.base.errors import ConfigurationError, InvalidRequest
 
 # The second is for tokenizers that drop the first.

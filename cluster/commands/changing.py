@@ -114,24 +114,6 @@ def _role(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_adapters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--load",
-        nargs="+",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="adapters to load: a folder, or NAME=OWNER/NAME on the Hugging Face hub",
-    )
-    parser.add_argument("--unload", nargs="+", default=[], metavar="NAME", help="adapters to unload")
-    add_operated(parser)
-
-
-def _adapters(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import adapters
-
-    return _printed(options, "adapters", adapters(target_of(options), options.load, options.unload))
-
-
 def _describe_names(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names",
@@ -173,7 +155,6 @@ COMMANDS = (
     Command("drain", "let nodes finish their requests, then end them", CHANGE, _describe_drain, _drain),
     Command("evacuate", "empty a machine that is about to go away; other machines take over", CHANGE, _describe_evacuate, _evacuate),
     Command("role", "move a node to another pool, with the weights that it has loaded", CHANGE, _describe_role, _role),
-    Command("adapters", "LoRA adapters of a running cluster: list, load and unload them", CHANGE, _describe_adapters, _adapters),
     Command("pause", "hold back new requests; running ones go on", CHANGE, _describe_names, _pause),
     Command("resume", "end a pause", CHANGE, _describe_names, _resume),
     Command(

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.base.errors import ConfigurationError, TandemError
@@ -270,29 +269,6 @@ def reset_cache(target: CommandTarget, names: Sequence[str]) -> list[str]:
         else "no node serves: there was nothing to empty"
     )
     return done
-
-
-def adapters(target: CommandTarget, load: Sequence[str], unload: Sequence[str]) -> dict[str, str]:
-    """`load` has NAME=FOLDER, or NAME=OWNER/NAME on the hub. Nodes get the absolute path of a folder on this machine."""
-    places = dict(map(_adapter_of, load))
-    there = target.run(
-        lambda cluster: cluster.adapters(places, unload, LOADING_S), silently=not load and not unload
-    )
-    for name, where in sorted(there.items()):
-        target.say(f"{name}: {where}")
-    if not there:
-        target.say("no adapters are served")
-    return there
-
-
-def _adapter_of(word: str) -> tuple[str, str]:
-    name, _, where = word.partition("=")
-    if not name or not where:
-        raise ConfigurationError(
-            f"{word!r} must be NAME=FOLDER, or NAME=OWNER/NAME on the Hugging Face hub, such as sql=./adapters/sql"
-        )
-    folder = Path(where).expanduser()
-    return name, str(folder.resolve()) if folder.is_dir() else where
 
 
 def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.cluster.vllm_flags import add_flags, read_flags, translated
+from tandem.cluster.wings import foreign_flags
 
 if TYPE_CHECKING:
-    from tandem.cluster.setting_layers import Layer
-    from tandem.cluster.settings import Settings
+    from tandem.cluster.settings.combined import Settings
+    from tandem.cluster.settings.layers import Layer
 
 DEFAULT_FILE = "tandem.yaml"
 
@@ -62,13 +62,14 @@ def add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> Non
         default=[],
         help="any setting; `tandem init` writes a file that explains them",
     )
-    add_flags(parser, besides=_SETTING_FLAGS)
+    for foreign in foreign_flags():
+        foreign.add_flags(parser, besides=_SETTING_FLAGS)
 
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Combines defaults, file, environment and flags; later ones win. Raises SettingsError."""
-    from tandem.cluster.setting_layers import read_environment, read_file
-    from tandem.cluster.settings import resolve
+    from tandem.cluster.settings.combined import resolve
+    from tandem.cluster.settings.layers import read_environment, read_file
 
     layers: list[Layer] = []
     if options.config is not None:
@@ -79,17 +80,22 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 
 def flags_of(options: argparse.Namespace) -> Layer:
-    from tandem.cluster.setting_layers import read_assignments
+    from tandem.cluster.settings.layers import read_assignments
 
-    assignments, answers = read_flags(options.foreign)
+    assignments: list[tuple[str, str | None, str]] = []
+    answers: list[str] = []
+    for foreign in foreign_flags():
+        given, refused = foreign.read_flags(options.foreign)
+        assignments += given
+        answers += refused
     for text in options.set:
         name, given, value = text.partition("=")
         assignments.append((name.strip(), value.strip() if given else None, "--set"))
     for flag, (setting, _, _) in _SETTING_FLAGS.items():
         value = getattr(options, flag.removeprefix("--").replace("-", "_"))
         if value is not None:
-            meant = translated(flag, value) or [(setting, value)]
-            assignments += [(name, text, flag) for name, text in meant]
+            meant = [one for foreign in foreign_flags() for one in foreign.translated(flag, value)]
+            assignments += [(name, text, flag) for name, text in meant or [(setting, value)]]
     model = getattr(options, "served", None)
     if model is not None:
         if options.model not in (None, model):

@@ -9,7 +9,6 @@ import os
 
 import msgspec
 import ray
-from ray.exceptions import RayError
 
 from tandem.base.errors import TandemError
 from tandem.base.logs import begin_logging
@@ -19,6 +18,7 @@ from tandem.cluster.events import Events
 from tandem.cluster.launcher import Hosts
 from tandem.cluster.models.resolved import fix_model
 from tandem.cluster.on_ray.exchange import EXCHANGE, MADE_WITH, MakeController, begin_exchange, exchange_of
+from tandem.cluster.on_ray.handles import end_actor
 from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.on_ray.launcher import RayLauncher
 from tandem.cluster.on_ray.neighbours import STATE, WANTED, WANTED_LABELS, Neighbours, stands
@@ -129,13 +129,7 @@ async def clear_away(deployment: str, but: str = "") -> None:
     deployment whose end has been recorded."""
     namespace = namespace_of(deployment)
     for name in await left_behind(deployment, but):
-        try:
-            actor = await asyncio.to_thread(ray.get_actor, name, namespace)
-            await asyncio.to_thread(ray.kill, actor, no_restart=True)
-        except ValueError:
-            continue  # it has ended since it was listed
-        except RayError as error:
-            logger.warning("Ray could not end the process %s: %s", name, error)
+        await end_actor(name, namespace)
     for store in (STATE, MACHINES, WANTED, WANTED_LABELS, EXCHANGE, MADE_WITH):
         await RayStateStore(store, namespace).forget()
     await stands(deployment).forget()

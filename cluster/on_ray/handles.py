@@ -41,6 +41,17 @@ _NAME_RETRY_S = 0.05  # Ray does not announce when a name is free, so creating t
 Create = Callable[[], Any]
 
 
+async def end_actor(name: str, namespace: str) -> None:
+    """Kills the actor with this name, if there is one. Ray kills one on a machine that it does not see when it sees it again."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
+        await asyncio.to_thread(ray.kill, actor, no_restart=True)
+    except ValueError:
+        return
+    except RayError as error:
+        logger.warning("Ray could not end the process %s: %s", name, translated(error))
+
+
 class RayHandle:
     """One actor, which is found or created in the background. Its end is seen by a call to its `hold`, which fails when the
     process dies. `machine` is the id of its Ray node; "" on a Ray of a single machine."""
@@ -102,10 +113,21 @@ class RayHandle:
 
     async def _is_the_same(self, actor: Any) -> bool:
         try:
-            return self._is_wanted(await asyncio.wait_for(answer(actor.configuration.remote()), _ADOPT_S))
+            asked = self._until_reached(actor.configuration.remote, _ADOPT_S)
+            return self._is_wanted(await asked)
         except (TandemError, TimeoutError, msgspec.DecodeError) as error:
             logger.info("%s did not tell its configuration, so it is replaced: %s", self._name, error)
             return False
+
+    async def _until_reached(self, ask: Callable[[], Any], answer_s: float | None = None) -> Any:
+        """Asks again while the process cannot be reached: it may be serving, and must not be replaced for that. Raises TimeoutError
+        for one that does not answer in time."""
+        while True:
+            try:
+                return await asyncio.wait_for(answer(ask()), answer_s)
+            except ProcessUnreachable as error:
+                logger.warning("%s cannot be reached; trying again: %s", self._name, error)
+                await asyncio.sleep(_REACH_AGAIN_S)
 
     async def _kill(self, actor: Any) -> None:
         """Kills the actor. Waits for Ray's control store, which may not answer; so this blocks its caller alone."""
@@ -163,9 +185,9 @@ class RayHandle:
         return any(node["NodeID"] == self._machine and node["Alive"] for node in nodes)
 
     async def _followed(self, actor: Any, question: Any, report: Report) -> Any:
-        """Returns the answer to `question` and reports the process's progress until it comes. If the progress can no longer
+        """Returns the result of `question` and reports the process's progress until it comes. If the progress can no longer
         be followed, the question is cancelled too: a process that reports nothing would look as if it stood still."""
-        answered, following = await first_of(answer(question), self._follow_progress(actor, report))
+        answered, following = await first_of(question, self._follow_progress(actor, report))
         return answered.result() if has_ended(answered) else following.result()
 
     async def _follow_progress(self, actor: Any, report: Report) -> None:
@@ -216,7 +238,8 @@ class RayNode(RayHandle):
 
     async def start(self, report: Report) -> NodeInfo:
         actor = await self.actor()
-        started = actor.start.remote(*await self._start_arguments(actor))
+        given = await self._start_arguments(actor)
+        started = self._until_reached(lambda: actor.start.remote(*given))
         info = msgspec.msgpack.decode(await self._followed(actor, started, report), type=NodeInfo)
         self._serves = True
         return info
@@ -240,11 +263,13 @@ class RayNode(RayHandle):
         self, wanted: Mapping[str, str], timeout_s: float, report: Report
     ) -> dict[str, str]:
         actor = await self.actor()
-        return dict(await self._followed(actor, actor.set_adapters.remote(dict(wanted), timeout_s), report))
+        return dict(
+            await self._followed(actor, answer(actor.set_adapters.remote(dict(wanted), timeout_s)), report)
+        )
 
     async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
         actor = await self.actor()
-        changed = actor.change_role.remote(encoded(config))
+        changed = answer(actor.change_role.remote(encoded(config)))
         return msgspec.msgpack.decode(await self._followed(actor, changed, report), type=NodeInfo)
 
 
@@ -313,7 +338,8 @@ class RayRouter(RayHandle):
 
     async def start(self, report: Report) -> RouterInfo:
         actor = await self.actor()
-        started = await self._followed(actor, actor.start.remote(self.door), report)
+        asked = self._until_reached(lambda: actor.start.remote(self.door))
+        started = await self._followed(actor, asked, report)
         info = msgspec.msgpack.decode(started, type=RouterInfo)
         self._url = info.url
         self._serves = True

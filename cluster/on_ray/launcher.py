@@ -13,7 +13,7 @@ from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.cluster.on_ray.exchange import only_with
-from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded
+from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded, end_actor
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
 from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor
@@ -102,6 +102,9 @@ class RayLauncher:
         )
         router.door = door
         return router
+
+    async def end(self, name: str) -> None:
+        await end_actor(name, self._namespace)
 
     def _node_creator(self, config: NodeConfig, options: Mapping[str, Any]) -> Create:
         # Each actor can become a node of any role, so it is told how to make them all.

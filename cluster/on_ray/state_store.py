@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
+from tandem.cluster.launcher import CheckKept
 from tandem.cluster.on_ray.errors import translated
 
 T = TypeVar("T")
@@ -30,8 +31,13 @@ class RayStateStore:
     async def load(self) -> bytes | None:
         return await _asked(self._get)
 
-    async def save(self, state: bytes) -> None:
-        await _asked(self._put, state)
+    async def save(self, state: bytes, check: CheckKept | None = None) -> None:
+        def put(state: bytes) -> None:
+            if check is not None:
+                check(self._get())
+            self._put(state)
+
+        await _asked(put, state)
 
     async def save_first(self, state: bytes) -> bool:
         """Saves the value unless there is one. Returns False when there was one, which stays."""

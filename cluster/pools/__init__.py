@@ -2,9 +2,10 @@
 
 deployment, controller_host       a controller with its routers' URL; the controller as its process serves it to commands
 controller, limits                what operators may order, and what is refused
+changes, over_http                which settings a running cluster can change; what only the command may, and HTTP may not
 reconciler, plan                  the one task that changes pools; the next change
-rollout, rollout_watch            a new configuration: which node or router is replaced next; what the new ones are observed to do
 departures                        nodes and routers that are draining before they end
+turn                              of two controllers only the later one records and acts
 state, view                       what the next controller must know and what routers are told; what commands are shown
 placement                         which machine, cores, device and share of memory a node gets; this machine as the only one
 room                              how many nodes a machine has room for
@@ -12,7 +13,6 @@ fleet                             all supervisors; the nodes that routers are to
 supervisor, node_supervisor, router_supervisor   start, watch and replace one process, or leave it out
 unseen_node                       a node on a machine that this controller has not seen yet
 witnesses                         what routers, clients and nodes hear of a process that does not answer the controller
-autoscaling, load_meter, autoscaler              the rules for a pool's size; the measurements; the loop that applies them
-adapter_desk                      loads and unloads LoRA adapters on every node or on none
+wings: autoscaling/, rollouts/     what a controller can do beside that: pools that grow and shrink by their load; new configurations
 event_log                         what happened, numbered
 """

@@ -10,31 +10,30 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
-from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
-from tandem.cluster.changes import ConfigDifference, applied, difference
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import plan
-from tandem.cluster.pools.adapter_desk import AdapterDesk
-from tandem.cluster.pools.autoscaler import Autoscaler
-from tandem.cluster.pools.autoscaling import PoolBounds, Resize
+from tandem.cluster.pools.changes import ConfigDifference, applied, difference
 from tandem.cluster.pools.limits import check_alike, check_limits, check_room, check_writers
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs, scaled_pool
+from tandem.cluster.pools.turn import Turn, TurnClock
+from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
+from tandem.cluster.pools.wings import adapters_of, roll_out_of, wings_of
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -60,23 +59,16 @@ class Controller:
         fix_model: FixModel = as_it_is,
     ) -> None:
         self._events = events
-        self._clock = clock or Clock()
+        turn = Turn(store)
+        self._clock = TurnClock(clock or Clock(), turn)
         self._tasks = Tasks()
-        self._autoscales = False
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(config, hosts, launcher, store, events, self._clock, self._tasks, fix_model)
+        self._pools = Reconciler(config, hosts, launcher, turn, events, self._clock, self._tasks, fix_model)
         self._fleet = self._pools.fleet
-        self._autoscaler = Autoscaler(
-            config,
-            self._clock,
-            self._fleet.statuses,
-            self._fleet.longest_wait_s,
-            self._scaled_pools,
-            self._scale_by_itself,
-            self._pools.note,
-        )
-        self._pools.on_config = self._autoscaler.configure
-        self.adapters = AdapterDesk(self._pools, self._clock).change
+        self._wings = wings_of(self._pools, self._clock, self._tasks, self._resize)
+        self._pools.on_config = self._configured
+        self._pools.roll_out = roll_out_of(self._pools, self._clock)
+        self.adapters = adapters_of(self._pools, self._clock)
 
     @property
     def _config(self) -> TandemConfig:
@@ -99,14 +91,17 @@ class Controller:
         ready or left out and together they can answer requests. Raises Unavailable when they cannot."""
         await self._pools.take_over()
         self._tasks.spawn(self._pools.run(), "reconcile")
-        self._autoscale()
+        for wing in self._wings:
+            wing.begin()
         await self._unless_it_fails(self._until_answering())
 
-    def _autoscale(self) -> None:
-        """Starts the autoscaler, once any pool may be scaled by its load."""
-        if not self._autoscales and any(self._config.pools.of(role).max is not None for role in Role):
-            self._autoscales = True
-            self._tasks.spawn(self._autoscaler.run(), "autoscale")
+    def _configured(self, config: TandemConfig) -> None:
+        for wing in self._wings:
+            wing.configured(config)
+
+    def _remeasure(self) -> None:
+        for wing in self._wings:
+            wing.changed()
 
     async def recovered(self) -> None:
         """Call this after `start` has raised. Returns when nodes and routers can answer requests: machines may still come, and an operator
@@ -234,38 +229,18 @@ class Controller:
         names = list(self._fleet.routers)
         for role, size in wanted.items():
             staying = self._pools.state.staying(role)
-            names += [record.node_id for record in staying if size >= len(staying)]
+            if size + plan.surge(self._config, self._pools.state, role) >= len(staying):
+                names += [record.node_id for record in staying]
         return names
 
-    async def _resize(self, wanted: dict[Role, int]) -> None:
+    async def _resize(self, wanted: Mapping[Role, int]) -> None:
         """Requires `writing`."""
         new = self._pools.state.with_sizes(wanted)
         check_writers(new)
         check_room(self._config.pools, self._pools.state, new, self._pools.machines)
         await self._pools.keep(new)
-        self._autoscaler.changed()
+        self._remeasure()
         self._pools.wake()
-
-    def _scaled_pools(self) -> list[PoolBounds]:
-        return [
-            scaled_pool(role, self._config.pools.of(role), self._pools.state, self._fleet)
-            for role in Role
-            if self._config.pools.of(role).max is not None
-            and self._pools.state.sizes[role]
-            and not self._pools.state.paused  # requests that wait because of a pause are no load
-            and self._pools.state.rollout is None
-        ]
-
-    async def _scale_by_itself(self, resize: Resize) -> None:
-        try:
-            async with self._pools.writing():
-                if resize.role not in [pool.role for pool in self._scaled_pools()]:
-                    return  # a rollout or a pause began while this waited for its turn
-                await self._resize({resize.role: resize.size})
-        except TandemError as error:
-            logger.warning("%s, but: %s", resize.why, error)
-        else:
-            self._pools.note(resize.why)
 
     def _describe_scaling(self, role: Role, size: int) -> str:
         current = len(self._pools.state.staying(role))
@@ -339,7 +314,8 @@ class Controller:
             check_writers(sized)
             check_room(running.pools, before, sized, self._pools.machines)
             await self._pools.apply(wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers))
-            self._autoscale()
+            for wing in self._wings:
+                wing.begin()
             for line in change.at_once:
                 self._pools.note(f"applied: {line}")
             return msgspec.structs.replace(change, revision=self._pools.state.revision.number)
@@ -388,11 +364,11 @@ class Controller:
             return await self._keep_paused(paused - {*names} if names else set())
 
     async def _keep_paused(self, names: set[str]) -> list[str]:
-        """Requires `writing`. Resets the autoscaler's measurements, because requests that waited during a pause were no load."""
+        """Requires `writing`. What wings measured does not count: requests that waited during a pause were no load."""
         paused = sorted(names)
         if paused != self._pools.state.paused:
             await self._pools.keep(msgspec.structs.replace(self._pools.state, paused=paused))
-            self._autoscaler.changed()
+            self._remeasure()
             self._pools.note(
                 f"paused, as asked: {', '.join(paused)}" if paused else "nothing is paused any more"
             )
@@ -502,3 +478,5 @@ class Controller:
                 f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}="
                 f"{self._wanted(role) + 1}` first"
             )
+        # A rollout takes the others away.
+        check_writers(self._pools.state.resized(role, -1))

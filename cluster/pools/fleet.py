@@ -176,8 +176,12 @@ class Fleet:
         return True
 
     async def end_node(self, node_id: str) -> None:
-        """Withdraws the node from the routers, then ends it. Idempotent."""
-        await self._end(self.nodes.pop(node_id, None))
+        """Withdraws the node from the routers, then ends it. Idempotent. A node that an earlier controller started on a machine which
+        was not seen since is ended, too: it would keep its place there when the machine returns."""
+        supervisor = self.nodes.pop(node_id, None)
+        if supervisor is None:
+            await self._context.launcher.end(node_id)
+        await self._end(supervisor)
 
     async def _end(self, supervisor: NodeSupervisor | RouterSupervisor | None) -> None:
         if supervisor is None:

@@ -75,7 +75,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._adapters = adapters
         # The set that it last took or refused; None: unknown
         self._adapters_told: AdapterPlaces | None = None
-        self._unseen = UnseenNode(info, seen, self._launch_now) if info and seen else None
+        self._unseen = (
+            UnseenNode(info, seen, self._launch_now, context.launcher.end) if info and seen else None
+        )
         self._told = -1  # the membership revision whose keys it has confirmed
         self._offered = -1  # the membership revision that was last sent to it, confirmed or not
         # Set when the process is drained and `config` has another role than the node

@@ -69,9 +69,7 @@ def next_change(
     for node in state.nodes:
         if node.placement is not None and not present.issuperset(node.placement.hosts):
             return LoseNode(node)
-    hosts = [
-        msgspec.structs.replace(host, slots={}) if host.name in state.evacuated else host for host in hosts
-    ]
+    hosts = staying_hosts(state, hosts)
     for role in Role:
         staying = state.staying(role)
         wanted = wanted_size(state, hosts, role, config.pools) + surge(config, state, role)
@@ -109,10 +107,16 @@ def _index(node: NodeRecord) -> int:
     return int(node.node_id.rpartition("-")[2])
 
 
+def staying_hosts(state: ClusterState, hosts: Sequence[Host]) -> list[Host]:
+    """Returns the machines that are not about to go."""
+    return [host for host in hosts if host.name not in state.evacuated]
+
+
 def wanted_size(state: ClusterState, hosts: Sequence[Host], role: Role, pools: PoolsConfig) -> int:
     size = state.sizes.get(role, 0)  # absent in a state that an older version wrote
     if size is not None:
         return size
+    hosts = staying_hosts(state, hosts)
     offered = sum(1 if host.slots is None else host.slots.get(role, 0) for host in hosts)
     present = {host.name for host in hosts}
     offered -= sum(slot.role is role and slot.host in present for slot in state.closed)

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,15 +19,15 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ControllerDecision
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
-from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, StateStore, TakenPlace
-from tandem.cluster.pools import plan, rollout, state
+from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, TakenPlace
+from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.departures import Departures, StateChange
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import AdapterPlaces, WantedAdapters
-from tandem.cluster.pools.rollout_watch import RolloutWatch
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role, RouterInfo
@@ -54,6 +54,17 @@ def _at_commit(state: ClusterState, commit: str) -> ClusterState:
     return msgspec.structs.replace(state, revision=msgspec.structs.replace(state.revision, commit=commit))
 
 
+def _announced(state: ClusterState, info: NodeInfo) -> ClusterState:
+    """Returns the state with the node as it announced itself. The first node of a revision fixes its content."""
+    record, revision = state.find(info.node_id), state.revision
+    if record is None:
+        return state
+    if record.revision == revision.number and not revision.content:
+        revision = msgspec.structs.replace(revision, content=info.content)
+        state = msgspec.structs.replace(state, revision=revision)
+    return state.with_node(record.serving_as(info))
+
+
 class Reconciler:
     """Only `keep` replaces `state`, and only while `writing` is held. Every change is recorded before it is carried out."""
 
@@ -62,7 +73,7 @@ class Reconciler:
         config: TandemConfig,
         hosts: Hosts,
         launcher: Launcher,
-        store: StateStore,
+        turn: Turn,
         events: Events,
         clock: Clock,
         tasks: Tasks,
@@ -73,14 +84,17 @@ class Reconciler:
         self.on_config: Callable[[TandemConfig], None] = lambda config: None
         self._given = config  # with which this process was created, maybe long ago
         self._hosts = hosts
-        self._store = store
+        self._turn = turn
         self._clock = clock
         self._tasks = tasks
         self._fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
-        self._unknown: state.UnknownState | None = None  # set when another version wrote the recorded state
+        # Set when another version wrote the recorded state, or a later controller has begun
+        self._refused: state.UnknownState | LaterController | None = None
         self._contents: dict[int, str] = {}  # the model's content by revision, even if recording it failed
+        # Carries out the recorded rollout; None: this installation cannot
+        self.roll_out: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.rollout_waits = ""  # what the rollout is waiting for
         self._lock = asyncio.Lock()
         self.has_read = asyncio.Event()  # set once it is known what an earlier controller recorded
@@ -108,7 +122,6 @@ class Reconciler:
         self.fleet.pool_reports = lambda: pool_reports(
             self.fleet.config, self.state, self.machines, self.fleet
         )
-        self._watch = RolloutWatch(self.fleet, clock)
         self.departures = Departures(
             self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note
         )
@@ -125,17 +138,20 @@ class Reconciler:
         """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
         them."""
         async with self._lock:
-            kept = await self._until_told(self._store.load, "what the previous controller recorded")
+            kept = await self._until_told(self._turn.load, "what the previous controller recorded")
             try:
                 if kept is not None:
                     self.state = state.decode(kept)
                     self.decisions.extend(self.state.decisions)
                     self.config = self._in_this_process(self.state.revision.config or self._given)
             except state.UnknownState as error:
-                self._unknown = error
+                self._refused = error
                 raise
             finally:
                 self.has_read.set()
+            self._tasks.spawn(self._turn.over(), "its turn")
+            with contextlib.suppress(TandemError):  # what fails is recorded later
+                await self.keep(self.state)
             await self._fix_the_model()
             if kept is None:
                 return
@@ -157,6 +173,7 @@ class Reconciler:
                 elif host.name in machines:
                     self.fleet.launch_node(record, placement, host)
                 else:  # it never served: another node takes its place
+                    await self.fleet.end_node(record.node_id)
                     await self.keep(self.state.without(record.node_id))
             for record in self.state.nodes:
                 if record.leaving:
@@ -197,7 +214,7 @@ class Reconciler:
         self.fleet.use(resolved.fixed, resolved.by_revision)
         self.on_config(self.config)
 
-    async def _keep_and_use(self, new: ClusterState) -> None:
+    async def keep_and_use(self, new: ClusterState) -> None:
         """Records a state with another configuration and uses it, or raises and changes nothing. Requires `writing`."""
         resolved = await self._resolve(new)
         await self.keep(_at_commit(new, resolved.commit))
@@ -252,14 +269,17 @@ class Reconciler:
 
     async def keep(self, new: ClusterState) -> None:
         """Records the new state. If that fails, it raises and the state stays as it was. Requires `writing`."""
-        if self._unknown is not None:
-            raise self._unknown
-        new = msgspec.structs.replace(new, decisions=list(self.decisions))
+        if self._refused is not None:
+            raise self._refused
+        new = msgspec.structs.replace(new, decisions=list(self.decisions), writer=self._turn.name)
         if new == self.state and not self._is_unsure:
             return
         self._is_unsure = True
         try:
-            await self._store.save(state.encode(new))
+            await self._turn.save(state.encode(new))
+        except LaterController as error:
+            self._refused = error
+            raise
         except TandemError:
             self._record_soon()  # what stays as it was, or the next controller might do what was refused
             raise
@@ -274,15 +294,6 @@ class Reconciler:
 
         record = self.state.find(info.node_id)
         number = self.state.revision.number if record is None else record.revision
-
-        def with_info(current: ClusterState) -> ClusterState:
-            known = current
-            if number == current.revision.number and not current.revision.content:
-                revision = msgspec.structs.replace(current.revision, content=info.content)
-                known = msgspec.structs.replace(current, revision=revision)
-            record = known.find(info.node_id)
-            return known if record is None else known.with_node(record.serving_as(info))
-
         content = self._contents.setdefault(number, self._kept_content(number) or info.content)
         if info.content != content:
             raise ConfigurationError(
@@ -293,10 +304,9 @@ class Reconciler:
             )
         self._check_tokenizer(info, number)
         try:
-            await self.update(with_info)
+            await self.update(lambda current: _announced(current, info))
         except TandemError as error:
-            # If it stays unrecorded, the next controller treats it as a new node and adopts it a little later.
-            logger.warning("%s serves, but that could not be recorded: %s", info.node_id, error)
+            logger.warning("%s serves, but that could not be recorded yet: %s", info.node_id, error)
 
     def _kept_content(self, number: int) -> str:
         revision = self.state.revision_of(number)
@@ -331,8 +341,7 @@ class Reconciler:
         try:
             await self.update(left_out)
         except TandemError as error:
-            # If it stays unrecorded, the next controller starts the node again.
-            logger.warning("%s is left out, but that could not be recorded: %s", node_id, error)
+            logger.warning("%s is left out, but that could not be recorded yet: %s", node_id, error)
 
     async def _admit_router(self, name: str, info: RouterInfo) -> None:
         def with_info(current: ClusterState) -> ClusterState:
@@ -344,8 +353,24 @@ class Reconciler:
         try:
             await self.update(with_info)
         except TandemError as error:
-            # If it stays unrecorded, the next controller briefly leaves the router's key out of what it tells nodes.
-            logger.warning("%s serves, but that could not be recorded: %s", name, error)
+            logger.warning("%s serves, but that could not be recorded yet: %s", name, error)
+
+    def _as_it_runs(self, current: ClusterState) -> ClusterState:
+        """Returns the state with what nodes and routers announced since, and which nodes were left out. Recording it may have failed:
+        the next controller would tell routers of an incarnation that has ended, and withdraw the one that serves."""
+        for node in self.fleet.nodes.values():
+            record = current.find(node.name)
+            if record is None:
+                continue
+            if node.phase is ProcessPhase.LEFT_OUT and not record.left_out:
+                current = current.with_node(record.out_of_use(node.detail))
+            elif node.serves and node.info is not None and node.info != record.info:
+                current = _announced(current, node.info)
+        for router in self.fleet.routers.values():
+            known = current.router(router.name)
+            if known is not None and router.serves and router.info != known.info:
+                current = current.with_router(msgspec.structs.replace(known, info=router.info))
+        return current
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
@@ -385,6 +410,7 @@ class Reconciler:
                     await self._look()
                     await self._place_routers()
                     await self._converge()
+                await self._turn.confirm()
                 await self._hosts.want(plan.needed_slots(self.state, self.fleet.config.pools))
                 self.has_looked = True
                 self.changed.ring()
@@ -420,7 +446,7 @@ class Reconciler:
         async with self.writing():
             places = self.fleet.router_places(self.machines)
             hosts = {host.address: host for host in self.machines} | dict(places)
-            new, going = self.fleet.planned_routers(self.state, places, hosts)
+            new, going = self.fleet.planned_routers(self._as_it_runs(self.state), places, hosts)
             await self.keep(new)
             for name in [name for name in self.fleet.routers if new.router(name) is None]:
                 self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
@@ -462,6 +488,10 @@ class Reconciler:
     ) -> None:
         """Records a new configuration with the pools' new sizes and starts to roll it out. If it raises, nothing has changed. Requires
         `writing`. `nodes` and `routers` say which of them read a changed setting at their start, and so are replaced one by one."""
+        if (nodes or routers) and self.roll_out is None:
+            raise ConfigurationError(
+                "nodes and routers of this installation are not replaced while it serves: `tandem down`, then `tandem serve`"
+            )
         sized, revision = self.state.with_sizes(sizes), self.state.revision
         if nodes or routers:
             commit = "" if nodes and config.model != self.config.model else revision.commit
@@ -470,14 +500,14 @@ class Reconciler:
             new = sized.beginning(config, commit, time.time(), adapters, nodes=nodes, routers=routers)
         else:
             new = msgspec.structs.replace(sized, revision=msgspec.structs.replace(revision, config=config))
-        await self._keep_and_use(new)
+        await self.keep_and_use(new)
         if nodes or routers:
             self._begin_rollout("begins")
         self.wake()
 
     async def go_back(self, why: str) -> None:
         """Starts to take back the rollout. Requires `writing`."""
-        await self._keep_and_use(self.state.going_back(why))
+        await self.keep_and_use(self.state.going_back(why))
         self.note(f"the rollout is taken back: {why}")
         self.wake()
 
@@ -485,52 +515,8 @@ class Reconciler:
         self.note(
             f"rollout of revision {self.state.revision.number} {how}: nodes and routers that read a changed setting are replaced one by one"
         )
-        self._watch.forget()
-        self._tasks.spawn(self._roll_out(), "roll out")
-
-    async def _roll_out(self) -> None:
-        """Looks at every heartbeat until the rollout is over: some steps wait for time to pass."""
-        while self.state.rollout is not None:
-            try:
-                await self._look_at_rollout()
-            except TandemError as error:
-                logger.warning("the rollout waits: %s", error)
-            await self._clock.sleep(self.config.timeouts.heartbeat_s)
-
-    async def _look_at_rollout(self) -> None:
-        async with self.writing():
-            if self.state.rollout is None:
-                return
-            facts = self._watch.facts(self.state, self.config, self.machines)
-            step = rollout.next_step(
-                self.config.rollout, self.fleet.config.pools, self.state, self.machines, facts
-            )
-            self.rollout_waits = step.why if isinstance(step, rollout.Wait) else ""
-            match step:
-                case rollout.Replace(node):
-                    await self.keep(self.state.with_node(msgspec.structs.replace(node, leaving=True)))
-                    self.note(f"{node.node_id} drains and is replaced")
-                    self.departures.begin(node.node_id, self.config.timeouts.nodes.drain_s)
-                case rollout.AddRouter(old):
-                    host = self.fleet.router_places(self.machines).get(old.place)
-                    new = self.fleet.new_router(old.place, host, self.state.routers)
-                    if new is not None:
-                        await self.keep(self.state.with_router(new))
-                        self.fleet.launch_router(new, host)
-                case rollout.ReplaceRouter(old):
-                    await self.keep(self.state.with_router(msgspec.structs.replace(old, leaving=True)))
-                    self.note(f"{old.name} drains and is replaced")
-                    self.departures.begin_router(old.name)
-                case rollout.GoBack(why):
-                    self._watch.forget()
-                    await self.go_back(why)
-                case rollout.RolloutEnd():
-                    back = self.state.rollout.going_back
-                    await self._keep_and_use(msgspec.structs.replace(self.state, rollout=None))
-                    self.note(f"the rollout was taken back: {back}" if back else "the rollout is done")
-                case rollout.Wait():
-                    pass
-        self.wake()
+        if self.roll_out is not None:
+            self._tasks.spawn(self.roll_out(), "roll out")
 
     def _rank(self, record: NodeRecord) -> int:
         supervisor = self.fleet.nodes.get(record.node_id)

@@ -129,6 +129,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     paused: list[str] = []  # names of pools and nodes that get no new requests
     routers: list[RouterRecord] = []
     decisions: list[ControllerDecision] = []  # the latest, oldest first
+    writer: str = ""  # the controller that recorded this
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)

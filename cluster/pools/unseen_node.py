@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from tandem.base.errors import Unavailable
 from tandem.base.logs import LogPage, LogPosition
@@ -18,10 +18,17 @@ class UnseenNode:
     """Stands in for the node's handle with what was last announced. Until `seen` is set, calls raise Unavailable, and only routers can
     say whether the node serves. After that, `launch` finds the node by its name."""
 
-    def __init__(self, info: NodeInfo, seen: asyncio.Event, launch: Callable[[], NodeHandle]) -> None:
+    def __init__(
+        self,
+        info: NodeInfo,
+        seen: asyncio.Event,
+        launch: Callable[[], NodeHandle],
+        end: Callable[[str], Awaitable[None]],
+    ) -> None:
         self._info = info
         self._seen = seen
         self._launch = launch
+        self._end = end
         self._found: asyncio.Task[NodeHandle] | None = None
         self._handle: NodeHandle | None = None  # once it is found
 
@@ -65,6 +72,8 @@ class UnseenNode:
     async def stop(self) -> None:
         if self._found is not None:
             await (await self._found).stop()
+        else:
+            await self._end(self._info.node_id)
 
     async def _node(self) -> NodeHandle:
         if not self._seen.is_set():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tandem.base.errors import TandemError
 from tandem.base.logs import ClusterLogs, LogPage, LogsQuery, recent_page
-from tandem.cluster.config import PoolConfig, TandemConfig
+from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import (
     ClusterView,
     ControllerDecision,
@@ -17,7 +17,6 @@ from tandem.cluster.control import (
     SupervisedNode,
 )
 from tandem.cluster.launcher import Host, LogSource
-from tandem.cluster.pools.autoscaling import PoolBounds
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.plan import wanted_size
@@ -147,26 +146,6 @@ def _pool_report(
             starting += 1
     wanted = wanted_size(state, hosts, role, config.pools)
     return PoolReport(role, wanted, starting, waiting, down, left_out)
-
-
-def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> PoolBounds:
-    """Returns a pool of fixed size and its limits, for the autoscaler."""
-    records = [record for record in state.nodes if record.role is role]
-    supervisors = [node for record in records if (node := fleet.nodes.get(record.node_id)) is not None]
-    wanted = state.sizes[role] or 0
-    return PoolBounds(
-        role=role,
-        wanted=wanted,
-        min_nodes=pool.min,
-        max_nodes=wanted if pool.max is None else pool.max,
-        is_settled=len(state.staying(role)) == wanted
-        and not any(record.leaving for record in records)
-        and all(
-            node.phase in (ProcessPhase.READY, ProcessPhase.LEFT_OUT) or node.keeps_dying
-            for node in supervisors
-        ),
-        is_waiting=any(record.placement is None for record in records),
-    )
 
 
 async def collected_logs(fleet: Fleet, query: LogsQuery, clock: Clock) -> ClusterLogs:

@@ -20,10 +20,9 @@ import numpy.typing as npt
 import torch
 
 from tandem.base.errors import InternalError, TandemError
-from tandem.engine.model.pooler import PooledRows, PooledVector, Pooler
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
-from tandem.engine.model.staging import DeviceMark, HostCopy, to_device, to_device_together
+from tandem.engine.model.staging import DeviceMark, HostCopy, to_device_together
 from tandem.engine.scheduling.output import BlockIds, ModelOutput
 from tandem.wire.sampling import SamplingParams
 
@@ -56,6 +55,7 @@ class RequestRows:
         # A new number each time that a request gets a row. A caller that kept it can tell whether the row is still the same
         # request's.
         self.tenancies: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self.silent: set[int] = set()  # rows of requests that sample no token, such as those for a vector
         widths = [max_blocks] * num_groups + [num_state_blocks] * (num_state_blocks > 0)
         self.num_token_tables = num_groups
         self.tables: list[IntArray] = [np.zeros((capacity, width), np.int32) for width in widths]
@@ -88,6 +88,7 @@ class RequestRows:
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_unsaid[row] = 0
+        self.silent.discard(row)
         self._num_added += 1
         self.tenancies[row] = self._num_added
         self._clear_tables(row)
@@ -114,6 +115,7 @@ class RequestRows:
         row = self._row_of.pop(req_id, None)
         if row is not None:
             self._clear_tables(row)
+            self.silent.discard(row)
             self.tenancies[row] = 0
             self._free.append(row)
         return row
@@ -286,7 +288,6 @@ class ScheduledTokens:
     first_sample: npt.NDArray[np.int64]
     query_start: npt.NDArray[np.int32]
     logit_rows: npt.NDArray[np.int64]  # the batch's, in host memory
-    pooled: list[PooledRows]  # rows of requests for a vector
 
 
 def build_batch(
@@ -297,11 +298,9 @@ def build_batch(
     block_size: int,
     device: torch.device,
     unread: UnreadTokens | None = None,
-    pooler: Pooler | None = None,
 ) -> tuple[Batch, ScheduledTokens]:
     """Makes the batch of one pass. `wants_prompt_logprobs` are rows of requests whose prompt positions need logits, too.
-    `unread` has the tokens after those that the host knows; with it there are no drafts. Rows that `pooler` knows are requests
-    for a vector, and sample no token."""
+    `unread` has the tokens after those that the host knows; with it there are no drafts."""
     req_ids = list(num_scheduled)
     rows = requests.rows(req_ids)
     lengths = np.fromiter(num_scheduled.values(), np.int64, len(req_ids))
@@ -336,14 +335,8 @@ def build_batch(
     tables += tuple(table[rows] for table in of_states)
 
     samples = contexts - num_drafts >= requests.num_tokens[rows]
-    names = [req_ids[i] for i in order]
-    pooled: list[PooledRows] = []
-    hidden_rows: torch.Tensor | None = None
-    if pooler is not None:
-        pooled = pooler.rows_of(names, rows, query_start, contexts, requests.num_tokens)
-        samples &= ~np.isin(rows, [one.row for one in pooled])
-        kept = [row for one in pooled for row in one.wanted]
-        hidden_rows = to_device(np.array(kept, np.int64), device) if kept else None
+    if requests.silent:
+        samples &= ~np.isin(rows, list(requests.silent))
     wanted = np.zeros(total, np.bool_)
     sampled = np.flatnonzero(samples)
     first = query_start[1:] - 1 - num_drafts
@@ -380,18 +373,16 @@ def build_batch(
         host_query_start=query_start,
         host_context_lens=host.context_lens,
         host_num_drafts=num_drafts if num_drafts.any() else None,
-        hidden_rows=hidden_rows,
         host=host,
     )
     scheduled = ScheduledTokens(
-        req_ids=names,
+        req_ids=[req_ids[i] for i in order],
         rows=rows,
         num_drafts=num_drafts,
         samples=samples,
         first_sample=logit_index[first],
         query_start=query_start,
         logit_rows=logit_rows,
-        pooled=pooled,
     )
     return batch, scheduled
 
@@ -450,7 +441,8 @@ class StepOnDevice:
     sampled: SampledTokens | None = None
     unread: UnreadTokens | None = None  # the same tokens on the device, for the next step
     pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
-    vectors: list[PooledVector] = dataclasses.field(default_factory=list)
+    # What parts of the runner read from the device when the step is finished.
+    unread_parts: list[Callable[[ModelOutput], None]] = dataclasses.field(default_factory=list)
     errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)  # requests that cannot go on
     # The step's end on the device, for a step without tokens to read. Reading tokens waits for the step anyway.
     end: DeviceMark | None = None

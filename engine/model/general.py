@@ -23,7 +23,6 @@ from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.recurrent.own_states import take_states_out
 from tandem.engine.model.source import ModelSource, Progress
-from tandem.engine.model.vision.tower import loader_of
 
 if TYPE_CHECKING:
     from tandem.engine.model.wide.shard import Shard
@@ -38,13 +37,12 @@ def load_model(
     *,
     may_lack_head: bool = False,
     shard: Shard | None = None,
-    tower_class: type[PreTrainedModel] | None = None,
+    loader: Any = None,
 ) -> PreTrainedModel:
     """Loads the model. Weights are mapped from their files and copied once, file by file, straight into place.
 
-    With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `shard` only that part is loaded. With
-    a `tower_class` only the vision tower is loaded, as that class. Raises a ConfigurationError for a checkpoint that does not
-    fit."""
+    With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `shard` only that part is loaded.
+    `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     if source.gguf_file is not None:
         # Imported here because few models are GGUF files.
@@ -60,10 +58,10 @@ def load_model(
     if shard is not None:
         from tandem.engine.model.wide import cut, stages
 
-        _refuse_to_cut(source, config, quantized is not None)
+        _refuse_to_cut(source, quantized is not None)
         whole_layers = shard.width == 1
         part = cut.loading_stage() if whole_layers else cut.loading_part(source, shard.of_stage(), device)
-    loader: Any = tower_class or loader_of(config) or AutoModelForCausalLM
+    loader = loader or AutoModelForCausalLM
     if shard is not None and shard.stages > 1:
         loader, options["config"] = stages.class_of_stage(source, shard)
     load = functools.partial(
@@ -116,13 +114,11 @@ def load_model(
     return model
 
 
-def _refuse_to_cut(source: ModelSource, config: Any, quantized: bool) -> None:
+def _refuse_to_cut(source: ModelSource, quantized: bool) -> None:
     if source.gguf_file is not None:
         why = "is a GGUF file, whose matrices are not cut"
     elif quantized:
         why = "is a quantized checkpoint, whose matrices are not cut"
-    elif loader_of(config) is not None:
-        why = "reads images, which one rank alone would see"
     else:
         return
     raise ConfigurationError(

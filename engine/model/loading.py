@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 import torch
@@ -16,7 +15,8 @@ import torch
 from tandem.base.errors import ConfigurationError
 from tandem.base.progress import with_amount
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.attention.layers import plan_cache
+from tandem.engine.model.attention.layers import CachePlan, plan_cache
+from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.checkpoint import (
     choose_device,
     choose_dtype,
@@ -26,22 +26,21 @@ from tandem.engine.model.checkpoint import (
 )
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.context import context_length
-from tandem.engine.model.draft_loading import load_draft_model
-from tandem.engine.model.eagle import EagleHead
+from tandem.engine.model.embeds import EmbeddedPrompts
+from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.memory import allocate_cache, size_block_pool
-from tandem.engine.model.paths import AdapterRoom, ForwardShape, load_general, load_native
-from tandem.engine.model.pooling import find_pooling
-from tandem.engine.model.runner import ModelInfo
+from tandem.engine.model.paths import load_general, load_native
+from tandem.engine.model.runner import Forward, ModelInfo
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import LeadingForward
 from tandem.engine.model.wide.shard import Shard
+from tandem.engine.model.wings import capabilities_for
 from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tandem.machine.resources import usable_cores
-from tandem.wire.pooling import VectorModel
 
 log = logging.getLogger(__name__)
 
@@ -72,107 +71,27 @@ def load_runner(
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
     content = _read_content(source, tell) if shard is None or shard.rank == 0 else None
-    # The native path keeps KV only in the model's own dtype.
-    own_kv = cache.dtype == "auto"
-    pooling = find_pooling(model.pooling, source, config)
-    headless = pooling is not None
-    if shard is not None and shard.stages > 1 and pooling is not None:
-        raise ConfigurationError(
-            f"{source.name} makes vectors, which rank 0 reads below the model's head, and that is another stage's. Set "
-            "pools.<pool>.pipeline_parallel to 1"
-        )
-    room = AdapterRoom(scheduler.max_loras, model.max_lora_rank) if scheduler.max_loras else None
-    if room is not None and native:
-        log.info("%s is computed by transformers: scheduler.max_loras asks for adapters", source.name)
-    observe = model.hidden_states_layers if model.hidden_states_folder else ()
-    layers: tuple[int, ...] = ()
-    if model.draft and scheduler.num_speculative_tokens:
-        from tandem.engine.model.eagle_loading import layers_read  # it needs transformers
-
-        layers = layers_read(find_source(model.draft), config)
-    if observe and layers:
-        raise ConfigurationError(
-            f"model.draft names {model.draft}, which reads other layers than model.hidden_states_layers: leave one of them out"
-        )
-    observe = observe or layers
-    if observe and native:
-        asks = "model.draft" if layers else "model.hidden_states_folder"
-        log.info("%s is computed by transformers: %s asks for hidden states", source.name, asks)
-    slower = _compile_kernels(device, dtype, tell) if shard is None and not observe else ""
-    loaded = None
-    if native and own_kv and room is None and shard is None and not observe:
-        loaded = load_native(source, config, dtype, device, threads, tell, headless)
-    if loaded is None:
-        loaded = load_general(source, config, dtype, device, threads, tell, headless, room, shard, observe)
-    if loaded.adapters is not None:
-        read = []
-        for place, (name, folder) in enumerate(model.adapters.items()):
-            tell(f"reading the adapter {name}", place / len(model.adapters))
-            read.append(loaded.adapters.read(name, Path(folder)))
-        loaded.adapters.serve(read)
-    kv_dtype = loaded.dtype if own_kv else fp8_on(device)
-    if not own_kv and any(layer.latent for layer in loaded.layers):
-        raise ConfigurationError(
-            f"cache.dtype is fp8, and {source.name} keeps one latent of a token for all its heads, which eight bits would spoil: "
-            "leave it at auto"
-        )
+    loading = ModelLoad(model, cache, scheduler, source, config, dtype, device, threads, tell, native, shard)
+    capabilities = capabilities_for(loading)
+    slower = ""
+    if shard is None and not any(each.unchanged for each in capabilities):
+        slower = _compile_kernels(device, dtype, tell)
+    loaded = _load(loading, capabilities)
+    kv_dtype = _kv_dtype(loading, loaded)
     plan = plan_cache(loaded.layers, cache.block_size, loaded.states, kv_dtype)
     share = plan.share_of(loaded.of_stage) if loaded.of_stage is not None else None
     if share is not None:
         plan = plan.of_share(share)
-    draft = None
-    if model.draft and scheduler.num_speculative_tokens and loaded.generates:
-        draft = load_draft_model(model, source, plan, loaded, device, threads, tell, native)
+    for each in capabilities:
+        each.planned(loaded, plan)
     max_model_len = context_length(config, scheduler.max_model_len)
     shape = ForwardShape(scheduler.max_num_seqs, max_model_len, cache.block_size)
-    beside = 0
-    if loaded.beside_cache is not None:
-        tell("measuring a step's memory", 0.0)
-        with on(device), _cache_left_room():
-            beside = loaded.beside_cache(shape, scheduler.max_num_batched_tokens)
-            if draft is not None:
-                beside += draft.beside_cache(shape, scheduler.max_num_batched_tokens)
-    together = shard is not None and shard.kv_memory is not None
-    num_blocks = size_block_pool(
-        plan,
-        cache if shard is None or together else _of_rank(cache, plan.elements_per_block, shard),
-        dtype=kv_dtype,
-        device=device,
-        max_model_len=max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-        tokens_per_step=scheduler.max_num_batched_tokens,
-        beside=beside,
-        draft_bytes=draft.bytes_per_block if draft is not None else 0,
-    )
-    if shard is not None:
-        num_blocks = shard.least(num_blocks)
-        if shard.kv_memory is not None:
-            os.ftruncate(shard.kv_memory, num_blocks * plan.elements_per_block * kv_dtype.itemsize)
+    num_blocks = _num_blocks(loading, capabilities, loaded, plan, kv_dtype, shape)
     with on(device), _cache_left_room():
         shared = shard.kv_memory if shard is not None else None
         kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device, shared)
-        if shard is not None and shard.stages > 1:
-            from tandem.engine.model.wide.stages import meet  # it needs transformers
-
-            meet(shard, device)
-        forward = loaded.use_cache(kv_cache, plan, shape)
-        if shard is not None and shard.lead is not None:
-            attending = [layer.index for layer in loaded.layers if layer.reads_of is None]
-            forward = LeadingForward(forward, shard, shard.lead, attending)
-        guesser = None
-        if draft is not None:
-            guesser = draft.with_cache(num_blocks, plan.all_groups, loaded.vocab_size, device, shape)
-            log.info(
-                "%s guesses for %s, with %d bytes of each block",
-                draft.source.name,
-                source.name,
-                draft.bytes_per_block,
-            )
-    hidden_states = None
-    if model.hidden_states_folder and loaded.observed is not None and (shard is None or shard.rank == 0):
-        from tandem.engine.model.hidden_states import HiddenStates  # it needs transformers
-
-        hidden_states = HiddenStates(loaded.observed, model.hidden_states_folder)
+        forward = _forward(loading, loaded, kv_cache, plan, shape)
+        parts = [part for each in capabilities for part in each.start(num_blocks, shape)]
     identity = content() if content is not None else ModelContent("", "")
     info = ModelInfo(
         name=model.served_name or source.name,
@@ -191,12 +110,10 @@ def load_runner(
         embed_size=loaded.embed_size,
         heads=loaded.heads,
         layers=share,
-        reads_hidden=isinstance(guesser, EagleHead),
-        images=loaded.tower.rules if loaded.tower is not None else None,
-        image_row_size=loaded.tower.width if loaded.tower is not None else 0,
-        vectors=VectorModel(pooling, loaded.vector_size, loaded.generates) if pooling is not None else None,
         slower=slower,
     )
+    for each in capabilities:
+        info = each.complete(info)
     runner = TorchRunner(
         info,
         kv_cache,
@@ -205,13 +122,88 @@ def load_runner(
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
         grammars=Grammars(functools.partial(tokenizer_json, source), info.vocab_size, info.eos_token_ids),
-        adapters=loaded.adapters,
-        tower=loaded.tower,
-        draft_model=guesser,
-        hidden_states=hidden_states,
+        adapters=next((each.adapters for each in capabilities if each.adapters is not None), None),
+        parts=[EmbeddedPrompts(device), *parts] if info.embed_size else parts,
+        drafter=next((each.drafter for each in capabilities if each.drafter is not None), None),
     )
     tell("ready", 1.0)
     return runner
+
+
+def _load(loading: ModelLoad, capabilities: Sequence[Capability]) -> LoadedModel:
+    """Loads the model by the native library if it may be, and otherwise by transformers."""
+    general = [each.general for each in capabilities if each.general]
+    if loading.native:
+        for why in general:
+            log.info("%s is computed by transformers: %s", loading.source.name, why)
+        # The native path keeps KV only in the model's own dtype.
+        if not general and loading.shard is None and loading.cache.dtype == "auto":
+            loaded = load_native(loading, capabilities)
+            if loaded is not None:
+                return loaded
+    return load_general(loading, capabilities)
+
+
+def _kv_dtype(loading: ModelLoad, loaded: LoadedModel) -> torch.dtype:
+    if loading.cache.dtype == "auto":
+        return loaded.dtype
+    if any(layer.latent for layer in loaded.layers):
+        raise ConfigurationError(
+            f"cache.dtype is fp8, and {loading.source.name} keeps one latent of a token for all its heads, which eight bits would "
+            "spoil: leave it at auto"
+        )
+    return fp8_on(loading.device)
+
+
+def _num_blocks(
+    loading: ModelLoad,
+    capabilities: Sequence[Capability],
+    loaded: LoadedModel,
+    plan: CachePlan,
+    kv_dtype: torch.dtype,
+    shape: ForwardShape,
+) -> int:
+    """How many blocks the KV cache gets, with the same number on all ranks."""
+    cache, scheduler, shard = loading.cache, loading.scheduler, loading.shard
+    beside = 0
+    if loaded.beside_cache is not None:
+        loading.progress("measuring a step's memory", 0.0)
+        tokens = scheduler.max_num_batched_tokens
+        with on(loading.device), _cache_left_room():
+            beside = loaded.beside_cache(shape, tokens)
+            beside += sum(each.beside_cache(shape, tokens) for each in capabilities)
+    together = shard is not None and shard.kv_memory is not None
+    num_blocks = size_block_pool(
+        plan,
+        cache if shard is None or together else _of_rank(cache, plan.elements_per_block, shard),
+        dtype=kv_dtype,
+        device=loading.device,
+        max_model_len=shape.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        tokens_per_step=scheduler.max_num_batched_tokens,
+        beside=beside,
+        more_per_block=sum(each.bytes_per_block for each in capabilities),
+    )
+    if shard is not None:
+        num_blocks = shard.least(num_blocks)
+        if shard.kv_memory is not None:
+            os.ftruncate(shard.kv_memory, num_blocks * plan.elements_per_block * kv_dtype.itemsize)
+    return num_blocks
+
+
+def _forward(
+    loading: ModelLoad, loaded: LoadedModel, kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape
+) -> Forward:
+    shard = loading.shard
+    if shard is not None and shard.stages > 1:
+        from tandem.engine.model.wide.stages import meet  # it needs transformers
+
+        meet(shard, loading.device)
+    forward = loaded.use_cache(kv_cache, plan, shape)
+    if shard is not None and shard.lead is not None:
+        attending = [layer.index for layer in loaded.layers if layer.reads_of is None]
+        return LeadingForward(forward, shard, shard.lead, attending)
+    return forward
 
 
 def _of_rank(cache: CacheConfig, elements: int, shard: Shard) -> CacheConfig:

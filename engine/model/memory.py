@@ -39,11 +39,11 @@ def size_block_pool(
     max_num_seqs: int,
     tokens_per_step: int,
     beside: int = 0,
-    draft_bytes: int = 0,
+    more_per_block: int = 0,
 ) -> int:
     """Returns the number of blocks, with the null block: at most what all sequences at full length can use. `beside` bytes, which a
-    step needs besides the cache, stay free whatever the cache's share is. `draft_bytes` is a draft model's part of each block."""
-    block_bytes = plan.elements_per_block * dtype.itemsize + draft_bytes
+    step needs besides the cache, stay free whatever the cache's share is. `more_per_block` is what others keep beside each block."""
+    block_bytes = plan.elements_per_block * dtype.itemsize + more_per_block
     one_request = plan.blocks_for(max_model_len, tokens_per_step)
     needed = (one_request + 1) * block_bytes
     free = available_bytes(device)

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
 from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.runner import Forward
-from tandem.engine.model.source import ModelSource, Progress
+from tandem.engine.model.source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tandem.engine.model.adapters import UpdatedLayers
     from tandem.engine.model.attention.flashinfer import FlashInferAttention
     from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
+    from tandem.engine.model.decode_graphs import DecodeGraphs
     from tandem.engine.model.fused.pieces import Pieces
-    from tandem.engine.model.hidden_states import ObservedLayers
-    from tandem.engine.model.lora.layers import AdaptedLayers
-    from tandem.engine.model.lora.slots import AdapterSlots
-    from tandem.engine.model.recurrent.layout import StateLayout
-    from tandem.engine.model.transformers_forward import ModelParts
-    from tandem.engine.model.vision.tower import VisionTower
-    from tandem.engine.model.wide.shard import Shard
+    from tandem.engine.model.probe import ProbeResult
+    from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
     from tandem.kvtransfer.base import HeadShare
 
 log = logging.getLogger(__name__)
@@ -41,69 +39,23 @@ log = logging.getLogger(__name__)
 _SHORT_PROMPT = 512  # tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardShape:
-    """The largest step that a forward pass may get."""
-
-    max_requests: int
-    max_model_len: int
-    block_size: int = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterRoom:
-    """How many different adapters a step may have, and their highest rank."""
-
-    slots: int
-    rank: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """A model whose weights are loaded and which has no KV cache yet."""
-
-    layers: tuple[AttentionLayer, ...]  # the layers that attend
-    vocab_size: int
-    dtype: torch.dtype
-    use_cache: Callable[[torch.Tensor, CachePlan, ForwardShape], Forward]
-    # The bytes on the device that a step of the given number of tokens takes besides the KV cache, with libraries' workspaces.
-    # None on a CPU, where memory is taken and given back as needed.
-    beside_cache: Callable[[ForwardShape, int], int] | None = None
-    states: StateLayout | None = None  # the recurrent states of layers that do not attend
-    vector_size: int = 0  # numbers in a hidden state
-    embed_size: int = 0  # numbers in a token's embedding, if other rows may replace it; 0: they may not
-    generates: bool = True  # False: the checkpoint has no head, so the logits mean nothing
-    adapters: AdapterSlots | None = None  # None: no adapters are served
-    tower: VisionTower | None = None  # None: the model reads no images
-    # None: hidden states are neither written to files nor read by an EAGLE-3 head.
-    observed: ObservedLayers | None = None
-    heads: HeadShare | None = None  # the KV heads that a rank with a cache of its own keeps; None: all
-    of_stage: frozenset[int] | None = None  # the layers of this rank's stage; None: all
-
-
-def load_native(
-    source: ModelSource,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    threads: int,
-    progress: Progress,
-    may_lack_head: bool = False,
-) -> LoadedModel | None:
+def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> LoadedModel | None:
     """Loads the model into the native library. Returns None, and logs why, if the library does not know the model or cannot be
     compiled."""
+    source, config, dtype, threads = loading.source, loading.config, loading.dtype, loading.threads
+    may_lack_head = any(each.may_lack_head for each in capabilities)
     quantized = source.gguf_file is None and read_checkpoint(source.name, source.folder, config) is not None
     plain = config
     if quantized:  # on a CPU quantized matrices become ordinary ones
         plain = copy.deepcopy(config)
         plain.quantization_config = None
-    reason = supports(plain, dtype, device)
+    reason = supports(plain, dtype, loading.device)
     if reason is not None:
         log.info("%s is computed by transformers, not by the native library: %s", source.name, reason)
         return None
 
     def tell(share: float) -> None:
-        progress("loading weights", share)
+        loading.progress("loading weights", share)
 
     if source.gguf_file is None and not quantized:
         forward = NativeLlamaForward.from_checkpoint(
@@ -112,7 +64,7 @@ def load_native(
     else:
         from tandem.engine.model.general import load_model
 
-        module = load_model(source, config, dtype, device, progress)
+        module = load_model(source, config, dtype, loading.device, loading.progress)
         forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
     # The library has its own threads on the same cores, and torch only samples, so torch gets one thread.
     torch.set_num_threads(1)
@@ -150,181 +102,217 @@ def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
     )
 
 
-def load_general(
-    source: ModelSource,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    threads: int,
-    progress: Progress,
-    may_lack_head: bool = False,
-    room: AdapterRoom | None = None,
-    shard: Shard | None = None,
-    observe: Sequence[int] = (),
-) -> LoadedModel:
-    """Loads the model with transformers. `room` is for adapters, if any are served. `shard` is this rank's part; all ranks must load
-    at the same time. `observe` are layers whose hidden states are read: the model is then neither fused nor recorded."""
+def load_general(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> LoadedModel:
+    """Loads the model with transformers. With a shard, all ranks must load at the same time."""
     # Imported here because the import takes seconds, which the native path does not need.
-    from tandem.engine.model.attention.latents import gathering
-    from tandem.engine.model.fused.find import fuse
-    from tandem.engine.model.general import holds_head, load_model
-    from tandem.engine.model.probe import probe_attention
-    from tandem.engine.model.recurrent.layout import LayerStates
-    from tandem.engine.model.transformers_forward import TransformersForward, run_without_attention
-    from tandem.engine.model.vision.tower import find_tower, linear_weights_of_tower
+    from tandem.engine.model.general import holds_head
 
-    model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head, shard=shard)
-    generates = not may_lack_head or holds_head(source, model)
-    progress("checking the model's attention", 0.0)
-    if shard is not None and shard.stages > 1:
-        from tandem.engine.model.wide.stages import check_stage
-
-        check_stage(model, lambda: run_without_attention(model, 3, 3, device), shard)
-    probed = probe_attention(model)
-    parts = probed.parts
-    mixers = parts.mixers
-    if room is not None:
-        _refuse_adapters(source, parts)
-    layers = parts.layers
-    heads = of_stage = None
-    if shard is not None:
-        from tandem.engine.model.wide.cut import heads_kept, place_heads
-
-        _refuse_ranks(source, parts)
-        if shard.kv_memory is not None:
-            layers = place_heads(source.name, model, layers, shard.of_stage())
-        else:
-            heads = heads_kept(source.name, model, layers, shard.of_stage())
-        if shard.stages > 1:
-            from tandem.engine.model.wide.stages import heads_of_all, layers_of_all
-
-            if shard.kv_memory is None:
-                of_stage = frozenset(layer.index for layer in layers)
-                heads = heads_of_all(heads, shard)
-            layers = layers_of_all(layers, shard)
-    # If a layer attends by its own code, or reads another layer's keys, fused pieces cannot be tried in the whole model. A GPU's
-    # pieces need a step's rows in one sequence, which mixers take apart.
-    alone = bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
-    # No fusion with several ranks: each would try it by itself, and one that has to reload would leave the others waiting.
-    fusable = not alone and shard is None and not observe and (mixers is None or device.type == "cpu")
-    pieces = pieces_for(device, model.dtype, threads) if fusable else None
-    mixing_threads = 0
-    adapted = _find_adapted(model, room, pieces)
-    if pieces is not None:
-        fused = fuse(model, pieces, adapted)
-        if fused is None:
-            log.warning(
-                "%s is computed without fusion, which is slower: its fused parts do not give what it gives",
-                source.name,
-            )
-            model = load_model(source, config, dtype, device, progress, may_lack_head=may_lack_head)
-            pieces, parts = None, probe_attention(model).parts
-            mixers = parts.mixers
-            adapted = _find_adapted(model, room, pieces)
-        elif pieces.copies and (fused.left - linear_weights_of_tower(model)) * 10 < sum(
-            weight.numel() for weight in model.parameters()
-        ):
-            # The kernels have their own threads on the same cores. Torch does little besides, except for mixers' long chunks.
-            torch.set_num_threads(1)
-            mixing_threads = threads if mixers is not None else 0
-
-    adapters = None
-    if adapted is not None:
-        from tandem.engine.model.lora.slots import AdapterSlots
-
-        adapted.take_place()
-        adapters = AdapterSlots(adapted, model.dtype, device)
-
-    def use_cache(kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        from tandem.engine.model.attention.cpu import CpuAttention
-        from tandem.engine.model.recorded_steps import RecordedSteps
-
-        if alone or mixers is not None:
-            # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
-            # are not recorded.
-            states = LayerStates(kv_cache, mixers.layout) if mixers is not None else None
-            return TransformersForward(
-                model, gathering(kv_cache, plan, parts.expansions), parts, states, adapted, mixing_threads
-            )
-        attention = _choose_attention(kv_cache, plan, parts, shape, pieces, model.dtype)
-        forward = TransformersForward(model, attention, parts, adapted=adapted)
-        if isinstance(attention, CpuAttention):
-            return RecordedSteps(forward, attention)
-        # A pipeline stage receives and sends within a step, which a recording cannot.
-        if device.type != "cuda" or observe or (shard is not None and shard.stages > 1):
-            return forward
-        from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
-
-        graphs = DecodeGraphs(
-            forward,
-            CudaRecorder(device),
-            num_groups=len(plan.groups),
-            block_size=plan.block_size,
-            max_tokens=recorded_tokens(shape),
-            device=device,
-            shard=shard,
-        )
-        with torch.inference_mode():
-            graphs.record_ahead(lambda share: progress("recording decode steps", share))
-        return graphs
-
-    def beside_cache(shape: ForwardShape, tokens: int) -> int:
-        from tandem.engine.model.attention import flashinfer
-        from tandem.engine.model.decode_graphs import memory_of_graphs
-        from tandem.engine.model.transformers_forward import peak_of_step
-
-        # The sampler holds float32 logits, the restricted logits, and its noise.
-        sampling = 3 * 4 * shape.max_requests * probed.vocab_size
-        step = peak_of_step(model, tokens, shape.max_requests, device)
-        recorded = memory_of_graphs(recorded_tokens(shape), probed.vocab_size, model.dtype.itemsize)
-        listed = flashinfer.bytes_of_pages(
-            parts.layers, recorded_tokens(shape), shape.max_model_len, shape.block_size
-        )
-        return step + sampling + recorded + listed + flashinfer.WORKSPACE_BYTES
-
-    on_device = beside_cache if device.type == "cuda" else None
-    layout = mixers.layout if mixers is not None else None
+    may_lack_head = any(each.may_lack_head for each in capabilities)
+    model = _load_with(loading, capabilities)
+    generates = not may_lack_head or holds_head(loading.source, model)
+    loading.progress("checking the model's attention", 0.0)
+    probed = _probed(loading, model)
+    for each in capabilities:
+        each.refuse(probed.parts)
+    layers, heads, of_stage = _layers_of_rank(loading, model, probed.parts)
+    model, computed = _fused(loading, capabilities, model, probed)
+    for each in capabilities:
+        each.change(model)
+    mixers = computed.parts.mixers
     return LoadedModel(
         layers,
         probed.vocab_size,
         model.dtype,
-        use_cache,
-        on_device,
-        layout,
+        computed.use_cache,
+        computed.beside_cache if loading.device.type == "cuda" else None,
+        mixers.layout if mixers is not None else None,
         vector_size=int(model.config.get_text_config().hidden_size),
-        embed_size=_embed_size(model) if shard is None else 0,  # other ranks get only token ids
+        embed_size=_embed_size(model) if loading.shard is None else 0,  # other ranks get only token ids
         generates=generates,
-        adapters=adapters,
-        tower=find_tower(source, model, threads),
-        observed=_observed(source, model, observe),
         heads=heads,
         of_stage=of_stage,
     )
 
 
-def _find_adapted(
-    model: PreTrainedModel, room: AdapterRoom | None, pieces: Pieces | None
-) -> AdaptedLayers | None:
-    """The layers that adapters may change; None without adapters. Call it before any of the model's layers is replaced."""
-    if room is None:
-        return None
-    from tandem.engine.model.fused.cpu import CpuPieces
-    from tandem.engine.model.lora.layers import find_layers
-    from tandem.engine.model.transformers_forward import run_without_attention
+def _load_with(loading: ModelLoad, capabilities: Sequence[Capability]) -> PreTrainedModel:
+    from tandem.engine.model.general import load_model
 
-    return find_layers(
-        model,
-        lambda tokens: run_without_attention(model, tokens, 1, model.device),
-        slots=room.slots,
-        rank=room.rank,
-        kernels=pieces if isinstance(pieces, CpuPieces) else None,
+    return load_model(
+        loading.source,
+        loading.config,
+        loading.dtype,
+        loading.device,
+        loading.progress,
+        may_lack_head=any(each.may_lack_head for each in capabilities),
+        shard=loading.shard,
+        loader=next((each.loader for each in capabilities if each.loader is not None), None),
     )
 
 
-def _observed(source: ModelSource, model: PreTrainedModel, numbers: Sequence[int]) -> ObservedLayers | None:
-    from tandem.engine.model.hidden_states import ObservedLayers
+def _probed(loading: ModelLoad, model: PreTrainedModel) -> ProbeResult:
+    from tandem.engine.model.probe import probe_attention
+    from tandem.engine.model.transformers_forward import run_without_attention
 
-    return ObservedLayers(source.name, model, numbers) if numbers else None
+    shard = loading.shard
+    if shard is not None and shard.stages > 1:
+        from tandem.engine.model.wide.stages import check_stage
+
+        check_stage(model, lambda: run_without_attention(model, 3, 3, loading.device), shard)
+    return probe_attention(model)
+
+
+def _layers_of_rank(
+    loading: ModelLoad, model: PreTrainedModel, parts: ModelParts
+) -> tuple[tuple[AttentionLayer, ...], HeadShare | None, frozenset[int] | None]:
+    """The layers that attend, the heads of which this rank keeps keys and values, and the layers of its stage."""
+    shard, name, layers = loading.shard, loading.source.name, parts.layers
+    if shard is None:
+        return layers, None, None
+    from tandem.engine.model.wide.cut import heads_kept, place_heads
+
+    _refuse_ranks(loading.source, parts)
+    heads = of_stage = None
+    if shard.kv_memory is not None:
+        layers = place_heads(name, model, layers, shard.of_stage())
+    else:
+        heads = heads_kept(name, model, layers, shard.of_stage())
+    if shard.stages > 1:
+        from tandem.engine.model.wide.stages import heads_of_all, layers_of_all
+
+        if shard.kv_memory is None:
+            of_stage = frozenset(layer.index for layer in layers)
+            heads = heads_of_all(heads, shard)
+        layers = layers_of_all(layers, shard)
+    return layers, heads, of_stage
+
+
+def _fused(
+    loading: ModelLoad, capabilities: Sequence[Capability], model: PreTrainedModel, probed: ProbeResult
+) -> tuple[PreTrainedModel, _GeneralModel]:
+    """Fuses the model, unless something speaks against it. Returns the model, which may have been loaded again, and what computes it."""
+    from tandem.engine.model.fused.find import fuse
+    from tandem.engine.model.probe import probe_attention
+
+    device = loading.device
+    # No fusion with several ranks: each would try it by itself, and one that has to reload would leave the others waiting.
+    # A GPU's pieces need a step's rows in one sequence, which mixers take apart.
+    fusable = (
+        not _is_alone(probed.parts)
+        and loading.shard is None
+        and not any(each.unchanged for each in capabilities)
+        and (probed.parts.mixers is None or device.type == "cpu")
+    )
+    pieces = pieces_for(device, model.dtype, loading.threads) if fusable else None
+    for each in capabilities:
+        each.find(model, pieces)
+    mixing_threads = 0
+    if pieces is not None:
+        fused = fuse(model, pieces, _updates(capabilities))
+        if fused is None:
+            log.warning(
+                "%s is computed without fusion, which is slower: its fused parts do not give what it gives",
+                loading.source.name,
+            )
+            model = _load_with(loading, capabilities)
+            pieces, probed = None, probe_attention(model)
+            for each in capabilities:
+                each.find(model, pieces)
+        elif pieces.copies and _mostly_fused(model, fused.left, capabilities):
+            # The kernels have their own threads on the same cores. Torch does little besides, except for mixers' long chunks.
+            torch.set_num_threads(1)
+            mixing_threads = loading.threads if probed.parts.mixers is not None else 0
+    return model, _GeneralModel(loading, capabilities, model, probed, pieces, mixing_threads)
+
+
+def _mostly_fused(model: PreTrainedModel, left: int, capabilities: Sequence[Capability]) -> bool:
+    aside = sum(each.weights_aside(model) for each in capabilities)
+    return (left - aside) * 10 < int(sum(weight.numel() for weight in model.parameters()))
+
+
+def _is_alone(parts: ModelParts) -> bool:
+    """Whether a layer attends by its own code or reads another layer's keys, so that fused pieces cannot be tried in the whole model."""
+    return bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
+
+
+def _updates(capabilities: Sequence[Capability]) -> UpdatedLayers | None:
+    return next((each.updates for each in capabilities if each.updates is not None), None)
+
+
+class _GeneralModel:
+    """A loaded model of the general path, as it is computed."""
+
+    def __init__(
+        self,
+        loading: ModelLoad,
+        capabilities: Sequence[Capability],
+        model: PreTrainedModel,
+        probed: ProbeResult,
+        pieces: Pieces | None,
+        mixing_threads: int,
+    ) -> None:
+        self._loading, self._capabilities = loading, capabilities
+        self._model, self.parts, self._vocab_size = model, probed.parts, probed.vocab_size
+        self._pieces, self._mixing_threads = pieces, mixing_threads
+
+    def use_cache(self, kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
+        from tandem.engine.model.attention.cpu import CpuAttention
+        from tandem.engine.model.attention.latents import gathering
+        from tandem.engine.model.recorded_steps import RecordedSteps
+        from tandem.engine.model.recurrent.layout import LayerStates
+        from tandem.engine.model.transformers_forward import TransformersForward
+
+        model, parts, adapted = self._model, self.parts, _updates(self._capabilities)
+        wrappers = (each.around(model) for each in self._capabilities)
+        around = next((found for found in wrappers if found is not None), None)
+        if _is_alone(parts) or parts.mixers is not None:
+            # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
+            # are not recorded.
+            states = LayerStates(kv_cache, parts.mixers.layout) if parts.mixers is not None else None
+            attention = gathering(kv_cache, plan, parts.expansions)
+            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
+        chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype)
+        forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
+        if isinstance(chosen, CpuAttention):
+            return RecordedSteps(forward, chosen)
+        shard = self._loading.shard
+        # A pipeline stage receives and sends within a step, which a recording cannot.
+        if (
+            self._loading.device.type != "cuda"
+            or any(each.unchanged for each in self._capabilities)
+            or (shard is not None and shard.stages > 1)
+        ):
+            return forward
+        return self._recorded(forward, plan, shape)
+
+    def _recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> DecodeGraphs:
+        from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
+
+        loading = self._loading
+        graphs = DecodeGraphs(
+            forward,
+            CudaRecorder(loading.device),
+            num_groups=len(plan.groups),
+            block_size=plan.block_size,
+            max_tokens=recorded_tokens(shape),
+            device=loading.device,
+            shard=loading.shard,
+        )
+        with torch.inference_mode():
+            graphs.record_ahead(lambda share: loading.progress("recording decode steps", share))
+        return graphs
+
+    def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
+        from tandem.engine.model.attention import flashinfer
+        from tandem.engine.model.decode_graphs import memory_of_graphs
+        from tandem.engine.model.transformers_forward import peak_of_step
+
+        model, vocab_size, recorded = self._model, self._vocab_size, recorded_tokens(shape)
+        # The sampler holds float32 logits, the restricted logits, and its noise.
+        sampling = 3 * 4 * shape.max_requests * vocab_size
+        step = peak_of_step(model, tokens, shape.max_requests, self._loading.device)
+        graphs = memory_of_graphs(recorded, vocab_size, model.dtype.itemsize)
+        listed = flashinfer.bytes_of_pages(self.parts.layers, recorded, shape.max_model_len, shape.block_size)
+        return step + sampling + graphs + listed + flashinfer.WORKSPACE_BYTES
 
 
 def _embed_size(model: Any) -> int:
@@ -333,21 +321,6 @@ def _embed_size(model: Any) -> int:
     if asks_tokens or "inputs_embeds" not in inspect.signature(model.forward).parameters:
         return 0
     return int(getattr(model.get_input_embeddings(), "embedding_dim", 0))
-
-
-def _refuse_adapters(source: ModelSource, parts: ModelParts) -> None:
-    if parts.mixers is not None:
-        why = "keeps recurrent states, whose layers are computed request by request"
-    elif parts.own:
-        why = "has layers that attend by their own code, request by request"
-    elif parts.expansions:
-        why = "keeps latents, whose matrices are not multiplied with every token"
-    else:
-        return
-    raise ConfigurationError(
-        f"{source.name} cannot be served with adapters: it {why}. Set scheduler.max_loras to 0, and merge the adapter into the "
-        "model's weights"
-    )
 
 
 def _refuse_ranks(source: ModelSource, parts: ModelParts) -> None:

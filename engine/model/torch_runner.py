@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tandem.base.errors import InternalError, InvalidLogits
@@ -24,40 +22,24 @@ from tandem.engine.model.batching import (
     cut_for_logits,
     hooks_of_pass,
 )
-from tandem.engine.model.draft_model import DraftModel, propose_from_text
-from tandem.engine.model.eagle import EagleHead
-from tandem.engine.model.pooler import PooledVector, Pooler, PoolingPart, read_vector
+from tandem.engine.model.parts import AskedRequest, Drafter, RunnerPart
 from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
-from tandem.engine.model.vision.rows import ImageRows, rows_of
 from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.masks import GrammarMasks
-from tandem.wire.images import MediaFeature
-from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
-    from tandem.engine.model.hidden_states import HiddenStates
-    from tandem.engine.model.lora.slots import AdapterSlots
+    from tandem.engine.model.adapters import Adapters
     from tandem.engine.model.prefault import PageMaker
-    from tandem.engine.model.vision.tower import VisionTower
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Asked:
-    """What only a request's first step says about it. It is kept while the request is preempted."""
-
-    facts: RequestFacts
-    image_parts: Sequence[MediaFeature]
-    embeds: torch.Tensor | None
 
 
 class TorchRunner:
     """See engine.model.runner.ModelRunner. The runner knows a request from its first step until it has finished. While a request
-    is preempted only its `_Asked` is kept; it comes back with its tokens and blocks."""
+    is preempted only its `AskedRequest` is kept; it comes back with its tokens and blocks."""
 
     def __init__(
         self,
@@ -69,10 +51,9 @@ class TorchRunner:
         max_num_seqs: int,
         num_speculative_tokens: int,
         grammars: Grammars | None = None,
-        adapters: AdapterSlots | None = None,
-        tower: VisionTower | None = None,
-        draft_model: DraftModel | EagleHead | None = None,
-        hidden_states: HiddenStates | None = None,
+        adapters: Adapters | None = None,
+        parts: Sequence[RunnerPart] = (),
+        drafter: Drafter | None = None,
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
@@ -80,8 +61,8 @@ class TorchRunner:
         self._forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
-        self._draft_model = draft_model  # None: drafts come from the text itself
-        self._head = draft_model if isinstance(draft_model, EagleHead) else None
+        self._drafter = drafter
+        self.parts = parts
         self._device = kv_cache.device
         # A row has room for drafts after the request's last token.
         max_tokens = info.max_model_len + num_speculative_tokens + 1
@@ -91,17 +72,11 @@ class TorchRunner:
         self._table = SamplingTable(max_num_seqs)
         self._grammars = grammars
         self._adapters = adapters
-        self._loras: dict[int, str] = {}  # the identity of each request's adapter, by row
-        self._images = ImageRows(tower, self._device)
         self._masks = GrammarMasks(grammars) if grammars is not None else None
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, self._masks)
-        self._pooler = Pooler()
-        self._hidden_states = hidden_states  # None: no request may ask for hidden states
-        self._states_wanted: dict[int, str] = {}  # the file for a request's hidden states, by row
-        self._asked: dict[int, _Asked] = {}  # by row
-        self._preempted: dict[str, _Asked] = {}  # of preempted requests, which have no row
+        self._asked: dict[int, AskedRequest] = {}  # by row
+        self._preempted: dict[str, AskedRequest] = {}  # of preempted requests, which have no row
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
-        self._no_hidden = torch.empty(0, 0, device=self._device)
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
 
     @property
@@ -117,16 +92,16 @@ class TorchRunner:
         return self._grammars
 
     @property
-    def adapters(self) -> AdapterSlots | None:
+    def adapters(self) -> Adapters | None:
         return self._adapters
 
     @property
     def states_wait(self) -> bool:
-        return self._hidden_states is not None and self._hidden_states.is_full
+        return any(part.is_full for part in self.parts)
 
     @property
-    def draft_model(self) -> DraftModel | EagleHead | None:
-        return self._draft_model
+    def drafter(self) -> Drafter | None:
+        return self._drafter
 
     @property
     def forward(self) -> Forward:
@@ -137,15 +112,16 @@ class TorchRunner:
             self._forget(req_id)
         self._preempted.clear()
         self._prompt_logprobs.clear()
-        self._images.forget_all()
-        if self._draft_model is not None:
-            self._draft_model.forget_requests()
+        for part in self.parts:
+            part.forget_requests()
+        if self._drafter is not None:
+            self._drafter.forget_requests()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
         with on(self._device), torch.inference_mode():
             self._update(step)
-            if step.encoder_inputs or step.forgotten_media:
-                self._images.update(step)
+            for part in self.parts:
+                part.begin(step)
             started = StepOnDevice(self._finish, draft_limits=step.draft_limits)
             if not step.num_scheduled_tokens:
                 return started
@@ -168,25 +144,12 @@ class TorchRunner:
                     self._block_size,
                     self._device,
                     unread,
-                    self._pooler if self._pooler.parts else None,
                 )
-                if self._loras:
-                    batch = self._with_adapters(batch, scheduled)
-                if self._images.media or self._images.embeds:
-                    batch, errors = self._images.placed(batch, scheduled)
-                    started.errors |= errors
-                for_head = self._wants_guesses(scheduled)
-                if self._head is not None and for_head is not None and self._head.observed is None:
-                    rows = np.flatnonzero(np.repeat(for_head, np.diff(scheduled.query_start)))
-                    batch = dataclasses.replace(batch, hidden_rows=to_device(rows, self._device))
+                for part in self.parts:
+                    batch = part.prepare(batch, scheduled, self._requests, started)
                 logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
-                if self._head is not None and for_head is not None:
-                    hidden = self._forward.hidden if self._head.observed is None else None
-                    self._head.take(self._requests, batch, scheduled, for_head, hidden)
-                if self._states_wanted and self._hidden_states is not None:
-                    self._hidden_states.take(self._states_wanted, batch, scheduled, self._requests)
-                if scheduled.pooled:
-                    started.vectors += self._pooled(batch, scheduled)
+                for part in self.parts:
+                    part.computed(batch, scheduled, self._requests, started, self._forward)
                 if unreported:
                     started.pieces += self._pieces_of_prompts(unreported, batch, scheduled, logits)
                 if scheduled.samples.any():
@@ -197,21 +160,6 @@ class TorchRunner:
                 started.end = DeviceMark(self._device)
             self._unfinished = started
             return started
-
-    def _wants_guesses(self, scheduled: ScheduledTokens) -> npt.NDArray[np.bool_] | None:
-        """The requests that the EAGLE head makes drafts for: those that may get more than one token, so none on a prefill node.
-        Returns None when there is none."""
-        if self._head is None or scheduled.pooled:
-            return None
-        said = self._requests.num_tokens[scheduled.rows] - self._requests.num_prompt_tokens[scheduled.rows]
-        most = np.array([self._table.params[row].max_tokens for row in scheduled.rows.tolist()])
-        found: npt.NDArray[np.bool_] = most > said + 1
-        return found if found.any() else None
-
-    def _pooled(self, batch: Batch, scheduled: ScheduledTokens) -> list[PooledVector]:
-        # A chunk may have no hidden rows: with pooling of the last token, only the last chunk has one.
-        hidden = self._forward.hidden if batch.hidden_rows is not None else self._no_hidden
-        return self._pooler.take(scheduled.pooled, hidden, self._requests.tenancies)
 
     def _unreported_prompts(self) -> set[int]:
         """Rows of requests whose prompt log-probabilities have not been reported. A request with an output token has reported them,
@@ -229,8 +177,7 @@ class TorchRunner:
                 self._preempted[req_id] = self._asked[row]
                 self._forget(req_id)
         for new in step.new_reqs:
-            embeds = rows_of(new.facts.embeds) if new.facts.embeds is not None else None
-            asked = _Asked(new.facts, new.image_parts, embeds)
+            asked = AskedRequest(new.facts, new.image_parts)
             row = self._add(new.req_id, new.token_ids, new.block_ids, asked)
             self._requests.num_computed[row] = new.num_computed_tokens
             if self.pages is not None:
@@ -257,58 +204,30 @@ class TorchRunner:
         self._prompt_logprobs.pop(req_id, None)
         return self._add(req_id, token_ids, block_ids, asked)
 
-    def _add(self, req_id: str, token_ids: list[int], block_ids: BlockIds, asked: _Asked) -> int:
+    def _add(self, req_id: str, token_ids: list[int], block_ids: BlockIds, asked: AskedRequest) -> int:
         facts = asked.facts
+        if facts.lora is not None and self._adapters is None:
+            raise InternalError("a request has an adapter, and the model was loaded without")
+        if asked.image_parts and self._info.images is None:
+            raise InternalError("a request has images, and the model was loaded without its tower")
         row = self._requests.add(req_id, token_ids, len(facts.prompt_token_ids), block_ids)
         self._clear(row)
         self._asked[row] = asked
         self._table.set(row, facts.sampling)
-        if facts.sampling.hidden_states is not None:
-            self._states_wanted[row] = facts.sampling.hidden_states
-        if facts.pooling is not None:
-            self._pooler.parts[row] = PoolingPart(facts.pooling)
-        if facts.lora is not None:
-            self._loras[row] = facts.lora
-        if asked.image_parts:
-            self._images.media[row] = asked.image_parts
-        if asked.embeds is not None:
-            self._images.embeds[row] = asked.embeds
-            self._requests.num_unsaid[row] = asked.embeds.shape[0]
+        for part in self.parts:
+            part.add(row, asked, self._requests)
         return row
 
     def _clear(self, row: int) -> None:
         """Forgets everything about the row's request but its tokens and blocks."""
         self._asked.pop(row, None)
         self._table.clear(row)
-        self._pooler.parts.pop(row, None)
-        self._loras.pop(row, None)
-        self._images.media.pop(row, None)
-        self._images.embeds.pop(row, None)
-        self._states_wanted.pop(row, None)
-
-    def _with_adapters(self, batch: Batch, scheduled: ScheduledTokens) -> Batch:
-        """Adds the slot of each row's adapter to the batch, if any row has one."""
-        wanted = {row: self._loras[row] for row in scheduled.rows.tolist() if row in self._loras}
-        if not wanted:
-            return batch
-        if self._adapters is None:
-            raise InternalError("a request has an adapter, and the model was loaded without")
-        slots = self._adapters.place(set(wanted.values()))
-        of_request = np.array(
-            [slots[wanted[row]] if row in wanted else -1 for row in scheduled.rows.tolist()], np.int64
-        )
-        of_token = np.repeat(of_request, np.diff(scheduled.query_start))
-        return dataclasses.replace(
-            batch,
-            adapter_slots=to_device(of_token, self._device),
-            adapter_slots_used=max(slots.values()) + 1,
-        )
+        for part in self.parts:
+            part.clear(row)
 
     def _forget(self, req_id: str) -> None:
         row = self._requests.remove(req_id)
         if row is not None:
-            if row in self._states_wanted and self._hidden_states is not None:
-                self._hidden_states.forget(row)
             self._clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
@@ -355,7 +274,8 @@ class TorchRunner:
             started.end.wait()
         output = ModelOutput({})
         self._read_prompts(started.pieces, output)
-        self._read_vectors(started.vectors, output)
+        for read in started.unread_parts:
+            read(output)
         if started.sampled is not None:
             self._read_sampled(started.sampled, started.draft_limits, output)
         output.errors |= started.errors
@@ -394,22 +314,10 @@ class TorchRunner:
                 room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
                 if room > 0:
                     wanted[req_id] = min(num_drafts, room)
-        if wanted:
+        if wanted and self._drafter is not None:
             began = time.perf_counter()
-            self._propose(wanted, output)
+            self._propose(self._drafter, wanted, output)
             output.drafting_s = time.perf_counter() - began
-
-    def _read_vectors(self, vectors: list[PooledVector], output: ModelOutput) -> None:
-        for one in vectors:
-            vector = read_vector(one)
-            if self._requests.tenancies[one.row] != one.tenancy:
-                continue
-            if vector is None:
-                output.errors[one.req_id] = InvalidLogits(
-                    "the model's output is no number: a part of the vector is infinite or undefined"
-                )
-            else:
-                output.vectors[one.req_id] = vector
 
     def _accepted(self, row: int, sampled: list[int]) -> int:
         """How many leading drafts equal the tokens that were sampled in their place.
@@ -424,18 +332,10 @@ class TorchRunner:
                 return index
         return len(drafts)
 
-    def _propose(self, wanted: dict[str, int], output: ModelOutput) -> None:
-        requests, model = self._requests, self._draft_model
-        if model is not None:
-            guessed = model.propose(requests, wanted)
-            output.guess_s = model.guess_s
-        else:
-            guessed = {}
-            for req_id, most in wanted.items():
-                row = requests.row(req_id)
-                guessed[req_id] = propose_from_text(
-                    requests.tokens[row, : int(requests.num_tokens[row])], most
-                )
+    def _propose(self, drafter: Drafter, wanted: dict[str, int], output: ModelOutput) -> None:
+        requests = self._requests
+        guessed = drafter.propose(requests, wanted)
+        output.guess_s = drafter.guess_s
         for req_id, drafts in guessed.items():
             row = requests.row(req_id)
             if drafts and self._masks is not None and self._table.constrained[row]:

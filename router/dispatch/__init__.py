@@ -6,17 +6,14 @@ ledger       a request's tokens, merged by index from two nodes, with log-probab
 life         one request from its first submission to its one end, across attempts
 placement    one attempt on one pair of nodes, and the tables of which request runs where
 dispatcher   starts the lives of one HTTP request, as its handler reads them, and finds the life that a node's message belongs to
-recall       background answers that other routers began, read from the nodes that keep them
+followed     answers that nodes keep and other routers began, as the dispatcher knows them
 """
 
 from tandem.router.dispatch.dispatcher import Dispatcher, Generation
 from tandem.router.dispatch.life import LeftBehind, RequestLife
-from tandem.router.dispatch.recall import FollowedAnswer, FoundAnswer
 
 __all__ = [
     "Dispatcher",
-    "FollowedAnswer",
-    "FoundAnswer",
     "Generation",
     "LeftBehind",
     "RequestLife",

@@ -12,9 +12,9 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch.admission import Admission, Slots
+from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
-from tandem.router.dispatch.recall import Recalls
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
@@ -232,7 +232,7 @@ class Dispatcher:
         self._pool = pool
         self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
-        self.recalls = Recalls(config, links, pool)
+        self.followed = FollowedAnswers()
         # Set when the last request has ended. None until `wait_idle` is called.
         self._idle: asyncio.Event | None = None
         self.admission = self._admission(lambda: pool.decode_count, pool.has_room)
@@ -393,7 +393,7 @@ class Dispatcher:
         self.vectors.refuse_all(error)
         for life in self._placement.lives():
             life.leave(error)
-        self.recalls.leave_all(error)
+        self.followed.leave_all(error)
 
     # --- what nodes tell --------------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class Dispatcher:
                     life.on_chunk(node_id, epoch, chunk)
                 except Exception as error:
                     self._on_bug(life, error)
-            elif not self.recalls.on_chunk(node_id, epoch, chunk):
+            elif not self.followed.on_chunk(node_id, epoch, chunk):
                 self._on_stray(node_id, chunk.request_id, ended=chunk.finish is not None)
 
     def _on_bug(self, life: RequestLife, error: Exception) -> None:
@@ -451,7 +451,7 @@ class Dispatcher:
             if life is None or life.attempt is None or node not in life.attempt.nodes:
                 self._placement.cancel(node, request_id)
         self._tell(self._placement.lives_on(node), lambda life: life.on_holding(node, holding))
-        self.recalls.on_line_broken(node)
+        self.followed.on_line_broken(node)
 
     def _tell(self, lives: list[RequestLife], what: Callable[[RequestLife], None]) -> None:
         for life in lives:
@@ -477,7 +477,7 @@ class Dispatcher:
     def on_node_lost(self, node: NodeInfo, why: str) -> None:
         self._placement.forget_prefixes(node)
         self._tell(self._placement.lives_on(node), lambda life: life.on_node_lost(node, why))
-        self.recalls.on_node_lost(node, why)
+        self.followed.on_node_lost(node, why)
         # Messages that are still queued for the node are older than its loss. A successor at this endpoint
         # must not get them.
         self._links.begin_anew(node)
@@ -486,7 +486,7 @@ class Dispatcher:
         """The node is no longer a member, whether it was lost before or not. The router drops all that it
         knows of it."""
         self._placement.forget_prefixes(node)
-        self.recalls.on_node_lost(node, "it left")
+        self.followed.on_node_lost(node, "it left")
         self._links.forget(node)
 
     def on_node_joined(self, node: NodeInfo) -> None:

@@ -15,41 +15,32 @@ from tandem.api.openai.answer_types import (
     ClusterDescription,
     Completion,
     DetokenizeResponse,
-    EmbeddingList,
     ErrorBody,
     Health,
     ModelCard,
     ModelList,
-    Ranking,
     RouterLoad,
-    ScoreList,
     TokenizeResponse,
     Version,
 )
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
-from tandem.api.openai.vector_request import EmbeddingRequest, RerankRequest, ScoreRequest
-from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
-from tandem.api.responses.responses_request import ResponsesRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
 from tandem.router.http.services import Services
 from tandem.router.http.try_page import EXAMPLES, page_with
-from tandem.router.tracing.record import TraceList, TraceRecord
 from tandem.router.wings import wing_types
 
 _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
 GENERATION_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504")
-_ONE_RESPONSE = ("400", "401", "404")
 EVENT: dict[str, Any] = {
     "type": "object",
     "required": ["data", "event"],
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
 }
 _TYPES: tuple[type[msgspec.Struct], ...] = (
-    CompletionRequest, ChatRequest, ResponsesRequest, ResponseAnswer, ResponseDeleted, InputItems, InputTokens, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
-    ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription, TraceList,
-    TraceRecord, EmbeddingRequest, EmbeddingList, ScoreRequest, ScoreList, RerankRequest, Ranking,
+    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
+    ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription,
 )  # fmt: skip
 
 
@@ -96,44 +87,6 @@ def _paths_of_answers() -> dict[str, Any]:
                 event=_delta(ChatCompletionChunk),
             ),
         },
-        "/v1/embeddings": {
-            "post": operation("Make vectors of texts", EmbeddingRequest, EmbeddingList, GENERATION_ERRORS)
-        },
-        "/v1/score": {
-            "post": operation("Compare texts by their vectors", ScoreRequest, ScoreList, GENERATION_ERRORS)
-        },
-        "/v1/rerank": {
-            "post": operation(
-                "Sort documents by their vectors' nearness to a query's",
-                RerankRequest,
-                Ranking,
-                GENERATION_ERRORS,
-            )
-        },
-        "/v1/responses": {
-            "post": operation(
-                "Answer a chat with items", ResponsesRequest, ResponseAnswer, GENERATION_ERRORS, event=EVENT
-            )
-        },
-        "/v1/responses/input_tokens": {
-            "post": operation(
-                "Count the tokens of its prompt", ResponsesRequest, InputTokens, GENERATION_ERRORS
-            )
-        },
-        "/v1/responses/{response_id}/input_items": {
-            "get": operation(
-                "What it was asked with", None, InputItems, _ONE_RESPONSE, parameter="response_id"
-            )
-        },
-        "/v1/responses/{response_id}/cancel": {
-            "post": operation("End it", None, ResponseAnswer, _ONE_RESPONSE, parameter="response_id")
-        },
-        "/v1/responses/{response_id}": {
-            "get": operation(
-                "One that is kept, as it is now", None, ResponseAnswer, _ONE_RESPONSE, parameter="response_id"
-            ),
-            "delete": operation("Forget it", None, ResponseDeleted, _ONE_RESPONSE, parameter="response_id"),
-        },
     }
 
 
@@ -163,12 +116,6 @@ def _paths_of_server() -> dict[str, Any]:
         },
         "/cluster": {
             "get": operation("Every node, as it reports itself", None, ClusterDescription, ("401", "403"))
-        },
-        "/traces": {"get": operation("The last requests that were traced", None, TraceList, ("401",))},
-        "/traces/{request_id}": {
-            "get": operation(
-                "Where one request's time went", None, TraceRecord, ("401", "404"), parameter="request_id"
-            )
         },
     }
 
@@ -252,8 +199,10 @@ async def document(services: Services, exchange: HttpExchange) -> None:
     await send_bytes(exchange.send, _documents[required], b"application/json")
 
 
+def examples() -> dict[str, Any]:
+    """Returns the body that the form of each path on /docs begins with."""
+    return EXAMPLES | {path: body for wing in wing_types() for path, body in wing.document.examples.items()}
+
+
 async def try_page(services: Services, exchange: HttpExchange) -> None:
-    examples = EXAMPLES | {
-        path: body for wing in wing_types() for path, body in wing.document.examples.items()
-    }
-    await send_page(exchange.send, page_with(examples).encode())
+    await send_page(exchange.send, page_with(examples()).encode())

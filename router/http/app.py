@@ -9,40 +9,29 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tandem.api.openai.prompts import ModelElsewhere
-from tandem.api.responses.response_store import ResponseNotFound
 from tandem.base.errors import TandemError
 from tandem.router.http import (
     admin_routes,
     api_document,
     other_paths,
-    responses_routes,
     status_routes,
     text_routes,
     ui_routes,
-    vector_routes,
 )
 from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, generate
 from tandem.router.http.hosts import OwnHosts
 from tandem.router.http.other_paths import instead_of
 from tandem.router.http.rendering import SharedRendering
-from tandem.router.http.response_desk import ResponseDesk
 from tandem.router.http.services import Services
 from tandem.router.wings import RouteRow, RouterWing
 
 
-async def _answer_from_elsewhere(services: Services, exchange: HttpExchange, error: TandemError) -> bool:
-    """Asks another deployment for a model or response that this one lacks. Returns False when that does not
-    apply."""
-    if isinstance(error, ModelElsewhere):
-        with services.kept.share(len(exchange.body), exchange.owner):
-            await services.others.pass_on(exchange, error)
-    elif isinstance(error, ResponseNotFound) and "{response_id}" in exchange.route:
-        await services.others.find(exchange, error)
-    else:
-        return False
-    return True
+async def _answer_instead(wings: Sequence[RouterWing], exchange: HttpExchange, error: TandemError) -> bool:
+    for wing in wings:
+        if await wing.answer_instead(exchange, error):
+            return True
+    return False
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -65,22 +54,10 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
 
 
 def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
-    desk = ResponseDesk(services)
     metrics = SharedRendering(partial(status_routes.render_metrics, services))
     table: list[RouteRow] = [
         ("/v1/completions", partial(generate, COMPLETIONS), ["POST"]),
         ("/v1/chat/completions", partial(generate, CHAT), ["POST"]),
-        ("/v1/embeddings", vector_routes.embeddings, ["POST"]),
-        ("/v1/score", vector_routes.score, ["POST"]),
-        ("/v1/rerank", vector_routes.rerank, ["POST"]),
-        ("/score", vector_routes.score, ["POST"]),
-        ("/rerank", vector_routes.rerank, ["POST"]),
-        ("/v2/rerank", vector_routes.rerank, ["POST"]),
-        ("/v1/responses", partial(responses_routes.create_response, desk), ["POST"]),
-        ("/v1/responses/input_tokens", partial(responses_routes.count_input, desk), ["POST"]),
-        ("/v1/responses/{response_id}/input_items", partial(responses_routes.input_items, desk), ["GET"]),
-        ("/v1/responses/{response_id}", partial(responses_routes.one_response, desk), ["GET", "DELETE"]),
-        ("/v1/responses/{response_id}/cancel", partial(responses_routes.cancel_response, desk), ["POST"]),
         ("/v1/models", status_routes.models, ["GET"]),
         ("/v1/models/{model:path}", status_routes.model, ["GET"]),
         ("/tokenize", text_routes.tokenize, ["POST"]),
@@ -98,8 +75,6 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         ("/flush_cache", admin_routes.reset_cache, ["POST"]),
         ("/v1/load_lora_adapter", admin_routes.load_adapter, ["POST"]),
         ("/v1/unload_lora_adapter", admin_routes.unload_adapter, ["POST"]),
-        ("/traces", status_routes.traces, ["GET"]),
-        ("/traces/{request_id}", status_routes.trace, ["GET"]),
         ("/openapi.json", api_document.document, ["GET"]),
         ("/docs", api_document.try_page, ["GET"]),
         ("/get_model_info", other_paths.model_info, ["GET"]),
@@ -110,22 +85,22 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         ("/ui/decisions", ui_routes.decisions, ["GET"]),
         *(row for wing in wings for row in wing.routes()),
     ]
-    elsewhere = partial(_answer_from_elsewhere, services)
+    instead = partial(_answer_instead, wings)
     routes = [
-        Route(path, HttpRoute(path, partial(handler, services), elsewhere), methods=methods)
+        Route(path, HttpRoute(path, partial(handler, services), instead), methods=methods)
         for path, handler, methods in table
     ]
     # Without Starlette's application around the routes: its layers turn errors into answers, which the gate
     # does here.
     hosts = OwnHosts(services.config.host, services.config.cors_origins)
-    instead = partial(instead_of, known=frozenset(path for path, *_ in table))
+    right = partial(instead_of, known=frozenset(path for path, *_ in table))
     gate = HttpGate(
         HttpRoutes(routes),
         services.keys,
         services.metrics,
         hosts,
         services.dispatcher.recent,
-        instead,
+        right,
         [wing.error_form for wing in wings if wing.error_form is not None],
     )
     return _with_cors(gate, services.config.cors_origins)

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive
 from tandem.api.json_body import parse_object, read_request
 from tandem.api.lives import ReadableLives
 from tandem.api.openai.fields import StreamOptions
-from tandem.api.openai.plan import GenerationPlan
+from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.base.errors import Cancelled, InvalidRequest, Overloaded, TandemError
 from tandem.base.shares import Shares
 from tandem.http_server.turns import Turns

@@ -34,7 +34,7 @@ from tandem.router.http.hosts import OwnHosts
 from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
 from tandem.router.metrics import RouterMetrics
 from tandem.router.recent import RecentRequests
-from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
+from tandem.router.tracer import ASK_HEADER, GrowingTrace
 from tandem.wire.requests import new_id
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class HttpExchange:
         self.status: int | None = None
         self.ended = False  # the answer's last byte was sent
         self.is_stream = False
-        self.trace: RequestTrace | None = None
+        self.trace: GrowingTrace | None = None
         self.body: bytes | bytearray = b""  # kept only when the request is to be passed on
 
     @property
@@ -298,13 +298,12 @@ class HttpRoute:
         self,
         path: str,
         answer: Callable[[HttpExchange], Awaitable[None]],
-        elsewhere: Callable[[HttpExchange, TandemError], Awaitable[bool]],
+        answer_instead: Callable[[HttpExchange, TandemError], Awaitable[bool]],
     ) -> None:
-        """`elsewhere`: may answer an error in another way, for example by asking another deployment; returns
-        whether it did."""
+        """`answer_instead`: may answer an error in another way; returns whether it did."""
         self._path = path
         self._answer = answer
-        self._elsewhere = elsewhere
+        self._answer_instead = answer_instead
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
@@ -312,7 +311,7 @@ class HttpRoute:
         try:
             await self._answer(exchange)
         except TandemError as error:
-            if not await self._elsewhere(exchange, error):
+            if not await self._answer_instead(exchange, error):
                 raise
 
 

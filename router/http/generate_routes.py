@@ -10,14 +10,17 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from tandem.api.openai.answer import AnswerHead, Choice, Delta, LoopTurn
+from tandem.api.openai.caller import Caller
 from tandem.api.openai.chat_answer import ChatStream, whole_chat
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_answer import CompletionStream, whole_completion
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields
-from tandem.api.openai.plan import Caller, GenerationPlan, plan_chat, plan_completion
-from tandem.api.openai.prompts import CompletionRequest, ServedModel
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat, plan_completion
 from tandem.api.openai.reading import ReadChoice, read_all
-from tandem.api.openai.vectors import VectorPlan
+from tandem.api.openai.served_model import ServedModel
+from tandem.api.sequence import SequenceSpec
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
 from tandem.router.http.body import (
@@ -34,14 +37,25 @@ from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import EventStream, HttpExchange, send_bytes, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
-from tandem.router.tracing.traces import RequestTrace
+from tandem.router.tracer import GrowingTrace
 from tandem.wire.tracing import TracePhase
 
 LOGGED_IDS = 8
 # How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
 
-P = TypeVar("P", GenerationPlan, VectorPlan)
+
+class TracedPlan(Protocol):
+    """What a plan has that the request's trace tells."""
+
+    @property
+    def specs(self) -> list[SequenceSpec]: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=TracedPlan)
 
 
 class AnswerStream(Protocol):
@@ -181,7 +195,7 @@ class Delivery:
         choices: Sequence[Choice],
         answer: AnswerStream,
         stream: EventStream,
-        trace: RequestTrace | None = None,
+        trace: GrowingTrace | None = None,
     ) -> None:
         self._generation = generation
         self._by_life = {choice.life: choice for choice in choices}
@@ -289,12 +303,12 @@ async def planned(
     return plan
 
 
-def begin_trace(services: Services, exchange: HttpExchange, request_id: str) -> RequestTrace | None:
+def begin_trace(services: Services, exchange: HttpExchange, request_id: str) -> GrowingTrace | None:
     """Begins the trace of a request, or of one of the answers on a connection, if it gets one."""
     exchange.trace = None
-    if services.traces.draws or exchange.asks_for_trace:
+    if services.tracer.draws or exchange.asks_for_trace:
         tenant = exchange.tenant.name if exchange.tenant is not None else None
-        exchange.trace = services.traces.begin(request_id, exchange.headers, tenant)
+        exchange.trace = services.tracer.begin(request_id, exchange.headers, tenant)
     return exchange.trace
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tandem.api.text.tokenizer import read_json
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
+from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
-from tandem.router.http.sibling_desk import VERSION
 
 _BATCHES = (
     "there are no batches: send the requests one by one, with a higher `priority` number than others have"

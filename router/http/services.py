@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from tandem.api.openai.prompts import ServedModel
-from tandem.api.responses.response_store import ResponseStore
+from prometheus_client.registry import Collector
+
+from tandem.api.openai.served_model import ServedModel
 from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
-from tandem.router.figures import SharedFigures
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.hosts import is_loopback
-from tandem.router.http.other_models import OtherModels
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
+from tandem.router.page_state import PageState
+from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.siblings import Siblings
-from tandem.router.tracing.traces import Traces
+from tandem.router.tracer import RequestTracer
 
 
 class ClusterControl(Protocol):
@@ -29,6 +31,14 @@ class ClusterControl(Protocol):
         """Does an action. Body and result are JSON. Raises errors of `base.errors`, also for an unknown
         action."""
         ...
+
+
+async def _own_page(own: PageState) -> PageState:
+    return own
+
+
+async def _own_figures() -> Collector | None:
+    return None
 
 
 @dataclasses.dataclass
@@ -42,14 +52,16 @@ class Services:
     links: NodeLinks
     keys: KeyRing
     metrics: RouterMetrics
+    chooser: Chooser
     tasks: Tasks
     bodies: BodyBudget
     kept: KeptMemory
-    traces: Traces
-    responses: ResponseStore
-    siblings: Siblings
-    figures: SharedFigures
-    others: OtherModels
+    tracer: RequestTracer = dataclasses.field(default_factory=RequestTracer)
+    # The other processes on the port. The page and the metrics are of all of them: `all_figures` returns None
+    # when this process's own are all.
+    siblings: Siblings = dataclasses.field(default_factory=Siblings)
+    add_pages: Callable[[PageState], Awaitable[PageState]] = _own_page
+    all_figures: Callable[[], Awaitable[Collector | None]] = _own_figures
     control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
 

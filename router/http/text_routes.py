@@ -7,21 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from tandem.api.openai.answer import json_pieces
+from tandem.api.openai.chat_prompt import chat_prompt, check_images, render_chat, with_images
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import (
-    ChatPrompt,
-    ServedModel,
-    chat_prompt,
-    check_images,
-    encoded,
-    long_texts,
-    prompt_ids,
-    render_chat,
-    with_images,
-)
+from tandem.api.openai.prompts import encoded, long_texts, prompt_ids
+from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.api.wings import PromptImages
 from tandem.base.errors import DeadlineExceeded, InvalidRequest
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
@@ -100,12 +93,12 @@ async def _token_ids(model: ServedModel, request: TokenizeRequest, owner: CacheO
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
-    prompt = await _rendered(model, request)
+    text, _ = await _rendered(model, request)
     special = bool(request.add_special_tokens)
-    return await encoded(prompt.text, "messages", model.tokenizer, context, special=special, owner=owner)
+    return await encoded(text, "messages", model.tokenizer, context, special=special, owner=owner)
 
 
-async def _rendered(model: ServedModel, request: TokenizeRequest) -> ChatPrompt:
+async def _rendered(model: ServedModel, request: TokenizeRequest) -> tuple[str, PromptImages | None]:
     if model.template is None or request.messages is None:
         raise InvalidRequest("messages: this model has no chat template", "messages")
     check_images(request.messages, model)
@@ -153,7 +146,7 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
 async def prompt_size(services: Services, exchange: HttpExchange, chat: ChatRequest) -> int:
     """Counts the tokens of a chat's prompt."""
     model, context = services.model, services.model.max_model_len
-    prompt = await chat_prompt(chat, model, context)
+    text, _ = await chat_prompt(chat, model, context)
     owner = owner_of(exchange)
-    ids = await encoded(prompt.text, "messages", model.tokenizer, context, special=False, owner=owner)
+    ids = await encoded(text, "messages", model.tokenizer, context, special=False, owner=owner)
     return len(ids)

@@ -12,11 +12,6 @@ _HELLO = [{"role": "user", "content": "Hello!"}]
 EXAMPLES: dict[str, Any] = {
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 60, "stream": True},
     "/v1/chat/completions": {"messages": _HELLO, "max_tokens": 60, "stream": True},
-    "/v1/responses": {"input": "Hello!", "max_output_tokens": 60},
-    "/v1/responses/input_tokens": {"input": "Hello!"},
-    "/v1/embeddings": {"input": "Hello!"},
-    "/v1/score": {"text_1": "Hello!", "text_2": ["Good day!", "Goodbye!"]},
-    "/v1/rerank": {"query": "Hello!", "documents": ["Good day!", "Goodbye!"]},
     "/tokenize": {"prompt": "Hello!"},
     "/detokenize": {"tokens": [1, 2, 3]},
 }

@@ -14,8 +14,8 @@ import msgspec
 
 from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange, send_json, send_page
+from tandem.router.http.page_figures import page_of_all
 from tandem.router.http.services import Services
-from tandem.router.http.sibling_desk import page_of_all
 from tandem.router.page_state import NodeRow, PoolRow
 from tandem.router.pool import Member
 from tandem.wire.requests import NodeStatus

@@ -20,12 +20,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from tandem.api.formats.pieces import Text
 from tandem.api.json_body import parse_object
 from tandem.api.openai.answer import Choice, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.plan import GenerationPlan, plan_chat
-from tandem.api.openai.prompts import ModelElsewhere
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat
+from tandem.api.openai.served_model import ModelElsewhere
+from tandem.api.pieces import Text
 from tandem.api.realtime.events import (
     Conversation,
     ItemCreate,
@@ -49,7 +50,7 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.services import Services
 from tandem.router.keys import QuotaExceeded, Reservation
-from tandem.router.tracing.traces import RequestTrace
+from tandem.router.tracer import GrowingTrace
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
 
@@ -394,7 +395,7 @@ class RealtimeSession:
                     reservation.settle(plan.prompt_tokens, answers)
 
     async def _stream(
-        self, plan: GenerationPlan, generation: Generation, item_id: str, trace: RequestTrace | None
+        self, plan: GenerationPlan, generation: Generation, item_id: str, trace: GrowingTrace | None
     ) -> tuple[str, Choice]:
         """Sends the text as it comes. Returns all of it."""
         (choice,) = plan.choices(generation, self._services.model.tokenizer)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tandem.api.openai import sampling
+from tandem.api.openai import grammars
 from tandem.api.text.tenant_cache import CacheOwner
 
 
@@ -21,14 +21,14 @@ def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytes
     owner = CacheOwner("alice", "alice")
 
     async def scenario() -> None:
-        check = asyncio.create_task(sampling.check_grammar("start: /once/", "p", owner))
+        check = asyncio.create_task(grammars.check_grammar("start: /once/", "p", owner))
         await asyncio.sleep(0)
         loop_went_on.set()
         await check
-        await sampling.check_grammar("start: /once/", "p", owner)
+        await grammars.check_grammar("start: /once/", "p", owner)
 
-    monkeypatch.setattr(sampling, "_problem", slow)
+    monkeypatch.setattr(grammars, "_problem", slow)
     asyncio.run(scenario())
     assert checked == ["start: /once/"]
-    asyncio.run(sampling.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
+    asyncio.run(grammars.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
     assert len(checked) == 2, "another tenant's check tells nothing"

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-import tandem.api.text.tokenizer as tokenizer_module
+from tandem.api.openai.chat_prompt import INLINE_CHAT_CHARACTERS, INLINE_ITEMS, render_chat
 from tandem.api.openai.chat_request import ChatMessage
-from tandem.api.openai.prompts import INLINE_CHAT_CHARACTERS, INLINE_ITEMS, render_chat
+from tandem.api.text import segment_cache
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
-from tandem.api.text.tokenizer import Tokenizer, matches
+from tandem.api.text.segment_cache import matches
+from tandem.api.text.tokenizer import Tokenizer
 
 LONG = "1234567890" * 40_000
 
@@ -94,7 +95,7 @@ MARK = "<|start|>"
 def test_a_text_is_searched_in_windows_as_it_would_be_at_once(text: str) -> None:
     pattern = re.compile("|".join(map(re.escape, ("<|endless|>", MARK, "<|end|>", "<|"))))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tokenizer_module, "_WINDOW_CHARACTERS", 5)
+        patched.setattr(segment_cache, "_WINDOW_CHARACTERS", 5)
         found = [one.span() for one in matches(pattern, text, len("<|endless|>"))]
     assert found == [one.span() for one in pattern.finditer(text)]
 

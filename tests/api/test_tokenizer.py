@@ -11,17 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tandem.api.text.segment_cache import LEAST_CHARACTERS, SegmentCache
 from tandem.api.text.tenant_cache import CacheOwner, TenantCache
-from tandem.api.text.tokenizer import (
-    _PATTERNS,
-    INLINE_CHARACTERS,
-    LEAST_CHARACTERS,
-    MOST_NEW_WORDS,
-    SegmentCache,
-    Tokenizer,
-    WordCache,
-    keeps_words,
-)
+from tandem.api.text.tokenizer import INLINE_CHARACTERS, Tokenizer
+from tandem.api.text.word_cache import _PATTERNS, MOST_NEW_WORDS, WordCache, keeps_words
 from tests.small_model import CORPUS
 
 MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
@@ -290,7 +283,7 @@ def test_words_of_one_tenant_are_new_from_another() -> None:
 
 
 def test_the_tenant_with_most_words_forgets_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.api.text.tokenizer.MOST_WORDS", 20)
+    monkeypatch.setattr("tandem.api.text.word_cache.MOST_WORDS", 20)
     made = kept_by_words()[0]
     known = WordCache(lambda words: whole(made, words))
     known.encode("the lazy fox", "bob")
@@ -309,7 +302,7 @@ def test_a_text_of_new_words_is_tokenized_as_a_whole_and_some_of_them_are_learne
 
 
 def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.api.text.tokenizer.MOST_WORDS", 20)
+    monkeypatch.setattr("tandem.api.text.word_cache.MOST_WORDS", 20)
     made = kept_by_words()[0]
     known = WordCache(lambda words: whole(made, words))
     for index in range(30):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tandem.api.formats.harmony import HarmonyReader
-from tandem.api.formats.pieces import Arguments, CallBegins, Reasoning
+from tandem.api.pieces import Arguments, CallBegins, Reasoning
 from tests.clients.test_clients import program
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path as FilePath
 
-import pytest
 import yaml
 
 from tandem.base.settings import description_of
+from tandem.cluster.commands.documents import settings_page
 from tandem.cluster.commands.show_config import render
 from tandem.cluster.config import DERIVED
-from tandem.cluster.documents import settings_page
-from tandem.cluster.setting_names import Path, dotted, known_settings
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.names import dotted, known_settings
 from tandem.wire.nodes import Role
 
 PAGE = FilePath(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -58,9 +57,12 @@ def test_a_setting_without_a_row_gets_one_in_its_section() -> None:
     assert lines[lines.index(row) - 1].startswith("| `router.timeouts.")
 
 
-@pytest.mark.parametrize("path", sorted(known_settings()), ids=dotted)
-def test_every_setting_says_what_it_is_for(path: Path) -> None:
-    assert path in DERIVED or description_of(known_settings()[path]), f"{dotted(path)} needs an about(...)"
+def test_every_setting_says_what_it_is_for() -> None:
+    settings = known_settings().items()
+    silent = [
+        dotted(path) for path, setting in settings if path not in DERIVED and not description_of(setting)
+    ]
+    assert not silent, "these need an about(...)"
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

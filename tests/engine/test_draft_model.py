@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import time
 from pathlib import Path
 
 import msgspec
@@ -89,19 +88,7 @@ def start(
 def answers(engine: OneEngine, sampling: SamplingParams = GREEDY) -> dict[str, list[int]]:
     for name, prompt in PROMPTS.items():
         engine.add(name, prompt, NEW_TOKENS, None, sampling=sampling)
-    return run_out(engine)
-
-
-def run_out(engine: OneEngine) -> dict[str, list[int]]:
-    said: dict[str, list[int]] = {}
-    until = time.monotonic() + 60
-    while engine.engine.scheduler.has_unfinished_requests():
-        for update in engine.engine.step().updates:
-            assert update.error is None, update.error
-            said.setdefault(update.request_id, []).extend(update.token_ids)
-        engine.engine.scheduler.check_integrity()
-        assert time.monotonic() < until
-    return said
+    return engine.run_all()
 
 
 def stats(engine: OneEngine) -> SchedulerStats:
@@ -151,7 +138,7 @@ def test_with_preemptions_and_a_shared_cache(
 
 def test_what_a_prefix_hit_brings_is_not_read_again(llama: Path) -> None:
     engine = start(llama, llama, caching=True)
-    model = engine.engine.runner.draft_model  # type: ignore[attr-defined]
+    model = engine.engine.runner.drafter  # type: ignore[attr-defined]
     prompt = list(range(3, 43))
     said = engine.answer("first", prompt, NEW_TOKENS)
     read = model.num_read
@@ -164,9 +151,10 @@ def test_what_a_prefix_hit_brings_is_not_read_again(llama: Path) -> None:
 
 def test_after_a_handover_the_prompt_is_read_where_the_answer_is_made(llama: Path) -> None:
     transfer = TransferConfig(checksums=True)
-    producer = start(llama, "", transfer, "p", guesses=0)
-    consumer = start(llama, llama, transfer, "c")
-    try:
+    with (
+        start(llama, "", transfer, "p", guesses=0) as producer,
+        start(llama, llama, transfer, "c") as consumer,
+    ):
         prompt = PROMPTS["r3"]
         expected = tiny.reference(llama, [prompt], NEW_TOKENS)[0].tokens
         # Another text was in the same blocks before.
@@ -174,11 +162,8 @@ def test_after_a_handover_the_prompt_is_read_where_the_answer_is_made(llama: Pat
         assert hand_over(producer, consumer, "r", prompt, NEW_TOKENS) == expected
         found = stats(consumer)
         assert found.speculative_accepted == found.speculative_drafted > NEW_TOKENS
-        model = consumer.engine.runner.draft_model  # type: ignore[attr-defined]
+        model = consumer.engine.runner.drafter  # type: ignore[attr-defined]
         assert model.num_read >= len(PROMPTS["r2"]) + len(prompt)
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_aborts_leave_nothing_behind(llama: Path, alone: dict[str, dict[str, list[int]]]) -> None:
@@ -188,7 +173,7 @@ def test_aborts_leave_nothing_behind(llama: Path, alone: dict[str, dict[str, lis
     for _ in range(6):
         engine.engine.step()
     engine.engine.abort_requests(["r0", "r2"])
-    run_out(engine)
+    engine.run_all()
     assert stats(engine).free_blocks == stats(engine).total_blocks
     assert answers(engine) == alone["greedy"]
     found = stats(engine)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import AsyncScheduling
-from tandem.engine.model.eagle import EagleHead
+from tandem.engine.model.speculation.eagle import EagleHead
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.sampling import SamplingParams
 from tests.engine.eagle_files import (
@@ -29,7 +29,6 @@ from tests.engine.test_draft_model import (
     answers,
     driven,
     refused,
-    run_out,
     start,
     stats,
 )
@@ -60,7 +59,7 @@ def alone(llama: Path) -> dict[str, dict[str, list[int]]]:
 
 
 def head_of(engine: OneEngine) -> EagleHead:
-    found = engine.engine.runner.draft_model  # type: ignore[attr-defined]
+    found = engine.engine.runner.drafter  # type: ignore[attr-defined]
     assert isinstance(found, EagleHead)
     return found
 
@@ -136,7 +135,7 @@ def test_a_request_for_one_token_costs_nothing(llama: Path, head: Path) -> None:
         for each in (engine, plain):
             each.add(f"long {turn}", PROMPTS["r1"], NEW_TOKENS, None)
             each.add(f"one {turn}", PROMPTS["r3"], 1, None)
-        assert run_out(engine) == run_out(plain)
+        assert engine.run_all() == plain.run_all()
     assert head_of(engine).num_read <= 2 * (len(PROMPTS["r1"]) + NEW_TOKENS)
     given_up = 4  # by the longer request alone
     assert stats(engine).prompt_tokens_cached == stats(plain).prompt_tokens_cached - given_up
@@ -144,9 +143,10 @@ def test_a_request_for_one_token_costs_nothing(llama: Path, head: Path) -> None:
 
 def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -> None:
     transfer = TransferConfig(checksums=True)
-    producer = start(llama, "", transfer, "p", guesses=0)
-    consumer = start(llama, head, transfer, "c")
-    try:
+    with (
+        start(llama, "", transfer, "p", guesses=0) as producer,
+        start(llama, head, transfer, "c") as consumer,
+    ):
         prompt = PROMPTS["r3"]
         expected = tiny.reference(llama, [prompt], NEW_TOKENS)[0].tokens
         consumer.answer("before", PROMPTS["r2"], NEW_TOKENS)
@@ -154,9 +154,6 @@ def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -
         assert hand_over(producer, consumer, "r", prompt, NEW_TOKENS) == expected
         assert head_of(consumer).num_cold == 1
         assert stats(consumer).speculative_drafted > guessed
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_what_it_guesses_after_a_handover_follows_from_what_it_has_seen(llama: Path, head: Path) -> None:

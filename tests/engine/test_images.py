@@ -93,7 +93,7 @@ class ImageLab:
         )
 
 
-@pytest.fixture(scope="module", params=["SmolVLM", "Qwen2.5-VL", "Qwen3-VL"])
+@pytest.fixture(scope="module", params=["SmolVLM", "Qwen3-VL", *more(["Qwen2.5-VL"])])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageLab:
     family = {"SmolVLM": SMOLVLM, "Qwen2.5-VL": QWEN2_5_VL, "Qwen3-VL": QWEN3_VL}[request.param]
     return lab_of(family, tmp_path_factory.mktemp("images"))
@@ -112,18 +112,10 @@ def add(engine: OneEngine, lab: ImageLab, name: str, request_id: str | None = No
     engine.add(request_id or name, tokens, NEW_TOKENS, None, media=media, images=images)
 
 
-def run_all(engine: OneEngine, count: int) -> dict[str, list[int]]:
-    """Steps until `count` requests have ended, and checks the invariants after each step."""
-    answers: dict[str, list[int]] = {}
-    until, ended = time.monotonic() + 60, 0
-    while ended < count:
-        for update in engine.engine.step().updates:
-            assert update.error is None, update.error
-            answers.setdefault(update.request_id, []).extend(update.token_ids)
-            ended += update.finish is not None
-        engine.engine.scheduler.check_integrity()
-        assert time.monotonic() < until
-    return answers
+def expect_all(engine: OneEngine, lab: ImageLab) -> None:
+    for name in PROMPTS:
+        add(engine, lab, name)
+    assert engine.run_all() == lab.answers
 
 
 def test_a_prompt_of_rows_beside_images(lab: ImageLab) -> None:
@@ -136,15 +128,12 @@ def test_a_prompt_of_rows_beside_images(lab: ImageLab) -> None:
     with torch.inference_mode():
         rows = embedding(torch.tensor(words)).contiguous()
     embeds = PromptEmbeds("float32", rows.shape[1], rows.numpy().tobytes())
-    engine = lab.start(batched=48, encoded=64, kept=256)
-    try:
+    with lab.start(batched=48, encoded=64, kept=256) as engine:
         assert engine.engine.runner.info.embed_size == rows.shape[1]
         add(engine, lab, "one")
         engine.add("rows", [PLACEHOLDER] * len(words), NEW_TOKENS, None, embeds=embeds)
         add(engine, lab, "two")
-        assert run_all(engine, 3) == {"rows": said, "one": lab.answers["one"], "two": lab.answers["two"]}
-    finally:
-        engine.engine.shutdown()
+        assert engine.run_all() == {"rows": said, "one": lab.answers["one"], "two": lab.answers["two"]}
 
 
 def encoded_tokens(engine: OneEngine) -> int:
@@ -152,28 +141,20 @@ def encoded_tokens(engine: OneEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    "family", [IDEFICS3, QWEN2_VL, QWEN3_VL_MOE], ids=["Idefics3", "Qwen2-VL", "Qwen3-VL MoE"]
+    "family",
+    [IDEFICS3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL_MOE],
+    ids=["Idefics3", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL MoE"],
 )
 def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
     lab = lab_of(family, tmp_path)
-    engine = lab.start(batched=11)
-    try:
-        for name in PROMPTS:
-            add(engine, lab, name)
-        assert run_all(engine, len(PROMPTS)) == lab.answers
-    finally:
-        engine.engine.shutdown()
+    with lab.start(batched=11) as engine:
+        expect_all(engine, lab)
 
 
 @pytest.mark.parametrize("batched", [1, 64, *more([7, 512])])
 def test_any_chunks_beside_any_others(lab: ImageLab, batched: int) -> None:
-    engine = lab.start(batched=batched)
-    try:
-        for name in PROMPTS:
-            add(engine, lab, name)
-        assert run_all(engine, len(PROMPTS)) == lab.answers
-    finally:
-        engine.engine.shutdown()
+    with lab.start(batched=batched) as engine:
+        expect_all(engine, lab)
 
 
 @pytest.mark.parametrize(
@@ -182,118 +163,84 @@ def test_any_chunks_beside_any_others(lab: ImageLab, batched: int) -> None:
     ids=["planned ahead", "with drafts", "where adapters are served"],
 )
 def test_with_what_else_a_step_can_have(lab: ImageLab, scheduling: dict[str, Any]) -> None:
-    engine = lab.start(batched=19, kept=40, **scheduling)
-    try:
-        for name in PROMPTS:
-            add(engine, lab, name)
-        assert run_all(engine, len(PROMPTS)) == lab.answers
-    finally:
-        engine.engine.shutdown()
+    with lab.start(batched=19, kept=40, **scheduling) as engine:
+        expect_all(engine, lab)
 
 
 @pytest.mark.parametrize("more", [0, 16])
 def test_an_encoder_cache_that_holds_little_delays_and_changes_nothing(lab: ImageLab, more: int) -> None:
     largest = max(part.length for name in PROMPTS for part in lab.prompt(name)[1])
-    engine = lab.start(encoded=4, kept=largest + more)
-    try:
-        for name in PROMPTS:
-            add(engine, lab, name)
-        assert run_all(engine, len(PROMPTS)) == lab.answers
-    finally:
-        engine.engine.shutdown()
+    with lab.start(encoded=4, kept=largest + more) as engine:
+        expect_all(engine, lab)
 
 
 def test_an_image_that_is_there_is_not_encoded_again(lab: ImageLab) -> None:
-    engine = lab.start(kept=1024)
-    try:
+    with lab.start(kept=1024) as engine:
         add(engine, lab, "one")
-        run_all(engine, 1)
+        engine.run_all()
         first = encoded_tokens(engine)
         add(engine, lab, "one", "again")
         add(engine, lab, "image last")
-        answers = run_all(engine, 2)
+        answers = engine.run_all()
         assert answers == {"again": lab.answers["one"], "image last": lab.answers["image last"]}
         assert encoded_tokens(engine) == first > 0
         assert engine.engine.scheduler.stats().encoder_tokens_reused == 2 * first
-    finally:
-        engine.engine.shutdown()
 
 
 def test_a_prefix_is_found_by_prompts_with_the_same_image_alone(lab: ImageLab) -> None:
-    engine = lab.start(caching=True)
-    try:
+    with lab.start(caching=True) as engine:
         add(engine, lab, "one")
-        run_all(engine, 1)
+        engine.run_all()
         before = encoded_tokens(engine)
         add(engine, lab, "one", "again")
-        assert run_all(engine, 1) == {"again": lab.answers["one"]}
+        assert engine.run_all() == {"again": lab.answers["one"]}
         length = len(lab.prompt("one")[0])
         assert engine.engine.scheduler.stats().prompt_tokens_cached == (length - 1) // 4 * 4
         assert encoded_tokens(engine) == before  # what is cached needs no image
         add(engine, lab, "other")
-        assert run_all(engine, 1) == {"other": lab.answers["other"]}
+        assert engine.run_all() == {"other": lab.answers["other"]}
         common = lab.prompt("other")[1][0].offset // 4 * 4
         assert engine.engine.scheduler.stats().prompt_tokens_cached == (length - 1) // 4 * 4 + common
-    finally:
-        engine.engine.shutdown()
 
 
 def test_preempted_prompts_are_computed_again_with_their_images(lab: ImageLab) -> None:
     longest = max(len(prompt_of(parts, lab.family)[0]) for parts in PROMPTS.values()) + NEW_TOKENS
-    engine = lab.start(num_blocks=longest // 4 + 6, reserve=Reserve.NONE, kept=24, batched=24)
-    try:
-        for name in PROMPTS:
-            add(engine, lab, name)
-        assert run_all(engine, len(PROMPTS)) == lab.answers
+    with lab.start(num_blocks=longest // 4 + 6, reserve=Reserve.NONE, kept=24, batched=24) as engine:
+        expect_all(engine, lab)
         assert engine.engine.scheduler.stats().preemptions > 0
-    finally:
-        engine.engine.shutdown()
 
 
 def test_prompts_in_one_piece(lab: ImageLab) -> None:
-    engine = lab.start(batched=512, encoded=256, kept=256, chunked=False)
-    try:
-        for name in PROMPTS:
-            add(engine, lab, name)
-        assert run_all(engine, len(PROMPTS)) == lab.answers
-    finally:
-        engine.engine.shutdown()
-    engine = lab.start(batched=512, encoded=16, chunked=False)
-    try:
-        with pytest.raises(InvalidRequest, match=r"scheduler\.chunked_prefill"):
-            add(engine, lab, "one")
-    finally:
-        engine.engine.shutdown()
+    with lab.start(batched=512, encoded=256, kept=256, chunked=False) as engine:
+        expect_all(engine, lab)
+    with (
+        lab.start(batched=512, encoded=16, chunked=False) as engine,
+        pytest.raises(InvalidRequest, match=r"scheduler\.chunked_prefill"),
+    ):
+        add(engine, lab, "one")
 
 
 def test_an_image_that_the_encoder_cache_cannot_hold_is_refused(lab: ImageLab) -> None:
-    engine = lab.start(kept=3)
-    try:
+    with lab.start(kept=3) as engine:
         with pytest.raises(InvalidRequest, match=r"cache\.encoder_tokens"):
             add(engine, lab, "one")
         add(engine, lab, "text")
-        assert run_all(engine, 1) == {"text": lab.answers["text"]}
-    finally:
-        engine.engine.shutdown()
+        assert engine.run_all() == {"text": lab.answers["text"]}
 
 
 def test_a_request_that_ends_in_its_prompt_holds_nothing(lab: ImageLab) -> None:
-    engine = lab.start(batched=9)
-    try:
+    with lab.start(batched=9) as engine:
         add(engine, lab, "two")
         for _ in range(3):
             engine.engine.step()
         engine.engine.scheduler.finish_requests(["two"], RequestStatus.FINISHED_ABORTED)
         engine.engine.scheduler.check_integrity()
         add(engine, lab, "one")
-        assert run_all(engine, 1) == {"one": lab.answers["one"]}
-    finally:
-        engine.engine.shutdown()
+        assert engine.run_all() == {"one": lab.answers["one"]}
 
 
 def test_a_file_that_is_no_image_ends_its_request_and_no_other(lab: ImageLab) -> None:
-    engine = lab.start(caching=True)
-    try:
+    with lab.start(caching=True) as engine:
         tokens, media, _ = lab.prompt("one")
         engine.add("broken", tokens, NEW_TOKENS, None, media=media, images=[b"no image"])
         add(engine, lab, "text")
@@ -314,8 +261,6 @@ def test_a_file_that_is_no_image_ends_its_request_and_no_other(lab: ImageLab) ->
             engine.engine.step()
         found = engine.engine.scheduler.stats().prompt_tokens_cached - cached
         assert found == media[0].offset // 4 * 4
-    finally:
-        engine.engine.shutdown()
 
 
 def test_an_image_that_cannot_be_encoded_just_now_fails_one_request_and_is_tried_again(
@@ -348,13 +293,13 @@ def test_an_image_that_cannot_be_encoded_just_now_fails_one_request_and_is_tried
         (survivor,) = {"a", "b", "c"} - errors.keys()
         assert answers[survivor] == lab.answers["one"]
         add(engine, lab, "one", "later")
-        assert run_all(engine, 1) == {"later": lab.answers["one"]}
+        assert engine.run_all() == {"later": lab.answers["one"]}
     finally:
         engine.engine.shutdown()
 
 
 def test_a_failing_image_costs_no_other_request_its_tier(lab: ImageLab) -> None:
-    engine = OneEngine.start(
+    with OneEngine.start(
         lab.path,
         "n",
         4,
@@ -364,10 +309,9 @@ def test_a_failing_image_costs_no_other_request_its_tier(lab: ImageLab) -> None:
         prefix_caching=True,
         encoder_tokens=64,
         tiers=[TierConfig(cpu=1 << 20)],
-    )
-    try:
+    ) as engine:
         add(engine, lab, "text")
-        run_all(engine, 1)
+        engine.run_all()
         until(lambda: engine.engine.step() is not None and engine.stats().tiers[0].used_bytes > 0)
         before = engine.stats().tiers[0].used_bytes
         tokens, media, _ = lab.prompt("one")
@@ -375,24 +319,18 @@ def test_a_failing_image_costs_no_other_request_its_tier(lab: ImageLab) -> None:
         while engine.engine.scheduler.has_unfinished_requests():
             engine.engine.step()
         assert engine.stats().tiers[0].used_bytes >= before
-    finally:
-        engine.engine.shutdown()
 
 
 @pytest.mark.parametrize("direction", ["push", *more(["pull"])])
 def test_the_other_node_needs_no_image_for_what_is_handed_over(lab: ImageLab, direction: str) -> None:
     config = TransferConfig(connector="nixl", direction=direction)
-    producer, consumer = lab.start(config, "p", batched=12), lab.start(config, "c", batched=12)
-    try:
+    with lab.start(config, "p", batched=12) as producer, lab.start(config, "c", batched=12) as consumer:
         for name, parts in PROMPTS.items():
             tokens, media, images = prompt_of(parts, lab.family)
             found = hand_over(producer, consumer, name, tokens, NEW_TOKENS, media=media, images=images)
             assert found == lab.answers[name], name
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
         assert encoded_tokens(consumer) == 0 < encoded_tokens(producer)
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_a_decode_node_whose_kv_does_not_come_has_the_image(lab: ImageLab) -> None:

@@ -23,7 +23,7 @@ from tests.idling import idle_share
 from tests.more import more
 from tests.node.test_service import ROUTER, Node
 
-STEPS = int(os.environ.get("TANDEM_STEPS", "3000"))
+STEPS = int(os.environ.get("TANDEM_STEPS", "2000"))
 WARM_UP = 1000
 VARIANTS = [
     SamplingParams(temperature=0.0, max_tokens=20),

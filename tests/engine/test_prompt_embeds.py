@@ -4,7 +4,6 @@ chunks, with and without a cached prefix, after preemptions, continued on anothe
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,34 +92,15 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Lab(path, prompts, dict(zip(prompts, expected(path, list(prompts.values())), strict=True)))
 
 
-def run_all(engine: OneEngine, count: int) -> dict[str, list[int]]:
-    answers: dict[str, list[int]] = {}
-    until, ended = time.monotonic() + 60, 0
-    while ended < count:
-        for update in engine.engine.step().updates:
-            assert update.error is None, update.error
-            answers.setdefault(update.request_id, []).extend(update.token_ids)
-            ended += update.finish is not None
-        engine.engine.scheduler.check_integrity()
-        assert time.monotonic() < until
-    return answers
-
-
 def test_the_library_reads_them_itself(tmp_path: Path) -> None:
-    engine = Lab(tiny.save("llama", tmp_path), {}, {}).start()
-    try:
+    with Lab(tiny.save("llama", tmp_path), {}, {}).start() as engine:
         assert isinstance(engine.engine.runner.forward, NativeLlamaForward)
         assert engine.engine.runner.info.embed_size == 32
-    finally:
-        engine.engine.shutdown()
 
 
 def test_models_that_ask_for_tokens_take_none(tmp_path: Path) -> None:
-    engine = Lab(tiny.save("gemma3n", tmp_path), {}, {}).start()
-    try:
+    with Lab(tiny.save("gemma3n", tmp_path), {}, {}).start() as engine:
         assert engine.engine.runner.info.embed_size == 0
-    finally:
-        engine.engine.shutdown()
 
 
 @pytest.mark.parametrize("batched", [1, 64, *more([7])])
@@ -131,7 +111,7 @@ def test_any_chunks_beside_any_others(lab: Lab, batched: int) -> None:
         for name in lab.prompts:
             lab.add(engine, name)
         engine.add("tokens", tokens, NEW_TOKENS, None)
-        answers = run_all(engine, len(lab.prompts) + 1)
+        answers = engine.run_all()
         (of_tokens,) = tiny.reference(lab.path, [tokens], NEW_TOKENS)
         assert answers == {**lab.answers, "tokens": of_tokens.tokens}
     finally:
@@ -144,13 +124,10 @@ def test_any_chunks_beside_any_others(lab: Lab, batched: int) -> None:
     ids=["planned ahead", "with drafts"],
 )
 def test_with_what_else_a_step_can_have(lab: Lab, scheduling: dict[str, Any]) -> None:
-    engine = lab.start(batched=19, **scheduling)
-    try:
+    with lab.start(batched=19, **scheduling) as engine:
         for name in lab.prompts:
             lab.add(engine, name)
-        assert run_all(engine, len(lab.prompts)) == lab.answers
-    finally:
-        engine.engine.shutdown()
+        assert engine.run_all() == lab.answers
 
 
 def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
@@ -161,7 +138,7 @@ def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
         for name, request_id in [("61", "61"), ("23", "23"), ("61", "again"), ("other end", "other end")]:
             before = engine.engine.scheduler.stats().prompt_tokens_cached
             lab.add(engine, name, request_id)
-            assert run_all(engine, 1) == {request_id: lab.answers[name]}
+            assert engine.run_all() == {request_id: lab.answers[name]}
             found.append(engine.engine.scheduler.stats().prompt_tokens_cached - before)
         assert found[:2] == [0, 0]
         if engine.engine.runner.info.state_blocks == 0:
@@ -175,24 +152,18 @@ def test_preempted_requests_go_on_as_if_nothing_had_been(lab: Lab) -> None:
     of_states = plain.engine.runner.info.state_blocks
     plain.engine.shutdown()
     # Three begin, and there is no room for all of their answers.
-    engine = lab.start(num_blocks=20 + 3 * of_states, reserve=Reserve.NONE)
-    try:
+    with lab.start(num_blocks=20 + 3 * of_states, reserve=Reserve.NONE) as engine:
         for place in range(5):
             lab.add(engine, "23", str(place))
-        assert run_all(engine, 5) == {str(place): lab.answers["23"] for place in range(5)}
+        assert engine.run_all() == {str(place): lab.answers["23"] for place in range(5)}
         assert engine.engine.scheduler.stats().preemptions > 0
-    finally:
-        engine.engine.shutdown()
 
 
 def test_a_request_goes_on_elsewhere_with_its_tokens_so_far(lab: Lab) -> None:
-    engine = lab.start(batched=10, caching=True)
-    try:
+    with lab.start(batched=10, caching=True) as engine:
         answer = lab.answers["23"]
         lab.add(engine, "23", output=answer[:3])
-        assert run_all(engine, 1) == {"23": answer[3:]}
-    finally:
-        engine.engine.shutdown()
+        assert engine.run_all() == {"23": answer[3:]}
 
 
 def test_penalties_know_that_placeholders_were_not_said(tmp_path: Path) -> None:
@@ -212,7 +183,7 @@ def test_penalties_know_that_placeholders_were_not_said(tmp_path: Path) -> None:
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, repetition_penalty=1.8)
     try:
         lab.add(engine, "one", sampling=sampling)
-        assert run_all(engine, 1) == {"one": answer}
+        assert engine.run_all() == {"one": answer}
     finally:
         engine.engine.shutdown()
 
@@ -221,21 +192,19 @@ def test_rows_of_fewer_bits_are_what_they_say(lab: Lab) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         rows = lab.prompts["23"].to(dtype)
         some = Lab(lab.path, {"rows": rows}, dict(zip(["rows"], expected(lab.path, [rows]), strict=True)))
-        engine = some.start()
-        try:
+        with some.start() as engine:
             some.add(engine, "rows")
-            assert run_all(engine, 1) == some.answers
-        finally:
-            engine.engine.shutdown()
+            assert engine.run_all() == some.answers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("caching", [False, True])
 def test_the_other_side_of_a_handover(lab: Lab, caching: bool) -> None:
     transfer = TransferConfig(connector="nixl")
-    prefill = lab.start(transfer, "p", batched=20, caching=caching)
-    decode = lab.start(transfer, "d", caching=caching)
-    try:
+    with (
+        lab.start(transfer, "p", batched=20, caching=caching) as prefill,
+        lab.start(transfer, "d", caching=caching) as decode,
+    ):
         for turn in range(2):
             for name in ("23", "61", "other end"):
                 embeds = embeds_of(lab.prompts[name])
@@ -243,6 +212,3 @@ def test_the_other_side_of_a_handover(lab: Lab, caching: bool) -> None:
                 found = hand_over(prefill, decode, f"{name}/{turn}", prompt, NEW_TOKENS, embeds=embeds)
                 assert found == lab.answers[name]
         assert decode.engine.scheduler.stats().prompt_tokens_computed == 0
-    finally:
-        prefill.engine.shutdown()
-        decode.engine.shutdown()

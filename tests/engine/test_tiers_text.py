@@ -129,13 +129,13 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 # A model, on the native path or the general one, and how many conversations and blocks there are.
 TALKS = [
-    (("llama", True), 200, BLOCKS),
-    (("llama", False), 60, BLOCKS),
-    (("gemma3", False), 40, 100),  # layers of four groups
-    (("mistral-window", False), 40, 24),  # none keeps more than a window
-    (("llama4", False), 40, 100),  # chunks
-    (("qwen3.5", False), 20, BLOCKS),  # recurrent states beside attention
-    (("recurrent-gemma", False), 20, 24),  # and beside windows
+    (("llama", True), 80, BLOCKS),
+    (("llama", False), 40, BLOCKS),
+    (("gemma3", False), 24, 100),  # layers of four groups
+    (("mistral-window", False), 24, 24),  # none keeps more than a window
+    (("llama4", False), 24, 100),  # chunks
+    (("qwen3.5", False), 12, BLOCKS),  # recurrent states beside attention
+    (("recurrent-gemma", False), 12, 24),  # and beside windows
 ]
 POLICIES = list(EvictionPolicy)
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -173,6 +174,12 @@ class OneEngine:
             engine.tier = PeerAddress(name, epoch, worker_half.tier_endpoint)
         return engine
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.engine.shutdown()
         self.ranks.close()
@@ -222,6 +229,18 @@ class OneEngine:
         if not result.progressed and not self.engine.scheduler.has_work():
             self.woken.wait(0.01)  # let the other engine step
         return False
+
+    def run_all(self) -> dict[str, list[int]]:
+        """Every request's answer. The scheduler's invariants are checked after each step."""
+        answers: dict[str, list[int]] = {}
+        until = time.monotonic() + PATIENCE_S
+        while self.engine.scheduler.has_unfinished_requests():
+            for update in self.engine.step().updates:
+                assert update.error is None, update.error
+                answers.setdefault(update.request_id, []).extend(update.token_ids)
+            self.engine.scheduler.check_integrity()
+            assert time.monotonic() < until
+        return answers
 
     def stats(self) -> TransferStats:
         assert self.engine.worker is not None

@@ -61,8 +61,7 @@ def identities(engine: OneEngine) -> dict[str, str | None]:
 @pytest.mark.parametrize("direction", ["push", "pull"])
 def test_the_answer_is_the_merged_models(lab: Lab, direction: str) -> None:
     config = TransferConfig(connector="nixl", direction=direction)
-    producer, consumer = lab.start("p", config), lab.start("c", config)
-    try:
+    with lab.start("p", config) as producer, lab.start("c", config) as consumer:
         known = identities(producer)
         assert known == identities(consumer)
         for index, prompt in enumerate(PROMPTS):
@@ -72,34 +71,24 @@ def test_the_answer_is_the_merged_models(lab: Lab, direction: str) -> None:
                 )
                 assert found == lab.answers[name][index], name
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_kv_of_an_adapter_with_other_weights_is_refused_though_it_has_the_name(lab: Lab) -> None:
     config = TransferConfig(connector="nixl")
-    producer, consumer = lab.start("p", config, one=lab.folders["two"]), lab.start("c", config)
-    try:
+    with lab.start("p", config, one=lab.folders["two"]) as producer, lab.start("c", config) as consumer:
         loras = identities(producer)["one"], identities(consumer)["one"]
         assert loras[0] != loras[1]
         found = hand_over(producer, consumer, "r", PROMPTS[1], NEW_TOKENS, loras=loras)
         assert found == lab.answers["one"][1]
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == len(PROMPTS[1])
         assert consumer.stats().bytes_received == 0
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_a_prefix_is_found_by_requests_with_the_same_adapter_alone(lab: Lab) -> None:
-    engine = lab.start("alone", None)
-    try:
+    with lab.start("alone", None) as engine:
         for name, identity in identities(engine).items():
             before = engine.engine.scheduler.stats().prompt_tokens_cached
             assert engine.answer(f"{name}-1", PROMPTS[1], NEW_TOKENS, identity) == lab.answers[name][1]
             assert engine.engine.scheduler.stats().prompt_tokens_cached == before
             assert engine.answer(f"{name}-2", PROMPTS[1], NEW_TOKENS, identity) == lab.answers[name][1]
             assert engine.engine.scheduler.stats().prompt_tokens_cached == before + 32
-    finally:
-        engine.engine.shutdown()

@@ -100,9 +100,10 @@ def test_the_answer_is_that_of_one_engine(
     """Every block that travels carries a checksum. No token of a prompt is computed twice."""
     path, expected = answers(model)
     transfer = TransferConfig(connector=connector, direction=direction, checksums=ChecksumPolicy.ALL)  # type: ignore[arg-type]
-    producer = start(path, f"p-{model}-{connector}-{direction}", transfer, ahead=ahead)
-    consumer = start(path, f"c-{model}-{connector}-{direction}", transfer, ahead=ahead)
-    try:
+    with (
+        start(path, f"p-{model}-{connector}-{direction}", transfer, ahead=ahead) as producer,
+        start(path, f"c-{model}-{connector}-{direction}", transfer, ahead=ahead) as consumer,
+    ):
         # States of others lie in the blocks that the prompts get.
         for engine in (producer, consumer):
             engine.answer("before", [9, 8, 7, 6, 5], 3)
@@ -117,9 +118,6 @@ def test_the_answer_is_that_of_one_engine(
             engine.engine.scheduler.check_integrity()
             stats = engine.engine.scheduler.stats()
             assert stats.free_blocks == stats.total_blocks
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -159,9 +157,10 @@ def test_a_state_that_has_moved_on_is_not_handed_over(direction: str, answers: A
     """The producer goes on after the prompt, which no prefill node does. Its state is then that of a later token."""
     path, expected = answers("lfm2")
     transfer = TransferConfig(direction=direction)  # type: ignore[arg-type]
-    producer = start(path, f"p-stale-{direction}", transfer, ahead=False)
-    consumer = start(path, f"c-stale-{direction}", transfer, ahead=False)
-    try:
+    with (
+        start(path, f"p-stale-{direction}", transfer, ahead=False) as producer,
+        start(path, f"c-stale-{direction}", transfer, ahead=False) as consumer,
+    ):
         found = hand_over(producer, consumer, "r", prompts()[-1], NEW_TOKENS, produced=4)
         assert found == expected[-1]
         assert "received" not in consumer.stats().outcomes
@@ -169,35 +168,28 @@ def test_a_state_that_has_moved_on_is_not_handed_over(direction: str, answers: A
         for engine in (producer, consumer):
             stats = engine.engine.scheduler.stats()
             assert stats.free_blocks == stats.total_blocks
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_latents_are_handed_over_between_blocks_of_two_sizes(answers: Answers) -> None:
     path, expected = answers("deepseek-v3")
     transfer = TransferConfig(checksums=ChecksumPolicy.ALL)
-    producer = start(path, "p-latents", transfer, ahead=False)
-    consumer = start(path, "c-latents", transfer, ahead=False, block_size=8)
-    try:
+    with (
+        start(path, "p-latents", transfer, ahead=False) as producer,
+        start(path, "c-latents", transfer, ahead=False, block_size=8) as consumer,
+    ):
         assert hand_over(producer, consumer, "r", prompts()[-1], NEW_TOKENS) == expected[-1]
         assert consumer.stats().outcomes == {"received": 1}
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()
 
 
 def test_between_blocks_of_two_sizes_nothing_is_handed_over(answers: Answers) -> None:
     """A state's bytes lie in the order of its own blocks. The decode node reads the prompt itself."""
     path, expected = answers("lfm2")
     transfer = TransferConfig(timeout_s=2.0, handshake_timeout_s=2.0)
-    producer = start(path, "p-sizes", transfer, ahead=False)
-    consumer = start(path, "c-sizes", transfer, ahead=False, block_size=8)
-    try:
+    with (
+        start(path, "p-sizes", transfer, ahead=False) as producer,
+        start(path, "c-sizes", transfer, ahead=False, block_size=8) as consumer,
+    ):
         assert hand_over(producer, consumer, "r", prompts()[-1], NEW_TOKENS) == expected[-1]
         assert "received" not in consumer.stats().outcomes
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == LENGTHS[-1]
-    finally:
-        producer.engine.shutdown()
-        consumer.engine.shutdown()

@@ -37,7 +37,7 @@ from tandem.wire.handoff import (
 )
 
 TOKENS = list(range(40, 61))
-EXAMPLES = 100 * int(os.environ.get("TANDEM_EXAMPLES", "1"))
+EXAMPLES = 50 * int(os.environ.get("TANDEM_EXAMPLES", "1"))
 numbers = st.one_of(st.integers(-3, 60), st.integers(-(2**63), 2**63 - 1))
 transfers = st.sampled_from(["t1", "t2", "", "t-unknown"])
 tables = st.lists(st.lists(numbers, max_size=7), max_size=3)

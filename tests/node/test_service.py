@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -16,12 +17,12 @@ from tandem.base.errors import InvalidLogits, NodeLost, WireError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
+from tandem.engine.model.adapters import Adapter
+from tandem.engine.model.embeds import rows_of
 from tandem.engine.model.lora import slots as slots_of_adapters
-from tandem.engine.model.lora.folder import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
-from tandem.engine.model.vision.rows import rows_of
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
@@ -150,6 +151,12 @@ class Node:
         )
         self.service.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.service.stop()
+
     def submit(self, request_id: str = "r", prompt: int = 5, timeout_s: float = 60.0, **fields) -> None:
         sampling = fields.pop("sampling", SamplingParams(max_tokens=4, temperature=0))
         self.service.receive(
@@ -266,8 +273,7 @@ def test_a_ping_is_answered_with_a_status(node: Node) -> None:
 
 
 def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
-    node = Node(DecodeRules(Role.DECODE), silence_s=1.0)
-    try:
+    with Node(DecodeRules(Role.DECODE), silence_s=1.0) as node:
         gate = threading.Event()
         node.service.receive(Ping(reply_to="tcp://watcher:1"))
         node.submit(sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), prompt=5)
@@ -279,8 +285,6 @@ def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
                 gate.set()
         assert status.free_blocks == status.total_blocks
         assert node.outgoing.forgotten == [ROUTER], "a connection to it is left"
-    finally:
-        node.service.stop()
 
 
 def test_a_background_answer_outlives_its_router_and_another_one_reads_it(node: Node) -> None:
@@ -513,15 +517,12 @@ def with_vectors(node: Node, vectors: VectorModel = VECTORS) -> Node:
 
 @pytest.mark.parametrize("rules", [PrefillRules(), DecodeRules(Role.AGGREGATED)])
 def test_a_vector_comes_alone_and_frees_its_blocks(rules) -> None:
-    node = with_vectors(Node(rules))
-    try:
+    with with_vectors(Node(rules)) as node:
         node.submit("text", prompt=70)
         node.submit("r", prompt=150, pooling=Pooling(PoolingKind.MEAN, dimensions=8))
         [chunk] = node.outgoing.until_finished("r")
         assert (chunk.finish, chunk.token_ids, chunk.vector) == (FinishReason.STOP, [], VECTOR)
         assert node.service.drain(PATIENCE_S)
-    finally:
-        node.service.stop()
 
 
 @pytest.mark.parametrize(
@@ -561,29 +562,23 @@ def test_a_vectors_deadline_and_its_cancel(node: Node) -> None:
 
 def test_a_pin_ends_while_the_node_sleeps() -> None:
     """The loop wakes for the pin's end even if no request comes."""
-    made = Node(
+    with Node(
         DecodeRules(Role.DECODE),
         scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=0.05),
-    )
-    try:
+    ) as made:
         made.submit(prompt=200, job_id="j")
         made.service.receive(Ping(reply_to=ROUTER))
         made.outgoing.until_finished("r")
         status = made.outgoing.status_where(lambda s: s.totals.pins_ended == {"time": 1})
         assert (status.pinned_requests, status.free_blocks) == (0, status.total_blocks)
-    finally:
-        made.service.stop()
 
 
 def test_hidden_states_are_refused_where_no_folder_is_for_them() -> None:
-    made = Node(DecodeRules(Role.DECODE))
-    try:
+    with Node(DecodeRules(Role.DECODE)) as made:
         made.submit(sampling=SamplingParams(max_tokens=4, hidden_states="x"))
         [chunk] = made.outgoing.until_finished("r")
         assert chunk.error is not None
         assert "model.hidden_states_folder" in chunk.error.message
-    finally:
-        made.service.stop()
 
 
 def test_while_hidden_states_wait_for_their_folder_further_ones_are_refused() -> None:
@@ -631,8 +626,7 @@ def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> AdapterSlot
     ids=["other weights", "unknown", "name"],
 )
 def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: str) -> None:
-    node = Node(DecodeRules(Role.DECODE), adapters=few_adapters())
-    try:
+    with Node(DecodeRules(Role.DECODE), adapters=few_adapters()) as node:
         node.submit(lora=lora)
         (chunk,) = node.outgoing.until_finished("r")
         assert chunk.error is not None
@@ -641,14 +635,11 @@ def test_a_request_for_an_adapter_that_is_not_here_is_refused_by_its_name(lora: 
         node.submit("s", lora=identity_of("sql", "d" * 64))
         assert node.outgoing.until_finished("s")[-1].finish is FinishReason.LENGTH
         assert node.service.status().adapters == {"sql": "d" * 64}
-    finally:
-        node.service.stop()
 
 
 def test_an_adapter_that_is_replaced_stays_for_requests_that_were_planned_with_it() -> None:
     slots = few_adapters()
-    node = Node(DecodeRules(Role.DECODE), adapters=slots)
-    try:
+    with Node(DecodeRules(Role.DECODE), adapters=slots) as node:
         old, law = identity_of("sql", "d" * 64), Adapter("law", "1" * 64, {})
         node.submit(lora=old, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
         node.outgoing.batches.get(timeout=PATIENCE_S)
@@ -663,8 +654,6 @@ def test_an_adapter_that_is_replaced_stays_for_requests_that_were_planned_with_i
         # It waited in its router's line, or began at a node that died.
         node.submit("t", lora=old, output_token_ids=[105])
         assert node.outgoing.until_finished("t")[-1].finish is FinishReason.LENGTH
-    finally:
-        node.service.stop()
 
 
 def test_a_node_without_requests_gives_replaced_adapters_back_when_memory_runs_short(
@@ -673,19 +662,15 @@ def test_a_node_without_requests_gives_replaced_adapters_back_when_memory_runs_s
     monkeypatch.setattr(slots_of_adapters, "LOOK_AT_MEMORY_S", 0.005)
     looks = itertools.count()
     slots = few_adapters(lambda: PLENTY if next(looks) < 20 else -1)
-    node = Node(DecodeRules(Role.DECODE), adapters=slots)
-    try:
+    with Node(DecodeRules(Role.DECODE), adapters=slots) as node:
         assert node.service.set_adapters([Adapter("sql", "e" * 64, {})], frozenset(), PATIENCE_S)
         until(lambda: not slots.has(identity_of("sql", "d" * 64)))
         assert slots.replaced == {}
-    finally:
-        node.service.stop()
 
 
 def test_an_adapter_that_is_unloaded_stays_for_the_requests_that_use_it_alone() -> None:
     slots = few_adapters()
-    node = Node(DecodeRules(Role.DECODE), adapters=slots)
-    try:
+    with Node(DecodeRules(Role.DECODE), adapters=slots) as node:
         old, new = identity_of("sql", "d" * 64), identity_of("sql", "e" * 64)
         node.submit(lora=old, sampling=SamplingParams(max_tokens=90_000, ignore_eos=True))
         node.outgoing.batches.get(timeout=PATIENCE_S)
@@ -699,8 +684,6 @@ def test_an_adapter_that_is_unloaded_stays_for_the_requests_that_use_it_alone() 
         until(lambda: not slots.has(old))
         node.submit("t", lora=old)
         assert node.outgoing.until_finished("t")[-1].error.code == "adapter_missing"
-    finally:
-        node.service.stop()
 
 
 def test_a_node_without_adapters_refuses_them(node: Node) -> None:

@@ -17,6 +17,7 @@ import uvloop
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import Heartbeat, LocalPrefill, RouterConfig, UnknownFields
 from tandem.router.server import RouterServer
+from tandem.router.wings import RouterWing
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
 from tests.router.event_reader import EventReader
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import openai
 
 T = TypeVar("T")
+W = TypeVar("W", bound=RouterWing)
 
 
 # The tokenizer below has three special tokens, and then the bytes in the order of their characters.
@@ -73,6 +75,10 @@ class RunningRouter:
             return what()
 
         return self.call(do())
+
+    def wing(self, kind: type[W]) -> W:
+        """The router's wing of this kind, with its state."""
+        return next(wing for wing in self.server.wings if isinstance(wing, kind))
 
     def add(self, node_id: str, role: Role, **options: Any) -> FakeNode:
         node = FakeNode(node_id, role, self.board, model=self.config.model_name, **options)

@@ -22,7 +22,7 @@ from tandem.api.openai.answer_types import (
     TokenizeResponse,
 )
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tests.router.conftest import RunningRouter, StartRouter
 
 

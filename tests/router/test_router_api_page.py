@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tandem.base.errors import Cancelled, ConfigurationError, TandemError
+from tandem.base.wings import find_wings
 from tandem.router.config import Heartbeat, PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
-from tandem.router.figures import AllFigures
 from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
 from tandem.router.http.request_fields import FIELDS
 from tandem.router.metrics import RouterMetrics
@@ -63,7 +63,8 @@ def published() -> set[str]:
     )
     for collector in (NodeCollector, EngineCollector):
         registry.register(collector(pool))
-    registry.register(AllFigures([], {}))
+    for module in find_wings(["tandem.router.processes.figures"]):
+        registry.register(module.AllFigures([], {}))
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 
 

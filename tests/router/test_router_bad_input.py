@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tandem.router.config import UnknownFields
-from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID, Bad, all_bad
+from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID, all_bad
 from tests.router.conftest import RunningRouter, bombarded
 
 BAD = list(all_bad())
@@ -40,20 +40,22 @@ def test_what_the_table_changes_is_valid_without_the_change(router: RunningRoute
     assert router.client.post(path, json=VALID[path]).status_code == 200
 
 
-@pytest.mark.parametrize("bad", BAD, ids=[bad.name for bad in BAD])
-def test_is_refused_by_name(router: RunningRouter, bad: Bad) -> None:
-    answer = router.client.post(
-        bad.path, content=json.dumps(bad.body), headers={"content-type": "application/json"}
-    )
-    assert answer.status_code == bad.status, answer.text
-    error = error_of(answer)
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] is not None
-    assert error["param"].startswith(bad.param), error
-    assert bad.param in error["message"] or bad.status == 404
-    if bad.code is not None:
-        assert error["code"] == bad.code
-    assert router.server.services.dispatcher.running == 0
+@pytest.mark.parametrize("path", sorted({bad.path for bad in BAD}))
+def test_is_refused_by_name(router: RunningRouter, path: str) -> None:
+    for bad in BAD:
+        if bad.path != path:
+            continue
+        answer = router.client.post(
+            bad.path, content=json.dumps(bad.body), headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == bad.status, (bad.name, answer.text)
+        error = error_of(answer)
+        assert error["type"] == "invalid_request_error", bad.name
+        assert error["param"] is not None, bad.name
+        assert error["param"].startswith(bad.param), (bad.name, error)
+        assert bad.param in error["message"] or bad.status == 404, (bad.name, error)
+        assert bad.code in (None, error["code"]), bad.name
+        assert router.server.services.dispatcher.running == 0, bad.name
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.base.wings import is_there
 from tandem.cluster.admin import act
 from tandem.cluster.cli import main
 from tandem.cluster.config import TandemConfig
@@ -18,7 +19,6 @@ from tandem.router.config import ApiKey
 from tandem.wire.nodes import Role
 from tests.cluster.test_admin import FakeCluster
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.simulator.worlds import node_costs
 
 
 class RealActions:
@@ -69,7 +69,9 @@ COMMANDS: list[tuple[Sequence[str], Any, Any]] = [
     (("scale", "decode=2"), {"changes": ["decode: from 1 to 2"]}, ("scale", {Role.DECODE: 2})),
     (("role", "decode-0", "prefill"), {"node": "decode-0", "role": "prefill"}, ("role", "decode-0", Role.PREFILL)),
     (("evacuate", "10.0.0.2", "--timeout", "9"), {"finished": {"decode-0": True}}, ("evacuate", "10.0.0.2", 9.0)),
-    (("adapters", "--unload", "sql"), {"adapters": {}}, ("adapters", {}, ["sql"])),
+    *(
+        [(("adapters", "--unload", "sql"), {"adapters": {}}, ("adapters", {}, ["sql"]))] if is_there("tandem.cluster.adapters") else []
+    ),
 ]  # fmt: skip
 
 
@@ -105,6 +107,7 @@ def test_log_lines_are_chosen_by_number_age_and_level(typed: Typed, control: Rea
 
 
 def test_a_traced_request_is_shown_as_it_is_kept(router: RunningRouter, typed: Typed, tmp_path: Path) -> None:
+    pytest.importorskip("tandem.cluster.trace")
     headers = {"x-request-id": "mine", "x-tandem-trace": "1", "authorization": "Bearer ops-key"}
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 3}
     assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
@@ -117,6 +120,9 @@ def test_a_traced_request_is_shown_as_it_is_kept(router: RunningRouter, typed: T
 
 
 def test_why_compares_with_costs_of_each_role(router: RunningRouter, typed: Typed, tmp_path: Path) -> None:
+    pytest.importorskip("tandem.simulator")
+    from tests.simulator.worlds import node_costs
+
     (tmp_path / "node.json").write_bytes(msgspec.json.encode(node_costs()))
     headers = {"x-request-id": "mine", "authorization": "Bearer ops-key"}
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 3}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem.api.openai.answer_types import ChatCompletion, Completion, ErrorBody
 from tandem.api.openai.chat_request import ChatRequest
-from tandem.api.openai.prompts import CompletionRequest
+from tandem.api.openai.completion_request import CompletionRequest
 from tests.router.bad_inputs import CHAT, COMPLETIONS, VALID
 from tests.router.conftest import RunningRouter, bombarded
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.router.config import Limits
-from tests.api.test_prompt_embeds import by_safetensors, by_torch, rows, tensor_of
+from tests.api.prompt_embeds.test_prompt_embeds import by_safetensors, by_torch, rows, tensor_of
 from tests.router.conftest import RunningRouter, StartRouter
 
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.cluster.cli import main
 from tandem.router.tracing.record import NodePart, TraceRecord
 from tandem.simulator.costs import CostModel, Width, line_through, read_costs
 from tandem.simulator.profile import BESIDE, Profiler
@@ -271,3 +272,15 @@ def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:
     assert line_through([*points, (4, 90.0), (4, 91.0), (4, 5.0)]) == pytest.approx((3.0, 0.5), rel=0.2)
     assert line_through([]) == (0.0, 0.0)
     assert line_through([(5, 2.0)]) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--quick", "-o", "json"], "does not answer"), (["--repeats", "0"], "--repeats must be at least 1")],
+)
+def test_what_cannot_be_measured_is_said_at_once(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "costs.json")
+    assert main(["profile", "--url", "http://127.0.0.1:9", "--out", out, *words]) == 1
+    assert said in capsys.readouterr().err

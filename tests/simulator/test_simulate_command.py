@@ -176,3 +176,15 @@ def test_a_trace_is_played_faster_longer_and_by_more(costs: Path, capsys: pytest
     assert report["prompt_tokens"] == 6 * 300
     assert report["output_tokens"] == 6 * 2
     assert 4 < report["seconds"] < 4 + 35
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_help_names_no_flag_that_means_nothing_there(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    assert "--host" not in said
+    assert "--port" not in said
+    assert said.index("--model") < said.index("--kv-memory") < said.index("--set KEY=VALUE [KEY=VALUE ...]\n")

@@ -2,7 +2,7 @@
 everything heals. `python -m tests.world.search --worlds control --seeds 7 --history` shows one. What must hold:
 
 - what is done was recorded before, what is recorded can be read, and a record never goes back;
-- no controller acts after a later one has begun;
+- no controller records anything after a later one has taken over, and none acts: what it had under way when it was stopped may end;
 - a rollout ends in one of its two states, and one that is taken back has a reason that is true;
 - an order that is refused changes nothing, and one that is confirmed is kept;
 - after the faults every pool has its size, every process has an owner, and routers know exactly the nodes that serve.
@@ -57,6 +57,7 @@ from tests.world.control_ray import (
 from tests.world.schedule import Outcome
 
 FAULTS_S = 60.0
+UNDER_WAY_S = 6.0  # an older controller looks at the record at least every 5 s
 QUIET_S = 240.0  # after the faults, everything is as it was ordered within this time
 PROBE_S = 15.0
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -168,11 +169,7 @@ class _Platform:
 
     async def end(self) -> None:
         await self._process.step()
-        for actor in self._schedule.ray.living():
-            actor.end("its deployment has ended")
-        self._schedule.has_ended = True
-        self._process.is_last = True
-        self._process.kill()
+        self._schedule.clear_away(self._process)
 
 
 class _Order:
@@ -193,7 +190,9 @@ class Schedule:
         self.ray.on_new = self._on_new
         self.has_ended = False
         self.newest = 0
-        self.process: ControllerProcess | None = None
+        self.in_charge, self.in_charge_since = 0, 0.0  # the controller that recorded something last
+        self.process: ControllerProcess | None = None  # the latest
+        self.processes: list[ControllerProcess] = []
         self.host: ControllerHost | None = None
         self.blamed: dict[str, str] = {}  # processes that something was done to, by name
         self.orders: dict[_Order, None] = {}  # under way
@@ -281,6 +280,7 @@ class Schedule:
             return
         self.newest += 1
         process = self.process = ControllerProcess(self.ray, self.newest)
+        self.processes.append(process)
         self.note(f"{process} begins")
         if self.with_faults and not self.is_healed and self.rng.random() < 0.3:
             process.fatal = self.rng.randint(1, 150)
@@ -320,6 +320,8 @@ class Schedule:
             # Clients ask for what no node can do.
             actor.client_errors = rng.randint(3, 9)
             actor.finished = {"stop": rng.randint(0, 20), "error": actor.client_errors}
+        if actor.machine in self.ray.cut:
+            self.blamed[actor.name] = f"{actor.machine} is out of reach"
         if self.with_faults and not self.is_healed and rng.random() < 0.08:
             self._blame(actor, "does not start")
             if rng.random() < 0.5:
@@ -339,8 +341,10 @@ class Schedule:
             self.kept = state.decode(data)
 
     def _on_save(self, process: ControllerProcess, data: bytes) -> None:
-        if process.number < self.newest:
-            self.broken(f"{process} writes although controller {self.newest} has begun")
+        if process.number < self.in_charge:
+            self.broken(f"{process} records something although controller {self.in_charge} has")
+        if process.number > self.in_charge:
+            self.in_charge, self.in_charge_since = process.number, self.loop.time()
         new, old = state.decode(data), self.kept
         self.kept = new
         for decision in new.decisions:
@@ -358,7 +362,7 @@ class Schedule:
             now = new.find(record.node_id)
             if now is None and not record.leaving and record.info is not None:
                 placement, runs = record.placement, self.ray.actors.get(record.node_id)
-                serves = runs is not None and runs.is_alive and runs.silent_s == 0
+                serves = runs is not None and runs.is_alive and runs.has_started and runs.silent_s == 0
                 if serves and placement is not None and machines.issuperset(placement.hosts):
                     self.broken(f"{record.node_id} served, did not leave, and is forgotten")
             if now is not None and record.leaving and not now.leaving:
@@ -391,8 +395,15 @@ class Schedule:
                 self.broken(f"a rollout is taken back for a reason that is not true: {why}")
 
     def _on_act(self, process: ControllerProcess, what: str, actor: Actor) -> None:
-        if process.number < self.newest:
-            self.broken(f"{process} acts ({what} {actor}) although controller {self.newest} has begun")
+        since = max(process.woke_at, self.in_charge_since)
+        if (
+            process.number < self.in_charge
+            and not process.is_stopped
+            and self.loop.time() - since > UNDER_WAY_S
+        ):
+            self.broken(
+                f"{process} acts ({what} {actor}) although controller {self.in_charge} has taken over"
+            )
         if what == "create" and isinstance(actor, NodeActor):
             self._check_room(actor)
         kept = self.kept
@@ -593,6 +604,7 @@ class Schedule:
                 "fatal",
                 "fatal",
                 "stop",
+                "replaced",
                 "die",
                 "die",
                 "hang",
@@ -622,6 +634,11 @@ class Schedule:
             self.note(f"{process} is stopped for {lasts:.1f} s")
             process.stop()
             self.loop.call_later(lasts, self._go_on, process)
+        elif kind == "replaced" and process is not None and running and lasts > 3.0:
+            self.note(f"{process} is stopped for {lasts:.1f} s, and replaced")
+            process.stop()
+            self.loop.call_later(lasts, self._go_on, process)
+            self.loop.call_later(rng.uniform(1.5, 3.0), self._start_controller)
         elif kind == "jump" and process is not None and running:
             self.note(f"the clock of {process} jumps {lasts:.1f} s ahead")
             process.jumped_s += lasts
@@ -745,9 +762,9 @@ class Schedule:
             actor.go_on()
             if isinstance(actor, NodeActor):
                 actor.load = 0.3
-        if self.process is not None:
-            self.process.fatal = None
-            self._go_on(self.process)
+        for process in self.processes:
+            process.fatal = None
+            self._go_on(process)
 
     # ── the course ──
 
@@ -795,9 +812,21 @@ class Schedule:
         self.outcome.steps = self.process.steps if self.process is not None else 0
 
     async def _down(self) -> None:
-        await self._ordered(_Order("down"), lambda host: host.end("tandem down"))
+        """As the command: the controller ends what it knows, then the command ends the controller and what is left."""
+        ended, process = (
+            await self._ordered(_Order("down"), lambda host: host.end("tandem down")),
+            self.process,
+        )
+        if ended and process is not None and self.ray.head_is_there.is_set():
+            self.clear_away(process)
         if not self.has_ended:
             self.loop.call_later(1.0, lambda: self.loop.create_task(self._down()))
+
+    def clear_away(self, process: ControllerProcess) -> None:
+        self.has_ended = process.is_last = True
+        process.kill()
+        for actor in self.ray.living():
+            actor.end("its deployment has ended")
 
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:
         until = self.loop.time() + QUIET_S
@@ -843,7 +872,7 @@ class Schedule:
         for role in ROLES:
             staying, wanted = (
                 kept.staying(role),
-                plan.wanted_size(kept, self._hosts(kept), role, config.pools),
+                plan.wanted_size(kept, self.ray.machines, role, config.pools),
             )
             if len(staying) != wanted:
                 return f"{role.value} has {len(staying)} nodes, and should have {wanted}"
@@ -875,10 +904,6 @@ class Schedule:
             if right != there or actor.state.value != "ready":
                 return f"{actor} is {there}, {actor.state.value}, and should be {right}"
         return ""
-
-    def _hosts(self, kept: ClusterState) -> list[Host]:
-        gone = set(kept.evacuated)
-        return [replace(host, slots={}) if host.name in gone else host for host in self.ray.machines]
 
     def _wrong_routers(self, kept: ClusterState) -> str:
         config = kept.revision.config or self.config

@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 
 from tandem.base.errors import TandemError
-from tandem.cluster.pools import plan, rollout, rollout_watch, state
+from tandem.cluster.pools import plan, state
+from tandem.cluster.pools.autoscaling.wing import ScalingPools
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.departures import Departures
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
+from tandem.cluster.pools.rollouts import steps, watch
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, Membership
 
@@ -33,7 +35,7 @@ def _recorded_after_the_act(right: Any) -> Any:
 async def _record_later(pools: Reconciler, new: ClusterState) -> None:
     await asyncio.sleep(0.05)
     try:
-        await pools._store.save(state.encode(new))
+        await pools._turn.save(state.encode(msgspec.structs.replace(new, writer=pools._turn.name)))
     except TandemError:
         return
 
@@ -51,7 +53,7 @@ def _judged_by_clients_errors(right: Any) -> Any:
         if node.status is not None:
             finished = node.status.totals.requests_finished
             errors = finished.get("error", 0)
-            if errors >= rollout_watch.LEAST_ERRORS:
+            if errors >= watch.LEAST_ERRORS:
                 return f"{errors} of its {sum(finished.values())} requests ended with an error of its own"
         return str(right(node))
 
@@ -92,7 +94,7 @@ def _drained_node_starts_again(right: Any) -> Any:
 
 
 def _scaled_during_a_rollout(right: Any) -> Any:
-    def scaled_pools(self: Controller) -> Any:
+    def scaled_pools(self: ScalingPools) -> Any:
         kept = self._pools.state
         self._pools.state = msgspec.structs.replace(kept, rollout=None)
         try:
@@ -131,8 +133,8 @@ def _old_ones_stay(right: Any) -> Any:
     def next_step(config: Any, pools: Any, state: ClusterState, hosts: Any, facts: Any) -> Any:
         step = right(config, pools, state, hosts, facts)
         new = [node for node in state.nodes if node.revision == state.revision.number]
-        if isinstance(step, rollout.Wait) and any(node.node_id in facts.ready for node in new):
-            return rollout.RolloutEnd()
+        if isinstance(step, steps.Wait) and any(node.node_id in facts.ready for node in new):
+            return steps.RolloutEnd()
         return step
 
     return next_step
@@ -145,7 +147,7 @@ def _only_places_with_old_routers_judged(right: Any) -> Any:
             return found
         routers = {record.name for record in state.routers}
         failed = {name: why for name, why in found.failed.items() if name not in routers}
-        return rollout.RolloutFacts(
+        return steps.RolloutFacts(
             found.ready,
             found.idle,
             found.outdated_routers,
@@ -229,15 +231,15 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
     ),
     "judged-by-clients": (
         "clients' errors take a rollout back",
-        (rollout_watch, "_why_failed", _judged_by_clients_errors),
+        (watch, "_why_failed", _judged_by_clients_errors),
     ),
     "nodes-never-judged": (
         "bad nodes never take a rollout back",
-        (rollout_watch, "_why_failed", _never_judged),
+        (watch, "_why_failed", _never_judged),
     ),
     "routers-never-judged": (
         "bad routers never take it back",
-        (rollout_watch, "_why_failed_router", _never_judged),
+        (watch, "_why_failed_router", _never_judged),
     ),
     "departures-forgotten": (
         "what drained goes on after a restart",
@@ -253,7 +255,7 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
     ),
     "scaled-during-rollout": (
         "pools are resized by load in a rollout",
-        (Controller, "_scaled_pools", _scaled_during_a_rollout),
+        (ScalingPools, "_scaled", _scaled_during_a_rollout),
     ),
     "half-an-apply": (
         "a refused apply resizes pools",
@@ -262,12 +264,12 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
     "two-rollouts": ("a second apply is taken in a rollout", (Controller, "apply", _second_apply_taken)),
     "last-node-goes": (
         "a rollout takes the last node that decodes",
-        (rollout, "most_unavailable", _last_node_may_go),
+        (steps, "most_unavailable", _last_node_may_go),
     ),
-    "half-a-rollout": ("a rollout ends with old nodes", (rollout, "next_step", _old_ones_stay)),
+    "half-a-rollout": ("a rollout ends with old nodes", (steps, "next_step", _old_ones_stay)),
     "only-new-router-unjudged": (
         "the old router ends by itself",
-        (rollout_watch.RolloutWatch, "facts", _only_places_with_old_routers_judged),
+        (watch.RolloutWatch, "facts", _only_places_with_old_routers_judged),
     ),
     "ids-given-again": ("an id is given twice", (ClusterState, "with_new_node", _ids_given_again)),
     "unseen-is-gone": (

@@ -19,7 +19,7 @@ import msgspec
 from tandem.base.errors import ConfigurationError, NodeLost, TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition, RecentLines
 from tandem.base.progress import Report
-from tandem.cluster.launcher import Host, Needs, TakenPlace
+from tandem.cluster.launcher import CheckKept, Host, Needs, TakenPlace
 from tandem.cluster.pools.room import needed_by
 from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig
@@ -32,7 +32,7 @@ from tests.cluster.pools.helpers import endpoint_of, node_info
 T = TypeVar("T")
 
 _OWNER: contextvars.ContextVar[ControllerProcess | None] = contextvars.ContextVar("owner", default=None)
-_ADOPT_S, _NAME_S = 5.0, 10.0  # as `cluster.on_ray.handles` waits
+_ADOPT_S, _NAME_S, _REACH_AGAIN_S = 5.0, 10.0, 0.5  # as `cluster.on_ray.handles` waits
 SILENT_S = 1e6
 
 
@@ -60,6 +60,7 @@ class ControllerProcess:
         self.fatal: int | None = None  # the step at which it is killed
         self.steps = 0
         self.jumped_s = 0.0  # how far its clock is ahead
+        self.woke_at = 0.0  # when it last went on after it was stopped
         self.ended = ray.loop.create_future()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._going = asyncio.Event()
@@ -101,6 +102,7 @@ class ControllerProcess:
         self._going.clear()
 
     def go_on(self) -> None:
+        self.woke_at = self.ray.loop.time()
         self._going.set()
 
     def kill(self) -> None:
@@ -171,6 +173,14 @@ class SimulatedRay:
                 actor.end("its machine is gone")
         self.change_machines()
 
+    def end(self, process: ControllerProcess, actor: Actor) -> None:
+        if actor.is_alive:
+            self.on_act(process, "kill", actor)
+        if self.is_seen(actor.machine):
+            actor.end("killed")
+        else:
+            actor.is_doomed = True
+
     # ── calls ──
 
     async def delay(self) -> None:
@@ -211,8 +221,10 @@ class KeptStateOf:
         self._kept.on_load(self._kept.value)
         return self._kept.value
 
-    async def save(self, state: bytes) -> None:
+    async def save(self, state: bytes, check: CheckKept | None = None) -> None:
         await self._ray.control_store(self._process)
+        if check is not None:
+            check(self._kept.value)
         if self._kept.is_full:
             raise Unavailable("no space left on device")
         self._kept.value = state
@@ -275,7 +287,9 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return _without_role(running.config) == _without_role(config)
 
-        return NodeHandleOf(self._ray, self._process, config.node_id, is_wanted, create, self._stop_s)
+        return NodeHandleOf(
+            self._ray, self._process, config.node_id, host.name, is_wanted, create, self._stop_s
+        )
 
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
@@ -288,9 +302,15 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return bool(running.config == config)
 
-        handle = RouterHandleOf(self._ray, self._process, name, is_wanted, create, self._stop_s)
+        handle = RouterHandleOf(self._ray, self._process, name, machine, is_wanted, create, self._stop_s)
         handle.door = door
         return handle
+
+    async def end(self, name: str) -> None:
+        await self._ray.control_store(self._process)
+        if (running := self._ray.actors.get(name)) is not None:
+            self._ray.end(self._process, running)
+        await self._process.step()
 
 
 def _without_role(config: Any) -> Any:
@@ -507,6 +527,10 @@ class RouterActor(Actor):
 # ── handles ──
 
 
+class _Unreachable(Unavailable):
+    """As `cluster.on_ray.errors.ProcessUnreachable`."""
+
+
 class HandleOf:
     """A process under a name, as one controller handles it: it is found or created in the background."""
 
@@ -515,11 +539,12 @@ class HandleOf:
         ray: SimulatedRay,
         process: ControllerProcess,
         name: str,
+        machine: str,
         is_wanted: Callable[[Actor], bool],
         create: Callable[[], Actor],
         stop_s: float,
     ) -> None:
-        self.ray, self.process, self.name = ray, process, name
+        self.ray, self.process, self.name, self.machine = ray, process, name, machine
         self._is_wanted, self._create, self._stop_s = is_wanted, create, stop_s
         self._serves = False
         self._actor = asyncio.ensure_future(self._find_or_create())
@@ -529,28 +554,35 @@ class HandleOf:
         running = self.ray.actors.get(self.name)
         if running is not None and running.is_alive and not running.is_doomed:
             try:
-                if await asyncio.wait_for(
-                    self.call(running, lambda: _result(self._is_wanted(running))), _ADOPT_S
-                ):
+                if await self._until_reached(running, lambda: _result(self._is_wanted(running)), _ADOPT_S):
                     self.ray.note(f"{self.process} adopts {running}")
                     return running
             except (TandemError, TimeoutError):
                 pass
             await self._kill(running)
+        if not self.ray.is_seen(self.machine):
+            raise Unavailable("no machine of the Ray cluster has room for this process")
+        named = self.ray.actors.get(self.name)
+        if named is not None and named.is_alive and not named.is_doomed:  # of another controller
+            raise Unavailable(f"Ray did not free the name {self.name}")
         actor = self._create()
         self.ray.note(f"{self.process} starts {actor} on {actor.machine}")
         self.ray.on_act(self.process, "create", actor)
         await self.process.step()
         return actor
 
+    async def _until_reached(
+        self, actor: Actor, work: Callable[[], Awaitable[T]], answer_s: float | None = None
+    ) -> T:
+        while True:
+            try:
+                return await asyncio.wait_for(self.call(actor, work), answer_s)
+            except _Unreachable:
+                await asyncio.sleep(_REACH_AGAIN_S)
+
     async def _kill(self, actor: Actor) -> None:
         await self.ray.control_store(self.process)
-        if actor.is_alive:
-            self.ray.on_act(self.process, "kill", actor)
-        if self.ray.is_seen(actor.machine):
-            actor.end("killed")
-        else:
-            actor.is_doomed = True
+        self.ray.end(self.process, actor)
         await self.process.step()
 
     async def call(self, actor: Actor, work: Callable[[], Awaitable[T]]) -> T:
@@ -560,7 +592,7 @@ class HandleOf:
         await actor.answers.wait()
         if actor.machine in self.ray.cut:
             await asyncio.sleep(1.0)
-            raise Unavailable(f"{self.name} cannot be reached")
+            raise _Unreachable(f"{self.name} cannot be reached")
         if not actor.is_alive:
             await self._until_seen(actor)
             raise NodeLost(f"{self.name} has ended: {actor.ended.result()}")
@@ -604,9 +636,13 @@ class HandleOf:
 
     async def start(self, report: Report) -> Any:
         process = self.process
-        started = await self.act(
-            "start", lambda actor: actor.start(_while_alive(process, report), *self._given())
-        )
+        actor = await self.actor()
+
+        async def there() -> Any:
+            self.ray.on_act(process, "start", actor)
+            return await actor.start(_while_alive(process, report), *self._given())
+
+        started = await self._until_reached(actor, there)
         self._serves = True
         return started
 

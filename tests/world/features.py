@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.config import SchedulingPolicy
-from tandem.router.siblings import SentReports
+from tandem.router.processes.sent_reports import SiblingReports
 from tests.world.router import WorldRouter
 
 PIN_S = 1.0  # a prefill node pins for much longer, until it hears of the answer's end
@@ -53,7 +53,7 @@ class Features:
             return
         siblings: Any = _Siblings(self, router)
         self.siblings[router.process.name] = router, siblings
-        router.dispatcher.report_to_siblings(SentReports(siblings, router.pool, router.chooser))
+        router.dispatcher.report_to_siblings(SiblingReports(siblings, router.pool, router.chooser))
 
     def new_job(self) -> str | None:
         if not self.has_jobs or self.rng.random() < 0.2:

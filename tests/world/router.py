@@ -90,7 +90,7 @@ class WorldRouter:
             lambda trace: None,
             lambda reading: None,
             self.dispatcher.on_holding,
-            self.dispatcher.recalls.on_recalled,
+            self.dispatcher.followed.on_recalled,
             self.dispatcher.on_cache_news,
             lambda node, why: self.pool.suspect(node.node_id, node.epoch, why),
         )

@@ -7,3 +7,15 @@ FOUND = {
     1181595329: "a decode node kept its blocks for a prefill node stopped on its machine, and nothing was promised of it",
     2000252: "a preempted request stayed on such a node, though another had room",
 }
+
+FOUND_IN_CONTROL = {
+    770043: "an order reached a controller before that had read the record, and was recorded over it",
+    770063: "a node came back while the store was full, and its new incarnation was never recorded",
+    770172: "nodes on a machine that was not seen were forgotten, and kept their places",
+    770271: "a node that was left out held the place that a rollout has beyond the pool's size",
+    770300: "a rollout waited for nodes on an evacuated machine",
+    770316: "a rollout was over though no new node had served: the old ones had gone with their machine",
+    800073: "what was drained on a machine that was not seen was forgotten, and ran on",
+    800202: "a new router started before the others were known, so it got no socket, and the rollout was taken back",
+    800245: "the new one of two nodes that decode was drained, and the rollout took the other",
+}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.world import control
 from tests.world.mutants import hunt
 from tests.world.schedule import Outcome, run
 from tests.world.search import Sums
-from tests.world.seeds import FOUND
+from tests.world.seeds import FOUND, FOUND_IN_CONTROL
 from tests.world.shrink import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_schedule_keeps_every_promise(seed: int) -> None:
     outcome = run(seed)
     assert not outcome.violations, "\n".join(outcome.history)
+
+
+@pytest.mark.parametrize("seed", [*FOUND_IN_CONTROL, *range(9)])
+def test_every_schedule_of_the_control_plane_keeps_every_promise(seed: int) -> None:
+    outcome = control.run(seed)
+    assert not outcome.violations, "\n".join(outcome.history)
+
+
+def test_a_seed_of_the_control_plane_gives_the_same_history() -> None:
+    first, _, second = (control.run(seed) for seed in (8, 5, 8))
+    assert len(first.history) > 10
+    assert second.history == first.history
 
 
 def test_a_seed_gives_the_same_history() -> None:

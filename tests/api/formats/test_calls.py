@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.api.formats.calls import CallReader
-from tandem.api.formats.pieces import Arguments, CallBegins, Piece, Text
 from tandem.api.formats.registry import CALLS
+from tandem.api.pieces import Arguments, CallBegins, Piece, Text
 from tandem.api.settings import ToolFormat
 from tests.small_model import HERMES, PARIS
 

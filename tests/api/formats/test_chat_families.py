@@ -10,8 +10,8 @@ import pytest
 
 from tandem.api.formats.detection import detected_calls, format_of
 from tandem.api.formats.harmony import HarmonyCalls
-from tandem.api.formats.pieces import Arguments, CallBegins, Reasoning, Text
 from tandem.api.formats.registry import CALLS, MENTIONED, REASONING
+from tandem.api.pieces import Arguments, CallBegins, Reasoning, Text
 from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.base.errors import InvalidRequest

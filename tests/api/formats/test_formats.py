@@ -17,8 +17,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem.api.formats.call_grammar import CallGrammar, OfferedTool
 from tandem.api.formats.calls import CallReader
 from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader
-from tandem.api.formats.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.api.formats.registry import CALLS
+from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.api.settings import ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
 

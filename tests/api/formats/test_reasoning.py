@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.api.formats.answer_format import AnswerFormat
+from tandem.api.formats.answer_format import ModelFormat
 from tandem.api.formats.harmony import MARKS, HarmonyCalls
-from tandem.api.formats.pieces import Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.api.formats.reasoning import ReasoningStart
 from tandem.api.formats.registry import CALLS, REASONING
+from tandem.api.pieces import Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.api.settings import ReasoningName, ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
 from tests.small_model import HERMES, SAID, THOUGHT
 
 
-def pieces_of(written: AnswerFormat, prompt: str, text: str, cuts: Sequence[int] = ()) -> list[Piece]:
+def pieces_of(written: ModelFormat, prompt: str, text: str, cuts: Sequence[int] = ()) -> list[Piece]:
     reader = written.reader(prompt, {})
     assert reader is not None
     edges = [0, *sorted(cuts), len(text)]
@@ -46,7 +46,7 @@ def told(pieces: Sequence[Piece]) -> tuple[str, str, list[str], str]:
 @pytest.mark.parametrize("opened", [False, True])
 def test_reasoning_is_told_apart_however_it_is_cut(name: ReasoningName, opened: bool) -> None:
     marks = REASONING[name]
-    written = AnswerFormat(calls=CALLS[ToolFormat.HERMES], reasoning=marks)
+    written = ModelFormat(calls=CALLS[ToolFormat.HERMES], reasoning=marks)
     prompt = f"...assistant\n{marks.begin}\n" if opened else "...assistant\n"
     text = ("" if opened else marks.begin) + f"\n{THOUGHT}\n{marks.end}\n\n{SAID}\n{HERMES}"
     expected = (THOUGHT, SAID, ["weather"], '{"city": "Paris"}')
@@ -72,7 +72,7 @@ def test_reasoning_is_told_apart_however_it_is_cut(name: ReasoningName, opened: 
     ],
 )
 def test_where_reasoning_begins_and_ends(prompt: str, text: str, expected: tuple[str, str]) -> None:
-    written = AnswerFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
+    written = ModelFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
     for cuts in ([], range(1, len(text))):
         assert told(pieces_of(written, prompt, text, cuts))[:2] == expected
 
@@ -86,7 +86,7 @@ def test_where_reasoning_begins_and_ends(prompt: str, text: str, expected: tuple
     data=st.data(),
 )
 def test_no_cut_changes_what_is_told(parts: list[str], opened: bool, data: st.DataObject) -> None:
-    written = AnswerFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
+    written = ModelFormat(calls=CALLS[ToolFormat.HERMES], reasoning=REASONING[ReasoningName.THINK])
     text, prompt = "".join(parts), "<think>" if opened else ""
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     assert told(pieces_of(written, prompt, text, cuts)) == told(pieces_of(written, prompt, text))
@@ -104,7 +104,7 @@ HARMONY = [
 
 @pytest.mark.parametrize(("text", "expected"), HARMONY)
 def test_channels(text: str, expected: tuple[str, str]) -> None:
-    written = AnswerFormat(harmony=HarmonyCalls())
+    written = ModelFormat(harmony=HarmonyCalls())
     for at in range(len(text) + 1):
         assert told(pieces_of(written, "<|start|>assistant", text, [at]))[:2] == expected
     assert told(pieces_of(written, "", text, range(1, len(text))))[:2] == expected
@@ -113,7 +113,7 @@ def test_channels(text: str, expected: tuple[str, str]) -> None:
 # --- grammars -------------------------------------------------------------------------------------------------
 
 
-def follows(folder: str, special: Sequence[str], written: AnswerFormat, prompt: str, text: str) -> bool:
+def follows(folder: str, special: Sequence[str], written: ModelFormat, prompt: str, text: str) -> bool:
     """An answer of digits alone, after the reasoning."""
     backend = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     backend.add_special_tokens(list(special))
@@ -134,7 +134,7 @@ def test_a_grammar_holds_from_the_reasonings_end(
     name: ReasoningName, special: bool, model_folder: str
 ) -> None:
     marks = REASONING[name]
-    written = AnswerFormat(reasoning=marks)
+    written = ModelFormat(reasoning=marks)
     tokens = written.marks if special else ()
 
     def ok(prompt: str, text: str) -> bool:
@@ -153,7 +153,7 @@ def test_a_grammar_holds_from_the_reasonings_end(
 
 def test_a_grammar_holds_on_the_final_channel(model_folder: str) -> None:
     """With the marks as tokens of their own, which those of gpt-oss always are."""
-    written = AnswerFormat(harmony=HarmonyCalls())
+    written = ModelFormat(harmony=HarmonyCalls())
     thought = "<|channel|>analysis<|message|>Is it 7?<|end|><|start|>assistant"
     final = "<|channel|>final<|message|>42"
     for text, good in ((thought + final, True), (final, True), ("42", False), (thought + "42", False)):

@@ -81,16 +81,12 @@ MISTAKES: dict[str, Case] = {
     **{
         f"no cluster for {command}": (f"{command} --address 127.0.0.1:{{free}}", r"nothing answers at 127\.0\.0\.1:\d+", None)
         for command in (
-            "adapters", "apply", "down --now", "drain decode-0", "logs", "pause", "reset-cache", "resume",
+            "apply", "down --now", "drain decode-0", "logs", "pause", "reset-cache", "resume",
             "role decode-0 prefill", "scale decode=2",
         )
     },
     "no cluster to end, as JSON": ("down -o json --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
     "no model, as JSON": ("serve -o json --model ./nowhere", r"is not there: name a folder", None),
-    "no server to profile": (
-        "profile --url http://127.0.0.1:{free} --quick --out costs.json -o json", r"127\.0\.0\.1:\d+.*does not answer", None,
-    ),
-    "no measurement": ("profile --url http://127.0.0.1:{free} --repeats 0 --out costs.json", r"--repeats must be at least 1", None),
     "no cluster to look at": ("status --address 127.0.0.1:{free}", r"nothing answers at 127\.0\.0\.1:\d+", None),
 }  # fmt: skip
 

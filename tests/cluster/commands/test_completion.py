@@ -31,7 +31,7 @@ def offered(line: str) -> list[str]:
         ("serve --port 9 --deta", ["--detach"]),
         ("serve --port=9 --deta", ["--detach"]),
         ("completion ", ["bash", "fish", "zsh"]),
-        ("bench --workload mul", ["multi-turn"]),
+        ("init --cluster ku", ["kuberay"]),
         ("serve --config ", []),
         ("nonsense --x", []),
     ],
@@ -46,7 +46,7 @@ def test_the_word_under_the_cursor_is_completed(line: str, answers: list[str]) -
         (["serve", "--"], "--prefill"),
         (["config", "--set", "--"], "--config"),
         (["--"], "--version"),
-        (["bench", "-"], "--rate"),
+        (["status", "-"], "--watch"),
     ],
 )
 def test_a_lone_beginning_of_a_flag_is_completed(

@@ -14,7 +14,7 @@ from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.top import run, screen
 from tandem.router.page_state import NodeRow, PageState
 from tandem.router.recent import ADVICE, Moment
-from tests.cluster.trace.test_why import state
+from tests.cluster.page_states import state
 
 
 def busy(output: int, now: float) -> PageState:

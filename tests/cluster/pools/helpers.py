@@ -408,6 +408,10 @@ class FakeLauncher:
         self.routers.append(router)
         return router
 
+    async def end(self, name: str) -> None:
+        for process in self.nodes[name][-1:]:
+            await process.stop()
+
     def _is_routed(self, node: FakeNode) -> bool:
         told = [router.memberships[-1] for router in self.routers if router.memberships]
         return any(node.info.epoch == member.epoch for members in told for member in members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.base.errors import TandemError
+from tandem.cluster.launcher import CheckKept
 
 
 class MemoryStore:
@@ -17,7 +18,9 @@ class MemoryStore:
             raise self.error
         return self.state
 
-    async def save(self, state: bytes) -> None:
+    async def save(self, state: bytes, check: CheckKept | None = None) -> None:
         if self.error is not None:
             raise self.error
+        if check is not None:
+            check(self.state)
         self.state = state

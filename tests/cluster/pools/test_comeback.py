@@ -9,12 +9,14 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import ControllerConfig, TandemConfig
-from tandem.cluster.pools.state import UnknownState
+from tandem.cluster.launcher import CheckKept
+from tandem.cluster.pools.state import UnknownState, decode
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, one_machine, settle
-from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, pools
+from tests.cluster.pools.memory_store import MemoryStore
+from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, needs_rollouts, pools
 
 replace = msgspec.structs.replace
 
@@ -169,8 +171,8 @@ async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the
         await rig.clock.advance(1.0)
         save = rig.store.save
 
-        async def save_without_an_answer(kept: bytes) -> None:
-            await save(kept)
+        async def save_without_an_answer(kept: bytes, check: CheckKept | None = None) -> None:
+            await save(kept, check)
             rig.store.save = save  # type: ignore[method-assign]
             raise Unavailable("Ray's control store did not answer in time")
 
@@ -215,6 +217,53 @@ async def test_an_order_before_the_record_was_read_changes_what_was_recorded(ord
         assert len(running) - len(nodes) == (order == "scale")
         if order == "reset":
             assert told == sorted(node.config.node_id for node in nodes)
+
+
+@in_loop
+async def test_what_could_not_be_recorded_is_recorded_later() -> None:
+    """The next controller tells routers what is recorded: of an incarnation that has ended, and no more of the one that serves."""
+    async with Rig(*PD) as rig:
+        store = MemoryStore()
+        rig.store = store
+        rig.controller = rig.new_controller()
+        await rig.controller.start()
+        await rig.clock.advance(1.0)
+        store.error = Unavailable("no space left on device")
+        rig.launcher.node("decode-0").die()
+        await rig.clock.advance(10.0)
+        now = rig.launcher.node("decode-0").info
+        assert now.epoch in [member.epoch for member in rig.launcher.router.memberships[-1]]
+        store.error = None
+        rig.hosts.join(one_machine(8))  # what is wanted is looked at again
+        await rig.clock.advance(5.0)
+        assert store.state is not None
+        record = decode(store.state).known("decode-0")
+        assert record.info is not None
+        assert record.info.epoch == now.epoch
+
+
+@in_loop
+@pytest.mark.parametrize("served", [False, True])
+async def test_a_node_that_goes_on_a_machine_that_is_not_seen_ends(served: bool) -> None:
+    """It would keep its place there when the machine is seen again, and no controller would know it."""
+    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        rig.launcher.prepare["decode-0"] = lambda process, _: setattr(process, "starts_at_once", served)
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(1.0)
+        await rig.kill_controller()
+        await asyncio.gather(start, return_exceptions=True)
+        (there,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        hosts.leave("2")
+        hosts.forget_waiters()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        if served:
+            assert not there.stopped, "routers hear it"
+            await rig.controller.drain_node("decode-0", 1.0)
+        assert there.stopped
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
 
 
 @in_loop
@@ -340,6 +389,7 @@ async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_route
 # --- a controller of another version
 
 
+@needs_rollouts
 @in_loop
 async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_it() -> None:
     async with Rig(*PD) as rig:
@@ -352,6 +402,7 @@ async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_i
         assert tree["revision"]["config"].keys() == {"timeouts", "router", "debug"}
 
 
+@needs_rollouts
 @in_loop
 async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_nothing() -> None:
     async with Rig(*PD) as rig:

@@ -235,4 +235,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = pytest.mark.slow(Cluster.TestCase)  # hundreds of steps, minutes of the controller's time each
-TestCluster.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestCluster.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import TandemConfig
 from tandem.router.config import RouterConfig, RouterPlacement
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, settle
-from tests.cluster.pools.pools_rig import DRAIN_S, machine, pools
+from tests.cluster.pools.pools_rig import DRAIN_S, machine, needs_rollouts, pools
 
 
 def hosts_of(rig: Rig) -> dict[str, str]:
@@ -127,6 +128,53 @@ async def test_its_router_takes_nothing_new_when_its_nodes_are_done() -> None:
         await rig.clock.advance(1)
         await going
         assert [name for name, was in drained().items() if was] == [f"router-10.0.0.{where}"]
+
+
+@needs_rollouts
+@in_loop
+async def test_a_rollout_does_not_wait_for_nodes_on_a_machine_that_is_about_to_go() -> None:
+    """The pool has a node for each place, and the machine's places count no more."""
+    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=2))
+    async with Rig(pools=pools(1, None), hosts=hosts) as rig:
+        await rig.controller.start()
+        going = asyncio.create_task(rig.controller.evacuate("10.0.0.2", DRAIN_S))
+        await rig.clock.advance(1)
+        await going
+        config = msgspec.structs.replace(
+            rig.config, scheduler=msgspec.structs.replace(rig.config.scheduler, max_num_seqs=77)
+        )
+        hosts.join(machine("3", decode=1))
+        await rig.clock.advance(1)
+        await rig.controller.apply(config, dry_run=False)
+        await rig.clock.advance(160.0)
+        assert (await rig.controller.view()).rollout is None
+        assert [node.config.engine.scheduler.max_num_seqs for node in rig.launcher.running] == [77] * 3
+
+
+@needs_rollouts
+@in_loop
+async def test_a_rollout_whose_old_nodes_went_with_their_machine_is_judged_by_new_ones() -> None:
+    hosts = FakeHosts(machine("1", prefill=1, decode=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare |= dict.fromkeys(
+            ["prefill-1", "decode-1"],
+            lambda process, _: setattr(process, "start_error", Unavailable("never")),
+        )
+        config = msgspec.structs.replace(
+            rig.config, scheduler=msgspec.structs.replace(rig.config.scheduler, max_num_seqs=77)
+        )
+        await rig.controller.apply(config, dry_run=False)
+        going = asyncio.create_task(rig.controller.evacuate("10.0.0.1", DRAIN_S))
+        await rig.clock.advance(100.0)
+        await going
+        view = (await rig.controller.view()).rollout
+        assert view is not None, "nothing has served with the new configuration"
+        assert view.waits == "no new node that decodes has served yet"
+        hosts.join(machine("2", prefill=2, decode=2))
+        await rig.clock.advance(160.0)
+        assert (await rig.controller.view()).rollout is None
+        assert rig.routed == {"prefill-2", "decode-2"}, "it was taken back"
 
 
 @in_loop

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tandem.base.errors import Unavailable
 from tandem.wire.nodes import Role
+from tests.cluster.adapters.test_adapters import with_room
 from tests.cluster.pools.helpers import TIMEOUTS, FakeNode, FakeProcess, FakeRouter, Rig, in_loop
 from tests.cluster.pools.pools_rig import PD, pools
-from tests.cluster.pools.test_adapters import with_room
 
 LIMIT_S = 100.5  # no sum of whole seconds
 PATIENT = msgspec.structs.replace(TIMEOUTS, start_s=LIMIT_S)

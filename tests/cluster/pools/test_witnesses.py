@@ -190,7 +190,7 @@ async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_i
         await rig.clock.advance(LONG_ENOUGH)
         assert rig.routed == before - {node.info.node_id}
         assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
-        node.die()
+        assert node.stopped, "Ray ends it when its machine is seen again"
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])

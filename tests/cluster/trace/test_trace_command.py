@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, InternalError, RequestError, Unavailable
 from tandem.cluster.cli import main
+from tandem.cluster.trace import wings
 from tandem.cluster.trace.account import a_step, first_token_s, handover, rows, way_to_first_token
 from tandem.cluster.trace.command import TraceClient, run
 from tandem.cluster.trace.text import show_trace
@@ -236,3 +237,15 @@ def test_mistakes_are_said_in_words(tmp_path: Path) -> None:
 def test_the_command_names_the_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "x", "--url", "http://127.0.0.1:9"]) == 1
     assert "--url" in capsys.readouterr().err
+
+
+def test_without_the_simulator_why_still_explains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wings, "ROWS", ("tandem.room_taken_away.commands",))
+    with pytest.raises(SystemExit):
+        main(["why", "--help"])
+    said = capsys.readouterr().out
+    assert "usage: tandem why" in said
+    assert "simulate" not in said
+    assert "--host" not in said  # it means nothing where nothing serves

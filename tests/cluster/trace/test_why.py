@@ -16,11 +16,10 @@ from tandem.base.errors import RequestError
 from tandem.cluster.trace.command import TraceClient, explained
 from tandem.cluster.trace.why import BETWEEN, explain, explain_account
 from tandem.cluster.trace.why_text import show_explanation
-from tandem.router.page_state import PageState, RouterState
 from tandem.router.policy.choose import Alternative
-from tandem.router.recent import SlowRequest
 from tandem.router.tracing.record import Arrival, NodePart, TraceRecord
 from tandem.wire.tracing import Span, TracePhase
+from tests.cluster.page_states import state
 from tests.router.test_router_recent import QUICK, TARGETS
 
 P = TracePhase
@@ -135,12 +134,6 @@ def client_of(answers: dict[str, object]) -> TraceClient:
         return httpx.Response(200, content=msgspec.json.encode(found))
 
     return TraceClient("http://router", None, httpx.MockTransport(answer))
-
-
-def state() -> PageState:
-    router = RouterState("m", "1", "least_wait", None, False, 0, 0, 9, 9, 0, 0.0, None)
-    slow = SlowRequest(msgspec.structs.replace(QUICK, request_id="slow"), 2.0, "a node's line")
-    return PageState(1.0, router, 2.0, 0.1, [], [], [], [QUICK], [slow])
 
 
 def test_it_is_found_where_it_is_known() -> None:

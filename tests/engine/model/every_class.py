@@ -13,6 +13,8 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -506,12 +508,12 @@ def written_rows() -> dict[str, str]:
 
 
 def main() -> int:
-    torch.set_num_threads(1)
     arguments = [argument for argument in sys.argv[1:] if argument != "--write"]
     outcomes = []
-    for model_type in arguments or TYPES:
-        outcomes.append(run(model_type))
-        print(f"{model_type:28} {outcomes[-1].verdict:9} {outcomes[-1].way:7} {outcomes[-1].why}", flush=True)
+    with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as processes:
+        for outcome in processes.map(run, arguments or TYPES):
+            outcomes.append(outcome)
+            print(f"{outcome.model_type:28} {outcome.verdict:9} {outcome.way:7} {outcome.why}", flush=True)
     bad = [outcome.model_type for outcome in outcomes if outcome.verdict in ("wrong", "crashed")]
     if bad:
         print(f"wrong answers, or crashes: {', '.join(bad)}")

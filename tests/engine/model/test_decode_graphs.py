@@ -29,6 +29,7 @@ from tandem.engine.model.attention.pages import requests_of
 from tandem.engine.model.decode_graphs import DecodeGraphs, Record
 from tandem.engine.model.decode_inputs import bucket_of, table_width, token_buckets
 from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.torch_runner import TorchRunner
@@ -493,7 +494,7 @@ def test_kernels_that_read_other_pages_are_not_used(how: str, monkeypatch: pytes
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Misread)
-    shape = paths.ForwardShape(max_requests=2, max_model_len=16)
+    shape = ForwardShape(max_requests=2, max_model_len=16)
     made = paths.attention_with(library, cache, plan, ModelParts(layers), shape, cache.dtype)
     assert isinstance(made, GatheredAttention if how else FlashInferAttention)
     assert not cache.any()
@@ -524,6 +525,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
     )
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)
-    shape = paths.ForwardShape(max_requests=2, max_model_len=16)
+    shape = ForwardShape(max_requests=2, max_model_len=16)
     assert isinstance(paths.attention_with(library, cache, plan, ModelParts(layers), shape, dtype), expected)
     assert not cache.any()

@@ -177,7 +177,7 @@ def test_answers_are_right_and_blocks_come_back_whatever_fails(
                 node.told.clear()
                 node.ended.clear()
             world.inject(faults, seed)
-            world.run(seed, truth, 3, aborts=0.01)
+            world.run(seed, truth, 2, aborts=0.01)
             world.settle()
     finally:
         world.close()
@@ -191,7 +191,7 @@ def test_keys_and_values_in_fp8_are_handed_over(
     world = World(path, connector, transfers_on_device, graphs=True, kept=torch.float8_e4m3fn)
     try:
         # A last bit that differs in another batch can become another number of FP8.
-        received = world.run(0, truth, 6, aborts=0.0, tie=0.01)
+        received = world.run(0, truth, 3, aborts=0.0, tie=0.01)
         assert received
         world.settle()
     finally:

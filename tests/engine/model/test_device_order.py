@@ -15,16 +15,20 @@ import torch
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model import paths
+from tandem.engine.model.adapters import Adapter, LayerUpdate
 from tandem.engine.model.attention.layers import plan_cache
+from tandem.engine.model.capabilities import ModelLoad
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
 from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.lora.folder import Adapter, LayerUpdate
-from tandem.engine.model.paths import AdapterRoom, ForwardShape, load_general
+from tandem.engine.model.paths import load_general
 from tandem.engine.model.runner import Forward, ModelInfo
 from tandem.engine.model.source import find_source
+from tandem.engine.model.speculation.text import TextDrafter
 from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wings import capabilities_for
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.structured.grammars import Grammars
@@ -202,13 +206,26 @@ def engine_on(
         # Its parts as they are on a GPU.
         patch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
         config, cpu = read_config(source), torch.device("cpu")
-        room = AdapterRoom(len(adapters), RANK) if adapters else None
-        loaded = load_general(source, config, torch.float32, cpu, 1, lambda *_: None, room=room)
+        loading = ModelLoad(
+            ModelConfig(max_lora_rank=RANK),
+            CACHE,
+            SchedulerConfig(max_loras=len(adapters)),
+            source,
+            config,
+            torch.float32,
+            cpu,
+            1,
+            lambda *_: None,
+        )
+        capabilities = capabilities_for(loading)
+        loaded = load_general(loading, capabilities)
     plan = plan_cache(loaded.layers, BLOCK)
     cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA, dtype=kept)
     device.synchronize()
     assert isinstance(cache, DeviceTensor)
-    forward: Forward = loaded.use_cache(cache, plan, ForwardShape(CONFIG.max_num_seqs, MAX_LEN))
+    shape = ForwardShape(CONFIG.max_num_seqs, MAX_LEN)
+    forward: Forward = loaded.use_cache(cache, plan, shape)
+    slots = next((each.adapters for each in capabilities if each.adapters is not None), None)
     if graphs:
         recorded = DecodeGraphs(
             forward,  # type: ignore[arg-type]
@@ -242,10 +259,12 @@ def engine_on(
         max_num_seqs=CONFIG.max_num_seqs,
         num_speculative_tokens=drafts,
         grammars=Grammars(backend().to_str, loaded.vocab_size, frozenset({END})),
-        adapters=loaded.adapters,
+        adapters=slots,
+        parts=[part for each in capabilities for part in each.start(NUM_BLOCKS, shape)],
+        drafter=TextDrafter() if drafts else None,
     )
-    if loaded.adapters is not None:
-        loaded.adapters.serve(adapters, set(), 0.0)
+    if slots is not None:
+        slots.serve(adapters, set(), 0.0)
     planner, mover = connector
     scheduler = Scheduler(CONFIG, CACHE, info.groups, NUM_BLOCKS, MAX_LEN, connector=planner)
     assert CONFIG.plans_ahead(info.device)
@@ -331,7 +350,7 @@ OF_THE_MODEL = "ordinary memory: modeling_"
         ("llama", True, 0),
         ("llama", False, 2),
         ("gemma3", False, 0),
-        ("mixtral", False, 0),
+        *more([("mixtral", False, 0)]),
         ("qwen3-moe", False, 0),
         ("deepseek-v3", False, 0),
     ],

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.hidden_states import SUFFIX
+from tandem.engine.model.hidden_states.prompts import SUFFIX, HiddenStates
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.shard import Shard
@@ -52,8 +52,8 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def close_files(runner: TorchRunner) -> None:
     """Returns when what was to be written is written."""
-    assert runner._hidden_states is not None
-    runner._hidden_states._files._writer.shutdown()
+    (states,) = [part for part in runner.parts if isinstance(part, HiddenStates)]
+    states._files._writer.shutdown()
 
 
 def check(folder: Path, name: str, path: Path, prompt: list[int]) -> None:
@@ -147,7 +147,7 @@ def test_a_folder_that_goes_away_harms_no_answer(tmp_path: Path, caplog: pytest.
 def test_no_step_waits_for_a_folder_that_takes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tandem.engine.model import hidden_states
+    from tandem.engine.model.hidden_states import prompts as hidden_states
 
     path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
     folder_goes_on = threading.Event()

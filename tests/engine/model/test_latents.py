@@ -20,6 +20,7 @@ from tandem.engine.model.attention.latents import Expansion, LatentAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
@@ -165,6 +166,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(fails: str) -> None:
     plan = plan_cache(LAYERS, 4)
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     parts = ModelParts(LAYERS, expansions=expansions())
-    made = paths.attention_with(library, cache, plan, parts, paths.ForwardShape(2, 16), cache.dtype)
+    made = paths.attention_with(library, cache, plan, parts, ForwardShape(2, 16), cache.dtype)
     assert isinstance(made, LatentAttention if fails else FlashInferLatents)
     assert not cache.any()

@@ -16,11 +16,11 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.embeds import rows_of
 from tandem.engine.model.general import load_model
 from tandem.engine.model.source import find_source
 from tandem.engine.model.vision.alone import load_tower
-from tandem.engine.model.vision.rows import rows_of
-from tandem.engine.model.vision.tower import find_tower
+from tandem.engine.model.vision.tower import find_tower, loader_of
 from tests.engine.model.tiny import save
 from tests.engine.model.tiny_vision import (
     IDEFICS3,
@@ -53,7 +53,8 @@ def test_its_rows_are_the_whole_models(family: VisionFamily, tmp_path: Path) -> 
     path = str(family.save(tmp_path))
     source = find_source(path)
     config = read_config(source)
-    whole = load_model(source, config, torch.float32, torch.device("cpu"), lambda _what, _share: None)
+    cpu = torch.device("cpu")
+    whole = load_model(source, config, torch.float32, cpu, lambda *_: None, loader=loader_of(config))
     tower = find_tower(source, whole, 1)
     assert tower is not None
     alone = load_tower(ModelConfig(path=path, dtype="float32", threads=1), None)

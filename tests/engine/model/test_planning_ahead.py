@@ -29,6 +29,7 @@ from tests.engine.model import tiny
 from tests.engine.model.test_decode_graphs import graphed
 from tests.engine.model.test_decode_graphs import load as load_as_on_a_gpu
 from tests.engine.model.test_invalid_logits import Spoiling
+from tests.more import more
 
 BLOCK = 4
 STOPS = tuple(range(3, tiny.VOCAB, 17))
@@ -176,7 +177,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return loaded
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *more([1])])
 def test_the_tokens_are_those_of_steps_one_after_the_other(runner: TorchRunner, seed: int) -> None:
     """In chunks, with shared prefixes, and with too few blocks for all."""
     arrivals = draw_life(seed, PLAIN, count=14, aborts=0.0)
@@ -192,7 +193,7 @@ def test_the_tokens_are_those_of_steps_one_after_the_other(runner: TorchRunner, 
         assert stats.requests_finished.keys() == {"stop", "length"}
 
 
-@pytest.mark.parametrize("seed", range(2, 4))
+@pytest.mark.parametrize("seed", [2, *more([3])])
 def test_requests_that_need_their_last_token_get_it(runner: TorchRunner, seed: int) -> None:
     """Penalties, bad words and log-probabilities of prompts, beside others."""
     arrivals = draw_life(seed, ALL, count=14, aborts=0.0)
@@ -202,7 +203,7 @@ def test_requests_that_need_their_last_token_get_it(runner: TorchRunner, seed: i
     assert ahead.runner.num_ahead > 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("seed", [4, *more([5])])
 def test_a_storm_of_aborts_changes_nobody_elses_answer(runner: TorchRunner, seed: int) -> None:
     arrivals = draw_life(seed, ALL, count=30, aborts=0.6)
     expected, _ = live(runner, arrivals, ahead=False)

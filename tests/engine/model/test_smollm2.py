@@ -62,6 +62,7 @@ def test_mixed_and_chunked(runner: TorchRunner, prompts: list[list[int]], answer
     clear(driver)
 
 
+@pytest.mark.more  # with tiny models test_runner_parity.py holds the same
 def test_by_transformers(smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
     driver = Driver(load(smollm2_path, native=False))
     for index, prompt in enumerate(prompts):

@@ -20,7 +20,7 @@ from tandem.wire.images import MediaFeature
 from tests.engine.scheduling.model import next_token
 from tests.engine.scheduling.world import GROUPS, GROUPS_WITH_STATES, Source, World
 
-RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "240"))
+RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "120"))
 BATCHES = 12
 REMEMBERED = (171, 3687)  # runs that were the only ones of thousands to show a fault
 

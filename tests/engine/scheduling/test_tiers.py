@@ -25,7 +25,7 @@ from tests.engine.scheduling.driving import BLOCK, FULL, Driver, sliding
 from tests.engine.scheduling.model import STATE, WRONG, alone
 from tests.engine.scheduling.world import EOS, GROUPS_WITH_STATES, STATES, LazyDevice
 
-RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "40"))
+RUNS = int(os.environ.get("TANDEM_RANDOM_RUNS", "24"))
 
 
 class LateMover(Mover):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tandem.router.config import ApiKey
 from tests.router.conftest import RunningRouter, StartRouter
+
+pytest.importorskip("tandem.router.responses")
 
 
 def test_a_response_is_found_by_its_id_at_whichever_deployment_made_it(

@@ -1,0 +1,12 @@
+"""The command of this folder, as `tandem` finds it."""
+
+from tandem.cluster.commands.parser import CHANGE, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.adapters.command",
+        "adapters",
+        "LoRA adapters of a running cluster: list, load and unload them",
+        CHANGE,
+    ),
+)

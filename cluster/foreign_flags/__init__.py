@@ -1,0 +1,1 @@
+"""The flags of vLLM and SGLang, each understood or answered."""

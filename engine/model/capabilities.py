@@ -1,0 +1,91 @@
+"""What a model may be loaded with. `load_runner` and `load_general` ask each capability of a load in turn, and know none by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.source import ModelSource, Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tandem.engine.model.adapters import Adapters, UpdatedLayers
+    from tandem.engine.model.attention.layers import CachePlan
+    from tandem.engine.model.fused.pieces import Pieces
+    from tandem.engine.model.loaded import ForwardShape, LoadedModel
+    from tandem.engine.model.parts import Drafter, RunnerPart
+    from tandem.engine.model.runner import Batch, ModelInfo
+    from tandem.engine.model.transformers_forward import ModelParts
+    from tandem.engine.model.wide.shard import Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLoad:
+    """One load: what is asked for, and what the model's files say."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    source: ModelSource
+    config: Any  # transformers' configuration, or a plain one
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+    progress: Progress
+    native: bool = True  # the native library may compute the model
+    shard: Shard | None = None  # this process's part of the model; None: all of it
+
+
+Around = Callable[["Batch"], AbstractContextManager[None]]
+"""What happens around a forward pass of the general path."""
+
+
+class Capability:
+    """One thing that this load needs beyond tokens in and tokens out. Does nothing; each overrides what it needs. The methods are in the
+    order in which they are called."""
+
+    general = ""  # why transformers must compute the model; "": the native library may
+    unchanged = False  # the model is neither fused nor recorded
+    loader: Any = None  # transformers' class that loads the model; None: the usual one
+    may_lack_head = False  # the checkpoint may have no weights for the head
+    bytes_per_block = 0  # what it keeps beside each block of the KV cache
+    updates: UpdatedLayers | None = None  # what it adds to linear layers
+    adapters: Adapters | None = None
+    drafter: Drafter | None = None
+
+    def refuse(self, parts: ModelParts) -> None:
+        """Raises a ConfigurationError for a model with parts that this cannot work with. General path only."""
+
+    def weights_aside(self, model: PreTrainedModel) -> int:
+        """How many weights are in linear layers that only this uses. General path only."""
+        return 0
+
+    def find(self, model: PreTrainedModel, pieces: Pieces | None) -> None:
+        """Before the first of the model's layers is replaced, and again if the model had to be loaded again. General path only."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        """After the model is fused, if it is. General path only."""
+
+    def around(self, model: PreTrainedModel) -> Around | None:
+        """What happens around each forward pass; None for nothing. General path only."""
+        return None
+
+    def planned(self, loaded: LoadedModel, plan: CachePlan) -> None:
+        """The model is loaded and its KV cache is planned; further weights may be loaded now."""
+
+    def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
+        """The bytes on the device that its part of a step takes besides the KV cache."""
+        return 0
+
+    def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
+        """The KV cache is allocated: allocates its own, and returns its parts of the runner."""
+        return ()
+
+    def complete(self, info: ModelInfo) -> ModelInfo:
+        return info

@@ -1,0 +1,5 @@
+"""Hidden states of prompts, in files: see README.md.
+
+capability  whether a load asks for them
+prompts     collects a prompt's hidden states and writes its file
+"""

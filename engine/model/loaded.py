@@ -1,0 +1,44 @@
+"""A model that is loaded and has no KV cache yet, and the largest step that it will get."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.runner import Forward
+from tandem.kvtransfer.base import HeadShare
+
+if TYPE_CHECKING:
+    from tandem.engine.model.recurrent.layout import StateLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardShape:
+    """The largest step that a forward pass may get."""
+
+    max_requests: int
+    max_model_len: int
+    block_size: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model whose weights are loaded and which has no KV cache yet."""
+
+    layers: tuple[AttentionLayer, ...]  # the layers that attend
+    vocab_size: int
+    dtype: torch.dtype
+    use_cache: Callable[[torch.Tensor, CachePlan, ForwardShape], Forward]
+    # The bytes on the device that a step of the given number of tokens takes besides the KV cache, with libraries' workspaces.
+    # None on a CPU, where memory is taken and given back as needed.
+    beside_cache: Callable[[ForwardShape, int], int] | None = None
+    states: StateLayout | None = None  # the recurrent states of layers that do not attend
+    vector_size: int = 0  # numbers in a hidden state
+    embed_size: int = 0  # numbers in a token's embedding, if other rows may replace it; 0: they may not
+    generates: bool = True  # False: the checkpoint has no head, so the logits mean nothing
+    heads: HeadShare | None = None  # the KV heads that a rank with a cache of its own keeps; None: all
+    of_stage: frozenset[int] | None = None  # the layers of this rank's stage; None: all

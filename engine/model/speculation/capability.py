@@ -1,0 +1,94 @@
+"""Drafts: from the text itself, or from what `model.draft` names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tandem.base.errors import ConfigurationError
+from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.source import find_source
+from tandem.engine.model.speculation.text import TextDrafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tandem.engine.model.attention.layers import CachePlan
+    from tandem.engine.model.loaded import ForwardShape, LoadedModel
+    from tandem.engine.model.observed import ObservedLayers
+    from tandem.engine.model.parts import RunnerPart
+    from tandem.engine.model.runner import ModelInfo
+    from tandem.engine.model.speculation.draft_loading import LoadedDraftModel
+    from tandem.engine.model.speculation.eagle_loading import LoadedHead
+
+log = logging.getLogger(__name__)
+
+
+def capability(loading: ModelLoad) -> Capability | None:
+    if not loading.scheduler.num_speculative_tokens:
+        return None
+    return NamedDrafts(loading) if loading.model.draft else TextDrafts()
+
+
+class TextDrafts(Capability):
+    drafter = TextDrafter()
+
+
+class NamedDrafts(Capability):
+    """Drafts from a draft model or an EAGLE head."""
+
+    def __init__(self, loading: ModelLoad) -> None:
+        from tandem.engine.model.speculation.eagle_loading import layers_read  # it needs transformers
+
+        model = loading.model
+        self._loading = loading
+        self._layers = layers_read(find_source(model.draft), loading.config)
+        if self._layers and model.hidden_states_folder and model.hidden_states_layers:
+            raise ConfigurationError(
+                f"model.draft names {model.draft}, which reads other layers than model.hidden_states_layers: leave one of them out"
+            )
+        self.unchanged = bool(self._layers)
+        self.general = "model.draft asks for hidden states" if self._layers else ""
+        self._observed: ObservedLayers | None = None
+        self._found: tuple[LoadedDraftModel | LoadedHead, LoadedModel, CachePlan] | None = None
+        self._reads_hidden = False
+
+    def change(self, model: PreTrainedModel) -> None:
+        if self._layers:
+            from tandem.engine.model.observed import ObservedLayers
+
+            self._observed = ObservedLayers(self._loading.source.name, model, self._layers)
+
+    def planned(self, loaded: LoadedModel, plan: CachePlan) -> None:
+        from tandem.engine.model.speculation.draft_loading import load_draft_model
+
+        if loaded.generates:
+            draft = load_draft_model(self._loading, plan, loaded, self._observed)
+            self.bytes_per_block = draft.bytes_per_block
+            self._found = draft, loaded, plan
+
+    def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
+        return self._found[0].beside_cache(shape, tokens) if self._found is not None else 0
+
+    def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
+        from tandem.engine.model.speculation.eagle import EagleHead
+
+        if self._found is None:
+            return ()
+        draft, loaded, plan = self._found
+        made = draft.with_cache(num_blocks, plan.all_groups, loaded.vocab_size, self._loading.device, shape)
+        log.info(
+            "%s guesses for %s, with %d bytes of each block",
+            draft.source.name,
+            self._loading.source.name,
+            draft.bytes_per_block,
+        )
+        self.drafter = made
+        self._reads_hidden = isinstance(made, EagleHead)
+        return (made,) if isinstance(made, EagleHead) else ()
+
+    def complete(self, info: ModelInfo) -> ModelInfo:
+        return msgspec.structs.replace(info, reads_hidden=self._reads_hidden)

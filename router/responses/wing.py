@@ -1,0 +1,253 @@
+"""POST /v1/responses, and GET, DELETE, cancel and input items of one response; what one's prompt would count.
+
+A response's events are kept by number, and clients follow what is kept. So `ResponseDesk` writes responses,
+not a handler.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from tandem.api.openai.generation_plan import GenerationPlan
+from tandem.api.openai.plan import plan_chat
+from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
+from tandem.api.responses.response_store import StoredResponse
+from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
+from tandem.base.errors import InvalidRequest
+from tandem.router.dispatch import LeftBehind
+from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
+from tandem.router.http.body import read_body
+from tandem.router.http.exchange import EventStream, HttpExchange, send_json
+from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
+from tandem.router.http.services import Services
+from tandem.router.http.text_routes import counted, prompt_size, timely
+from tandem.router.responses.response_desk import ResponseDesk, conversation
+from tandem.router.wings import RouteRow, RouterWing, WingDocument
+
+MOST_ITEMS = 100
+
+
+async def create_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    arrived = time.monotonic()
+    reservation = enter(services, exchange)
+    try:
+        request, plan, before = await _read(desk, services, exchange, arrived)
+        if reservation is not None:
+            asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
+            reservation.take_tokens(plan.prompt_tokens, asked)
+        response = desk.begin(request, plan, before, exchange.owner, reservation, arrived)
+    except BaseException:
+        if reservation is not None:
+            reservation.void()
+        raise
+    try:
+        await _answer(exchange, request, response)
+    except BaseException:
+        if not request.background:
+            desk.forget(response)
+        raise
+
+
+async def _read(
+    desk: ResponseDesk, services: Services, exchange: HttpExchange, arrived: float
+) -> tuple[ResponsesRequest, GenerationPlan, list[InputItem]]:
+    with services.bodies.share() as share:
+        request = await read_body(exchange, ResponsesRequest, services.config, share)
+        check(request)
+        services.model.check_name(request.model)
+        before = await _before(desk, exchange, request)
+        chat = as_chat(request, before)
+        plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
+    return request, plan, before
+
+
+async def _answer(exchange: HttpExchange, request: ResponsesRequest, response: StoredResponse) -> None:
+    if request.background and not request.stream:
+        await send_json(exchange.send, response.body)
+        return
+    if request.stream:
+        await follow_to_end(exchange, response, after=-1)
+        return
+
+    async def wait() -> None:
+        async for _ in response.follow(-1):
+            pass
+
+    await exchange.until_disconnect(wait)
+    if response.error is not None:
+        raise response.error
+    await send_json(exchange.send, response.body)
+
+
+async def follow_to_end(exchange: HttpExchange, response: StoredResponse, after: int) -> None:
+    stream = EventStream(exchange)
+
+    async def write() -> None:
+        async for events in response.follow(after):
+            if (
+                not stream.begun
+                and response.ended
+                and response.error is not None
+                and not response.keeps_events
+            ):
+                raise response.error  # before the first byte, a failure is a status code
+            await stream.write(events)
+        if isinstance(response.error, LeftBehind):
+            raise response.error  # another router streams the rest
+        await stream.write(b"", last=True)
+
+    await exchange.until_disconnect(write)
+
+
+async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """GET answers with the response as it is now, or, with `stream=true`, its events after `starting_after`.
+    DELETE forgets it."""
+    response = await _find(desk, exchange)
+    if exchange.scope["method"] == "DELETE":
+        await desk.forget_everywhere(response)
+        await send_json(exchange.send, {"id": response.id, "object": "response", "deleted": True})
+        return
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    if query.get("stream", ["false"])[0].lower() != "true":
+        await send_json(exchange.send, response.body)
+        return
+    if not response.keeps_events:
+        raise InvalidRequest("stream: only a background response can be streamed again", "stream")
+    after = query.get("starting_after", ["-1"])[0]
+    if not after.lstrip("-").isdigit() or len(after) > 12:
+        raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
+    await follow_to_end(exchange, response, max(-1, int(after)))
+
+
+async def cancel_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """Cancels a response that was asked for in the background. One that has ended stays as it is."""
+    response = await _find(desk, exchange)
+    if not response.body["background"]:
+        raise InvalidRequest("only a background response can be cancelled", "response_id")
+    await desk.cancel(response)
+    await send_json(exchange.send, response.body)
+
+
+async def input_items(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """Lists what the response was asked with, the conversation before it included, the last item first."""
+    response = await _find(desk, exchange)
+    items = [_shown(item, f"{response.id}_{at}") for at, item in enumerate(response.items)]
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    if query.get("order", ["desc"])[0] != "asc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if (after := query.get("after", [""])[0]) in ids:
+        items = items[ids.index(after) + 1 :]
+    limit = query.get("limit", ["20"])[0]
+    if not limit.isdigit() or not 1 <= int(limit[:4]) <= MOST_ITEMS:
+        raise InvalidRequest(f"limit: must be from 1 to {MOST_ITEMS}, not {limit[:40]!r}", "limit")
+    shown = items[: int(limit)]
+    await send_json(
+        exchange.send,
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(shown) < len(items),
+        },
+    )
+
+
+def _shown(item: InputItem, item_id: str) -> dict[str, Any]:
+    shown = {
+        "id": item_id,
+        **{name: value for name, value in msgspec.to_builtins(item).items() if value is not None},
+    }
+    if isinstance(item.content, str) and item.type == "message":
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": item.content}]
+    return shown
+
+
+async def count_input(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+    """Counts the tokens of the prompt that a request for a response would have."""
+    async with timely(services):
+        with counted(exchange):
+            with services.bodies.share() as share:
+                request = await read_body(exchange, ResponsesRequest, services.config, share)
+                check(request)
+                services.model.check_name(request.model)
+                before = await _before(desk, exchange, request)
+                count = await prompt_size(services, exchange, as_chat(request, before))
+                del request, before
+            await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _before(desk: ResponseDesk, exchange: HttpExchange, request: ResponsesRequest) -> list[InputItem]:
+    """Returns the conversation that the request continues."""
+    if request.previous_response_id is None:
+        return []
+    return conversation(await desk.find(request.previous_response_id, exchange.owner))
+
+
+async def _find(desk: ResponseDesk, exchange: HttpExchange) -> StoredResponse:
+    return await desk.find(exchange.scope["path_params"]["response_id"], exchange.owner)
+
+
+_ERRORS = ("400", "401", "404")
+
+
+class Responses(RouterWing):
+    document = WingDocument(
+        types=(ResponsesRequest, ResponseAnswer, ResponseDeleted, InputItems, InputTokens),
+        paths={
+            "/v1/responses": {
+                "post": operation(
+                    "Answer a chat with items",
+                    ResponsesRequest,
+                    ResponseAnswer,
+                    GENERATION_ERRORS,
+                    event=EVENT,
+                )
+            },
+            "/v1/responses/input_tokens": {
+                "post": operation(
+                    "Count the tokens of its prompt", ResponsesRequest, InputTokens, GENERATION_ERRORS
+                )
+            },
+            "/v1/responses/{response_id}/input_items": {
+                "get": operation("What it was asked with", None, InputItems, _ERRORS, parameter="response_id")
+            },
+            "/v1/responses/{response_id}/cancel": {
+                "post": operation("End it", None, ResponseAnswer, _ERRORS, parameter="response_id")
+            },
+            "/v1/responses/{response_id}": {
+                "get": operation(
+                    "One that is kept, as it is now", None, ResponseAnswer, _ERRORS, parameter="response_id"
+                ),
+                "delete": operation("Forget it", None, ResponseDeleted, _ERRORS, parameter="response_id"),
+            },
+        },
+        examples={
+            "/v1/responses": {"input": "Hello!", "max_output_tokens": 60},
+            "/v1/responses/input_tokens": {"input": "Hello!"},
+        },
+    )
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self.desk = ResponseDesk(services)
+
+    def routes(self) -> list[RouteRow]:
+        desk = self.desk
+        return [
+            ("/v1/responses", partial(create_response, desk), ["POST"]),
+            ("/v1/responses/input_tokens", partial(count_input, desk), ["POST"]),
+            ("/v1/responses/{response_id}/input_items", partial(input_items, desk), ["GET"]),
+            ("/v1/responses/{response_id}", partial(one_response, desk), ["GET", "DELETE"]),
+            ("/v1/responses/{response_id}/cancel", partial(cancel_response, desk), ["POST"]),
+        ]
+
+
+WING = Responses

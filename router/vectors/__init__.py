@@ -1,0 +1,1 @@
+"""Vectors of texts, a wing of the router. README.md says what it is."""

@@ -1,0 +1,362 @@
+"""The autoscaler, against simulated loads, and each of its rules alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.cluster.config import AutoscalingConfig, SloConfig
+from tandem.cluster.pools.autoscaling.load_meter import LoadMeter
+from tandem.cluster.pools.autoscaling.rules import (
+    MOST_TIMES,
+    Breach,
+    PoolBounds,
+    PoolLoad,
+    QuietTimes,
+    decide,
+)
+from tandem.cluster.tasks import cancel
+from tandem.wire.nodes import NodeState, Role
+from tandem.wire.requests import NodeCounters, NodeStatus
+from tests.cluster.pools.autoscaling.pool_simulation import PROMPT, READS_PER_S, Simulation
+from tests.cluster.pools.helpers import in_loop
+
+SLO = SloConfig(ttft_s=2.0, inter_token_s=0.1)
+CONFIG = AutoscalingConfig(period_s=1.0, grow_after_s=5.0, shrink_after_s=20.0, settle_s=3.0)
+ONE_NODE_READS = READS_PER_S / PROMPT  # requests per second that one prefill node computes
+
+
+async def pass_time(simulation: Simulation, seconds: int) -> None:
+    autoscaler = asyncio.create_task(simulation.autoscaler.run())
+    for _ in range(seconds):
+        simulation.second()
+        await simulation.clock.advance(1.0)
+        assert not autoscaler.done(), autoscaler.exception()
+    await cancel(autoscaler)
+
+
+# --- whole loads
+
+
+SOME_LOAD = {
+    "requests_per_s": st.floats(0.5, 30.0),
+    "answer_s": st.floats(2.0, 20.0),
+    "prefill": st.integers(1, 4),
+    "decode": st.integers(1, 4),
+}
+
+
+@settings(max_examples=4, deadline=None)
+@given(**SOME_LOAD)
+@in_loop
+async def test_under_a_steady_load_pools_find_their_size_and_stay(
+    requests_per_s: float, answer_s: float, prefill: int, decode: int
+) -> None:
+    simulation = Simulation(
+        lambda _: requests_per_s, answer_s=answer_s, seed=None, prefill=(prefill, 1, 4), decode=(decode, 1, 4)
+    )
+    # Three sizes of each pool down, two minutes each, is the longest way.
+    await pass_time(simulation, 900)
+    found, decided = simulation.sizes(), len(simulation.decisions)
+    await pass_time(simulation, 600)
+    assert (simulation.sizes(), len(simulation.decisions)) == (found, decided)
+    for role in found:
+        assert simulation.turns(role) <= 1, "it may have grown too far at first, and gone back once"
+    reading = simulation.pools[Role.PREFILL]
+    if found[Role.PREFILL] < reading.maximum:
+        assert reading.waiting_tokens / (reading.size * READS_PER_S) < 2.0, "prompts are read in time"
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1000), **SOME_LOAD)
+@in_loop
+async def test_chance_makes_no_pool_go_up_and_down(
+    requests_per_s: float, answer_s: float, prefill: int, decode: int, seed: int
+) -> None:
+    """Random arrivals may show late that a pool is too small, but they never make its size swing."""
+    simulation = Simulation(
+        lambda _: requests_per_s, answer_s=answer_s, seed=seed, prefill=(prefill, 1, 4), decode=(decode, 1, 4)
+    )
+    await pass_time(simulation, 1500)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert simulation.turns(role) <= 1, simulation.decisions
+
+
+@in_loop
+async def test_a_load_that_grows_and_goes_takes_the_pools_up_and_down_again_once() -> None:
+    def ramp(now: float) -> float:
+        return max(0.2, 40 * min(now, 3600 - now) / 1800)
+
+    simulation = Simulation(ramp)
+    await pass_time(simulation, 1800)
+    at_the_top = simulation.sizes()
+    assert at_the_top[Role.PREFILL] >= 4
+    assert at_the_top[Role.DECODE] >= 8
+    await pass_time(simulation, 1800 + 1200)
+    assert simulation.sizes() == {Role.PREFILL: 1, Role.DECODE: 1}
+    assert simulation.turns(Role.PREFILL) == simulation.turns(Role.DECODE) == 1
+
+
+@in_loop
+async def test_a_burst_is_answered_and_forgotten() -> None:
+    simulation = Simulation(lambda now: 40.0 if 300 <= now < 400 else 2.0)
+    await pass_time(simulation, 450)
+    assert simulation.sizes()[Role.PREFILL] > 1
+    await pass_time(simulation, 1800)
+    assert simulation.sizes() == {Role.PREFILL: 1, Role.DECODE: 1}
+
+
+@in_loop
+async def test_bursts_that_come_again_and_again_are_expected() -> None:
+    """Ten bursts of a minute, each after four quiet minutes."""
+    simulation = Simulation(
+        lambda at: 12.0 * ONE_NODE_READS / 4 if at % 300 >= 240 else 0.5 * ONE_NODE_READS,
+        answer_s=4.0,
+        seed=None,
+        prefill=(1, 1, 8),
+        decode=(4, 4, 4),
+    )
+    await pass_time(simulation, 1500)
+    learned = simulation.turns(Role.PREFILL)
+    await pass_time(simulation, 1500)
+    assert simulation.turns(Role.PREFILL) - learned <= 2
+    assert simulation.sizes()[Role.PREFILL] >= 3, "it stays for the next one"
+
+
+def test_a_pool_that_shrank_too_early_is_more_patient_and_comes_back_from_it() -> None:
+    quiet, times = QuietTimes(), []
+    now = 0.0
+
+    def change(after_s: float, *, grew: bool) -> None:
+        nonlocal now
+        now += after_s
+        quiet.changed(Role.PREFILL, now, grew=grew, shrink_after_s=20.0)
+        times.append(quiet.of(Role.PREFILL))
+
+    for _ in range(6):
+        change(70.0, grew=False)
+        change(30.0, grew=True)
+    assert times[-1] == MOST_TIMES
+    for _ in range(6):
+        change(5000.0, grew=False)
+    assert times[-1] == 1.0
+    change(41.0, grew=True)
+    assert times[-1] == 1.0, "that was not too early"
+    assert quiet.of(Role.DECODE) == 1.0
+
+
+@in_loop
+async def test_idle_pools_go_to_their_minimum_and_no_further() -> None:
+    simulation = Simulation(lambda _: 0.0, prefill=(4, 2, 8), decode=(5, 1, 8))
+    await pass_time(simulation, 1500)
+    assert simulation.sizes() == {Role.PREFILL: 2, Role.DECODE: 1}
+    assert all("would have been 0% loaded" in resize.why for _, resize, _ in simulation.decisions)
+
+
+@in_loop
+async def test_no_load_takes_a_pool_above_its_maximum() -> None:
+    simulation = Simulation(lambda _: 10 * ONE_NODE_READS, prefill=(1, 1, 3), decode=(1, 1, 2))
+    await pass_time(simulation, 600)
+    assert simulation.sizes() == {Role.PREFILL: 3, Role.DECODE: 2}
+    assert sorted(line.partition(": ")[2].partition(":")[0] for line in simulation.said) == [
+        "2 are too few, and pools.decode.max allows no more",
+        "3 are too few, and pools.prefill.max allows no more",
+    ], "said once, not every second"
+
+
+# --- each rule
+
+
+def pool(role: Role = Role.DECODE, **fields: object) -> PoolBounds:
+    given = {"wanted": 2, "min_nodes": 1, "max_nodes": 4, "is_settled": True, "is_waiting": False}
+    return PoolBounds(role=role, **{**given, **fields})  # type: ignore[arg-type]
+
+
+def loads(role: Role = Role.DECODE, seconds: int = 60, nodes: int = 2, **fields: float) -> list[PoolLoad]:
+    return [
+        PoolLoad(
+            at=float(at),
+            nodes=nodes,
+            reads_prompts=role is not Role.DECODE,
+            writes_tokens=role is not Role.PREFILL,
+            **fields,
+        )
+        for at in range(seconds + 1)
+    ]
+
+
+def decided(
+    pool: PoolBounds, history: list[PoolLoad], changed_at: float = 0.0, breaches: list[Breach] | None = None
+):
+    known = {pool.role: breaches or []}
+    return decide(history[-1].at, changed_at, {pool.role: history}, [pool], known, SLO, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("role", "measured", "why"),
+    [
+        (Role.DECODE, {"blocks": 0.97}, "decode: from 2 to 3: 97% of its blocks are taken, more than 90%"),
+        (
+            Role.DECODE,
+            {"step_s": 0.15},
+            "decode: from 2 to 3: a token takes 150 ms, more than slo.inter_token_s (100 ms)",
+        ),
+        (
+            Role.PREFILL,
+            {"queue_s": 1.5, "busy": 1.0},
+            "prefill: from 2 to 3: prompts wait 1.5 s, more than 1.0 s (50% of slo.ttft_s)",
+        ),
+        (
+            Role.AGGREGATED,
+            {"queue_s": 1.5},
+            "aggregated: from 2 to 3: prompts wait 1.5 s, more than 1.0 s (50% of slo.ttft_s)",
+        ),
+        (
+            Role.DECODE,
+            {"blocks": 0.6, "step_s": 0.03, "wait_s": 1.2},
+            "decode: from 2 to 3: requests wait 1.2 s for room, more than 1.0 s (50% of slo.ttft_s)",
+        ),
+        (Role.PREFILL, {"busy": 0.5, "wait_s": 9.0}, None),  # they wait for the other pool
+        (
+            Role.PREFILL,
+            {"busy": 0.5},
+            None,
+        ),
+        (
+            Role.PREFILL,
+            {"busy": 0.3},
+            "prefill: from 2 to 1: in 20 s 1 would have been 60% loaded at most",
+        ),
+    ],
+)
+def test_every_decision_says_why(role: Role, measured: dict[str, float], why: str | None) -> None:
+    resize = decided(pool(role), loads(role, **measured))
+    assert (resize.why if resize else None) == why
+
+
+@in_loop
+async def test_requests_that_wait_in_routers_make_the_pool_grow_that_writes_answers() -> None:
+    """The decode nodes are at their limit of requests, although they report spare time and free blocks."""
+    simulation = Simulation(lambda _: 2.0, seed=None)
+    await pass_time(simulation, 60)
+    assert simulation.decisions == []
+    simulation.router_wait_s = 3.0
+    await pass_time(simulation, 60)
+    (_, resize, before), *_ = simulation.decisions
+    assert (resize.role, before) == (Role.DECODE, 1)
+    assert "requests wait 3.0 s for room" in resize.why
+    simulation.router_wait_s = 0.0
+    await pass_time(simulation, 600)
+    assert simulation.turns(Role.DECODE) <= 1
+
+
+def status(**fields: float) -> NodeStatus:
+    known = {
+        "free_blocks": 50,
+        "total_blocks": 100,
+        "running": 1,
+        "waiting": 0,
+        "waiting_tokens": 0,
+        "transfers": 0,
+    }
+    given = {**known, "held_blocks": 0, "step_age_s": 0.0, **fields}
+    return NodeStatus("d", Role.DECODE, 1, NodeState.READY, counters=NodeCounters(), **given)  # type: ignore[arg-type]
+
+
+def test_requests_wait_for_a_node_unless_their_kv_is_on_its_way() -> None:
+    meter = LoadMeter(10)
+    for seen, waits_s in [
+        ({"waiting": 2, "loading": 2}, 0.0),
+        ({"waiting": 2, "loading": 1}, 4.0),
+        ({}, 0.0),
+    ]:
+        meter.look(1.0, [status(oldest_wait_s=4.0, **seen)])
+        assert meter.history[Role.DECODE][-1].wait_s == waits_s
+    meter.look(1.0, [status()], router_wait_s=7.0)
+    assert meter.history[Role.DECODE][-1].wait_s == 7.0
+
+
+def test_what_a_decode_pool_computes_all_the_time_is_no_load() -> None:
+    assert decided(pool(wanted=2), loads(busy=1.0, blocks=0.1)).size == 1
+
+
+def test_a_moment_is_no_reason() -> None:
+    history = loads(blocks=0.5)
+    history[-2:] = [PoolLoad(load.at, 2, False, True, blocks=0.99) for load in history[-2:]]
+    assert decided(pool(), history) is None
+
+
+def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> None:
+    crowded = loads(blocks=0.99)
+    assert decided(pool(is_settled=False), crowded) is None
+    assert decided(pool(is_waiting=True), crowded) is None
+    just = crowded[-1].at - CONFIG.settle_s - CONFIG.grow_after_s + 2
+    assert decided(pool(), crowded, changed_at=just) is None
+    assert decided(pool(), crowded, changed_at=just - 3) is not None
+
+
+def test_of_two_pools_the_one_in_greater_need_comes_first() -> None:
+    history = {
+        Role.PREFILL: loads(Role.PREFILL, queue_s=1.2),
+        Role.DECODE: loads(Role.DECODE, step_s=0.19),
+    }
+    both = [pool(Role.PREFILL), pool(Role.DECODE)]
+    resize = decide(60.0, 0.0, history, both, {}, SLO, CONFIG)
+    assert resize is not None
+    assert resize.role is Role.DECODE
+
+
+def test_a_great_need_is_answered_with_more_than_one_node() -> None:
+    crowded = loads(Role.PREFILL, nodes=6, queue_s=5.0)
+    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=20), crowded).size == 9
+    assert decided(pool(Role.PREFILL, wanted=6, max_nodes=7), crowded).size == 7
+
+
+def test_a_size_that_proved_too_small_is_not_tried_again_under_the_same_load() -> None:
+    calm = loads(blocks=0.27)  # 0.6 nodes' worth: one node could do it by that measure
+    assert decided(pool(), calm).size == 1
+    assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.6)]) is None
+    assert decided(pool(), calm, breaches=[Breach(nodes=1, demand=0.9)]).size == 1
+
+
+def test_nodes_that_write_what_fewer_could_not_are_not_idle() -> None:
+    """A step with fewer answers is shorter, so two nodes look as if one were enough."""
+    slow = loads(nodes=1, step_s=0.2, written_per_s=800.0)
+    growth = decided(pool(wanted=1), slow)
+    assert (growth.size, growth.breach) == (2, Breach(1, pytest.approx(2.0), 800.0))
+    calm = loads(step_s=0.03, written_per_s=790.0)
+    assert decided(pool(), calm).size == 1, "0.6 nodes' worth, by its steps"
+    assert decided(pool(), calm, breaches=[Breach(1, 2.0, 800.0)]) is None
+    assert (
+        decided(pool(), loads(step_s=0.03, written_per_s=600.0), breaches=[Breach(1, 2.0, 800.0)]).size == 1
+    )
+
+
+SHARES = st.floats(0.0, 1.0)
+
+
+@given(
+    st.lists(st.builds(PoolLoad, st.just(0.0), st.integers(1, 9), st.booleans(), st.booleans(),
+                       st.floats(0, 100), SHARES, SHARES, st.floats(0, 2)), min_size=1, max_size=40),
+    st.sampled_from([Role.PREFILL, Role.DECODE]), st.integers(1, 9), st.integers(0, 4), st.integers(0, 9),
+    st.lists(st.builds(Breach, st.integers(1, 9), st.floats(0, 10))),
+)  # fmt: skip
+def test_whatever_is_measured_limits_are_kept_and_a_breach_is_remembered_with_its_size(
+    measured: list[PoolLoad], role: Role, wanted: int, minimum: int, more: int, breaches: list[Breach]
+) -> None:
+    history = [msgspec.structs.replace(load, at=float(at)) for at, load in enumerate(measured, 10)]
+    asked = pool(role, wanted=wanted, min_nodes=minimum, max_nodes=max(1, minimum) + more)
+    resize = decided(asked, history, breaches=breaches)
+    if resize is None:
+        return
+    if resize.size > wanted:
+        assert resize.size <= asked.max_nodes
+        assert resize.breach is not None
+        assert resize.breach.nodes == wanted
+    else:
+        assert max(1, minimum) <= resize.size == wanted - 1
+        assert resize.breach is None

@@ -1,0 +1,73 @@
+"""The autoscaler beside a controller: when it may resize a pool."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
+from tandem.cluster.launcher import CheckKept
+from tandem.router.config import RouterConfig
+from tandem.wire.nodes import Role, RouterQueue
+from tests.cluster.pools.helpers import Rig, in_loop, settle
+from tests.cluster.pools.pools_rig import pool_of, pools
+
+
+@in_loop
+async def test_what_waits_for_the_end_of_a_pause_makes_no_pool_grow() -> None:
+    config = TandemConfig(
+        router=RouterConfig(tokenizer_path="model", model_name="fake"),
+        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
+    )
+    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
+    async with Rig(pools=limits, config=config) as rig:
+        await rig.controller.start()
+        rig.launcher.router.load = RouterQueue(9, 60.0)
+        await rig.controller.pause([])
+        await rig.clock.advance(60.0)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+        await rig.controller.resume([])
+        await rig.clock.advance(30.0)
+        assert (await pool_of(rig, Role.DECODE)).wanted > 1
+
+
+@in_loop
+async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_is() -> None:
+    config = TandemConfig(
+        router=RouterConfig(tokenizer_path="model", model_name="fake"),
+        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
+    )
+    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
+    async with Rig(pools=limits, config=config) as rig:
+        await rig.controller.start()
+        rig.launcher.router.load = RouterQueue(9, 60.0)
+        save, may_save = rig.store.save, asyncio.Event()
+
+        async def save_late(kept: bytes, check: CheckKept | None = None) -> None:
+            await may_save.wait()
+            await save(kept, check)
+
+        rig.store.save = save_late  # type: ignore[method-assign]
+        pausing = asyncio.create_task(rig.controller.pause([]))
+        await rig.clock.advance(20.0)
+        may_save.set()
+        await pausing
+        await settle()
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+
+
+@in_loop
+async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> None:
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        scaled = replace(
+            rig.config,
+            pools=pools(1, PoolConfig(nodes=2, min=1, max=3)),
+            autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
+        )
+        await rig.controller.apply(scaled, dry_run=False)
+        await settle()
+        rig.launcher.router.load = RouterQueue(9, 60.0)
+        await rig.clock.advance(30.0)
+        assert len(rig.routed) == 4

@@ -1,0 +1,84 @@
+"""Two controllers of one deployment: the older one stood still, was replaced, and wakes up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.base.errors import Unavailable
+from tandem.cluster.pools.state import decode
+from tandem.cluster.pools.turn import LaterController
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, one_machine, settle
+from tests.cluster.pools.memory_store import MemoryStore
+from tests.cluster.pools.pools_rig import pools
+
+
+@in_loop
+async def test_an_older_controller_records_nothing_and_ends() -> None:
+    async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        older = rig.controller
+        rig.controller = rig.new_controller()
+        await rig.controller.start()
+        await rig.controller.scale({Role.DECODE: 3})
+        await rig.clock.advance(1.0)
+        with pytest.raises(LaterController, match="another controller has taken over"):
+            await older.scale({Role.DECODE: 1})
+        await settle()
+        assert "another controller has taken over" in await older.failed()
+        kept = await rig.store.load()
+        assert kept is not None
+        assert decode(kept).sizes[Role.DECODE] == 3
+        assert len(rig.launcher.running) == 4
+        await older._tasks.stop()
+
+
+@in_loop
+async def test_an_older_controller_that_wakes_up_does_nothing_before_it_knows_that() -> None:
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        store = MemoryStore()
+        rig.store = store
+        older = rig.controller = rig.new_controller()
+        await older.start()
+        await rig.clock.advance(1.0)
+        assert store.state is not None
+        kept = decode(store.state)
+        store.error = Unavailable("the control store is away")
+        rig.clock.stand_still(30.0)
+        told = len(rig.launcher.router.memberships)
+        await rig.clock.advance(20.0)
+        assert len(rig.launcher.router.memberships) <= told + 1, "it does not know whether it was replaced"
+        store.error = None
+        await rig.clock.advance(20.0)
+        assert len(rig.launcher.router.memberships) > told + 1, "it was not"
+        assert decode(store.state).writer == kept.writer
+        assert older.members
+
+
+@in_loop
+async def test_a_record_that_changed_since_it_was_read_is_not_overwritten() -> None:
+    """The older one, about to be replaced, confirms an order while the later one takes over."""
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.controller.start()
+        older, store = rig.controller, rig.store
+        load = store.load
+
+        async def load_early() -> bytes | None:
+            kept = await load()
+            store.load = load  # type: ignore[method-assign]
+            await older.scale({Role.DECODE: 2})
+            return kept
+
+        store.load = load_early  # type: ignore[method-assign]
+        rig.controller = rig.new_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        assert "another controller" in await rig.controller.failed(), "the next one reads it again"
+        await asyncio.gather(start, return_exceptions=True)
+        await rig.controller._tasks.stop()
+        rig.controller = older
+        kept = await store.load()
+        assert kept is not None
+        assert decode(kept).sizes[Role.DECODE] == 2

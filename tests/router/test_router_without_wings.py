@@ -1,0 +1,66 @@
+"""A router whose wings of the API are not there: text is served, and what would need them is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.api import wings
+from tandem.api.settings import ReasoningName, ToolFormat
+from tandem.api.text.tokenizer import Tokenizer
+from tandem.base.errors import ConfigurationError
+from tests.router.conftest import StartRouter
+from tests.router.fake_node import scripted
+from tests.small_model import HERMES, THOUGHT, WEATHER
+
+NOWHERE = "tandem.api.nowhere.at_all"
+
+
+@pytest.fixture(autouse=True)
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORMATS", "IMAGES", "EMBEDS"):
+        monkeypatch.setattr(wings, name, NOWHERE)
+
+
+def test_calls_and_reasoning_are_text(
+    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
+) -> None:
+    text = f"<think>\n{THOUGHT}\n</think>\n\n{HERMES}"
+    script = [*tokenizer.encode(text, special=False), end_token]
+    router = start_router(rule=scripted(script), tokenizer_path=thinking_folder)
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        answer = router.chat(**fields).json()
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+        assert "completion_tokens_details" not in answer["usage"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tools"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]}, "messages[0].content[0]"),
+    ],
+)  # fmt: skip
+def test_what_needs_them_is_refused(start_router: StartRouter, fields: dict[str, object], param: str) -> None:
+    answer = start_router().client.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], **fields}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_tensors_are_refused(start_router: StartRouter) -> None:
+    answer = start_router(prompt_embeds=True).client.post("/v1/completions", json={"prompt_embeds": "AAAA"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_embeds"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tool_format": ToolFormat.HERMES}, {"reasoning_format": ReasoningName.THINK}]
+)
+def test_a_format_that_is_not_there_is_no_setting(
+    start_router: StartRouter, settings: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigurationError, match="has no api/formats"):
+        start_router(**settings)

@@ -1,0 +1,243 @@
+"""A traced request, through a router with fake nodes: whose parts are there, by whose clock, and who may see it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.router.config import ApiKey, TracingConfig
+from tandem.router.tracing.record import TraceRecord
+from tandem.router.tracing.wing import TraceWing
+from tandem.wire.nodes import Role
+from tandem.wire.tracing import TracePhase
+from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.event_reader import EventReader
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+ASK = {"x-tandem-trace": "1"}
+
+
+def ask(router: RunningRouter, headers: dict[str, str], **fields: object) -> str:
+    """The request's id."""
+    body = {"model": "fake", "prompt": "the fox", "max_tokens": 5, **fields}
+    response = router.client.post("/v1/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.headers["x-request-id"]
+
+
+def trace_of(router: RunningRouter, name: str, *, complete: bool = True) -> TraceRecord:
+    traces = router.wing(TraceWing).traces
+    if complete:
+        router.wait_for(
+            lambda: (
+                (found := traces.find(name)) is not None and found.ended is not None and not found.missing
+            ),
+            "the nodes' parts",
+        )
+    response = router.client.get(f"/traces/{name}")
+    assert response.status_code == 200, response.text
+    return msgspec.json.decode(response.content, type=TraceRecord)
+
+
+def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: StartRouter) -> None:
+    router = start_router()
+    router.nodes["d0"].set(clock_ahead=5000.0)
+    router.wait_for(
+        lambda: all(
+            router.wing(TraceWing).traces.clocks.offset(n.info.node_id, n.info.epoch)
+            for n in router.nodes.values()
+        ),
+        "the nodes' clocks",
+    )
+    # Readings from before the clock was set say otherwise until they are forgotten.
+    router.look(lambda: router.wing(TraceWing).traces.clocks.forget("d0", router.nodes["d0"].info.epoch))
+    router.wait_for(
+        lambda: router.wing(TraceWing).traces.clocks.offset("d0", router.nodes["d0"].info.epoch) is not None,
+        "the clock again",
+    )
+    for stream in (False, True):
+        record = trace_of(router, ask(router, ASK, stream=stream))
+        assert record.status == 200
+        assert record.route == "/v1/completions"
+        assert record.prompt_tokens > 0
+        assert record.output_tokens == sum(arrival.tokens for arrival in record.arrivals) == 5
+        assert record.ended is not None
+        phases = [span.phase for span in record.router]
+        assert phases[:4] == [TracePhase.READ, TracePhase.TOKENIZE, TracePhase.WAIT, TracePhase.ROUTE]
+        assert set(phases[4:]) == {TracePhase.FLUSH}
+        assert sum(span.tokens for span in record.router if span.phase is TracePhase.FLUSH) == 5
+        parts = {part.node_id: part for part in record.nodes}
+        assert set(parts) == {"p0", "d0"}
+        assert parts["d0"].role is not None
+        assert 4999 < parts["d0"].clock_offset_s < 5001
+        assert parts["p0"].clock_offset_s == 0
+        for span in (*record.router, *(span for part in record.nodes for span in part.spans)):
+            assert record.began - 0.1 <= span.start <= span.end <= record.ended + 0.1
+
+
+def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(
+    start_router: StartRouter,
+) -> None:
+    router = start_router()
+    router.nodes["d0"].set(pause_at=3)
+    body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "stream": True}
+    stream = EventReader(router.url, "/v1/completions", body, headers=ASK)
+    stream.read_header()
+    traces = router.wing(TraceWing).traces
+
+    def flushed() -> int:
+        (record,) = (traces.find(one.request_id) for one in traces.list().traces)
+        assert record is not None
+        return sum(span.tokens for span in record.router if span.phase is TracePhase.FLUSH)
+
+    router.wait_for(lambda: flushed() == 3, "three tokens are written while the fourth is waited for")
+    router.nodes["d0"].resume()
+    router.wait_for(lambda: flushed() == 6, "the rest is written")
+    stream.socket.close()
+
+
+def test_only_who_asks_is_traced_and_nodes_are_told_so(start_router: StartRouter) -> None:
+    router = start_router()
+    ask(router, {})
+    ask(router, {"x-tandem-trace": "0"})
+    ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-00"})
+    ask(router, {"traceparent": "nonsense"})
+    assert not router.wing(TraceWing).traces.list().traces
+    assert not any(submit.trace for node in router.nodes.values() for submit in node.submits)
+    name = ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "congo=x"})
+    record = trace_of(router, name)
+    assert (record.trace_id, record.parent_id, record.trace_state) == (TRACE, PARENT, "congo=x")
+    assert trace_of(router, TRACE).request_id == name
+    assert trace_of(router, name[:8]).request_id == name, "as `tandem top` shows it"
+    assert all(node.submits[-1].trace for node in router.nodes.values())
+
+
+def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(tracing=TracingConfig(sample=1.0, keep=3))
+    names = [ask(router, {}) for _ in range(5)]
+    ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-00"})  # decided for the whole trace
+    listed = [one["request_id"] for one in router.client.get("/traces").json()["traces"]]
+    assert listed == names[:1:-1]
+    assert router.client.get(f"/traces/{names[0]}").status_code == 404
+    router.wait_for(
+        lambda: len(router.wing(TraceWing).traces._by_attempt) == 0,
+        "nothing is kept of traces that are complete",
+    )
+
+
+def test_a_request_that_failed_over_shows_both_attempts(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=2)
+    stopped = [router.nodes["d0"], router.nodes["d1"]]
+    for node in stopped:
+        node.set(pause_at=3)
+    stream = router.begin(router_ask(router))
+    busy = None
+
+    def somebody_works() -> bool:
+        nonlocal busy
+        busy = next((node for node in stopped if node.running), None)
+        return busy is not None
+
+    router.wait_for(somebody_works, "a decode node has it")
+    router.remove(busy.info.node_id)
+    busy.kill()
+    for node in stopped:
+        if node is not busy:
+            node.resume()
+    name = stream.result(20)
+    record = trace_of(router, name, complete=False)
+    assert len(record.decisions) == 2
+    assert record.output_tokens == 6
+    assert busy.info.node_id in record.missing, "the dead do not tell"
+
+
+async def router_ask(router: RunningRouter) -> str:
+    import httpx
+
+    async with httpx.AsyncClient(base_url=router.url, timeout=20, trust_env=False, verify=False) as client:
+        body = {"model": "fake", "prompt": "the fox", "max_tokens": 6}
+        response = await client.post("/v1/completions", json=body, headers=ASK)
+        assert response.status_code == 200, response.text
+        return response.headers["x-request-id"]
+
+
+def test_a_request_that_is_refused_has_a_trace_of_how_far_it_came(start_router: StartRouter) -> None:
+    router = start_router()
+    response = router.client.post(
+        "/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": -1}, headers=ASK
+    )
+    assert response.status_code == 400
+    assert not router.wing(TraceWing).traces.list().traces, "it never began"
+    response = router.client.post(
+        "/v1/completions", json={"model": "fake", "prompt": [1] * 5000, "max_tokens": 1}, headers=ASK
+    )
+    assert response.status_code == 400
+    (one,) = router.wing(TraceWing).traces.list().traces
+    assert one.status == 400
+    assert one.seconds is not None
+
+
+def test_traces_need_the_key_that_requests_need(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey(name="a", key="secret-key"),))
+    assert router.client.get("/traces").status_code == 401
+    assert router.client.get("/traces/x").status_code == 401
+    allowed = router.client.get("/traces", headers={"authorization": "Bearer secret-key"})
+    assert allowed.json() == {"traces": []}
+
+
+def test_a_node_that_tells_twice_or_of_another_epoch_is_not_believed(start_router: StartRouter) -> None:
+    router = start_router(prefill=0, decode=0, aggregated=1)
+    record = trace_of(router, ask(router, ASK))
+    assert [part.node_id for part in record.nodes] == ["a0"]
+    node = router.nodes["a0"]
+    node._tell_trace(node.submits[-1])
+    router.nodes["a0"].set(hide_traces=True)
+    second = ask(router, ASK)
+    submit = node.submits[-1]
+    router.look(lambda: None)
+    stale = msgspec.structs.replace(node.info, epoch=node.info.epoch + 1)
+    node.info = stale
+    node._tell_trace(submit)
+    assert len(trace_of(router, record.request_id).nodes) == 1
+    assert trace_of(router, second, complete=False).missing == ["a0"]
+    assert node.role is Role.AGGREGATED
+
+
+def test_a_trace_that_left_before_its_attempts_came_is_forgotten(start_router: StartRouter) -> None:
+    router = start_router(tracing=TracingConfig(keep=1))
+    router.nodes["d0"].set(hide_traces=True)
+
+    def attempts_known() -> int:
+        traces = router.wing(TraceWing).traces
+        first = traces.begin("first", [(b"x-tandem-trace", b"1")])
+        assert first is not None
+        assert traces.begin("second", [(b"x-tandem-trace", b"1")]) is not None
+        first.attempt("attempt", [router.nodes["d0"].info], "why")
+        first.end(1.0, "route", 200)
+        return len(traces._by_attempt)
+
+    assert router.look(attempts_known) == 0
+
+
+def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRouter) -> None:
+    keys = (ApiKey("a", "key-a"), ApiKey("b", "key-b"), ApiKey("op", "key-op", operator=True))
+    router = start_router(api_keys=keys, tracing=TracingConfig(keep=4))
+    names: dict[str, list[str]] = {"key-a": [], "key-b": []}
+    for key in ("key-b", *["key-a"] * 6):
+        headers = {"x-tandem-trace": "1", "authorization": f"Bearer {key}"}
+        body = {"model": "fake", "prompt": "x", "max_tokens": 2}
+        answer = router.client.post("/v1/completions", json=body, headers=headers)
+        names[key].append(answer.headers["x-request-id"])
+
+    def seen(key: str) -> list[str]:
+        answer = router.client.get("/traces", headers={"authorization": f"Bearer {key}"}).json()
+        return [trace["request_id"] for trace in answer["traces"]][::-1]
+
+    def status(key: str, name: str) -> int:
+        return router.client.get(f"/traces/{name}", headers={"authorization": f"Bearer {key}"}).status_code
+
+    assert seen("key-a") == names["key-a"][3:], "who has most gives up its own"
+    assert seen("key-b") == names["key-b"]
+    assert seen("key-op") == names["key-b"] + names["key-a"][3:]
+    assert [status(key, names["key-b"][0]) for key in ("key-a", "key-b", "key-op")] == [404, 200, 200]
