@@ -7,30 +7,27 @@ import contextlib
 import hashlib
 import ipaddress
 import logging
-import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.text.chat_template import ChatTemplate
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.api.wings import ImageReader, image_reader
-from tandem.base.errors import ConfigurationError, InternalError, Unavailable
+from tandem.base.errors import InternalError, Unavailable
 from tandem.base.tasks import Tasks
 from tandem.http_server.certificate import Certificate
 from tandem.http_server.door import Door, Listener, take_listeners
 from tandem.http_server.serving import HttpServer, Tally, is_at, listen_beside
 from tandem.http_server.settings import Limits, Timeouts
-from tandem.router.config import RouterConfig, TracingConfig
+from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.http.app import make_app
 from tandem.router.http.body import BodyBudget, KeptMemory
 from tandem.router.http.errors import error_body
-from tandem.router.http.page_figures import answer_siblings
 from tandem.router.http.services import ClusterControl, Services
 from tandem.router.keys import KeyRing, load_keys
 from tandem.router.links import NodeLinks
@@ -38,15 +35,11 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.node_metrics import LinkCollector, NodeCollector
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
-from tandem.router.tracing.traces import Traces
 from tandem.router.wings import RouterWing, wing_types
 from tandem.wire.endpoints import key_of, parse_endpoint, shown
 from tandem.wire.listening import ListenerProbe
 from tandem.wire.nodes import NodeInfo, PoolReport
 from tandem.wire.sockets import admit
-
-if TYPE_CHECKING:
-    from tandem.router.tracing.otlp import OtlpExporter
 
 logger = logging.getLogger(__name__)
 
@@ -60,22 +53,6 @@ SUCCESSOR_S = 15.0
 ACCEPT_S = 30.0
 
 
-def _exporter_of(config: TracingConfig, metrics: RouterMetrics) -> OtlpExporter | None:
-    """Returns None when neither the settings nor the environment name a collector. OpenTelemetry is imported
-    only here."""
-    named = any(os.environ.get(f"OTEL_EXPORTER_OTLP_{what}ENDPOINT") for what in ("", "TRACES_"))
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if disabled or not (config.otlp_endpoint or named):
-        return None
-    try:
-        from tandem.router.tracing.otlp import OtlpExporter
-    except ImportError as error:
-        raise ConfigurationError(
-            f"exporting traces needs OpenTelemetry's exporter ({error}): pip install opentelemetry-exporter-otlp-proto-http"
-        ) from error
-    return OtlpExporter(config, metrics)
-
-
 class RouterServer:
     """start() → set_members() as often as the cluster changes → drain() or leave() → stop(). All on one event loop."""
 
@@ -85,7 +62,6 @@ class RouterServer:
         self._services: Services | None = None
         self.wings: list[RouterWing] = []
         self._http: HttpServer | None = None
-        self._exporter: OtlpExporter | None = None
         self._probe = ListenerProbe()
         self._port: int | None = None
         self._door: Door | None = None
@@ -179,8 +155,6 @@ class RouterServer:
             listener=self._probe.look,
         )
 
-        self._exporter = exporter = _exporter_of(config.tracing, metrics)
-        traces = Traces(config.tracing, config.model_name, exporter.offer if exporter is not None else None)
         links = NodeLinks(config.inbox_host)
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
         dispatcher = Dispatcher(config, links, pool, chooser, metrics)
@@ -203,7 +177,6 @@ class RouterServer:
             tasks=tasks,
             bodies=BodyBudget(config.limits, metrics.refusals.labels(reason="bodies").inc),
             kept=KeptMemory(config.limits.kept_bytes, metrics.refusals.labels(reason="memory").inc),
-            traces=traces,
             chooser=chooser,
             control=self._control,
         )
@@ -211,12 +184,12 @@ class RouterServer:
         return services
 
     def _listen_to_nodes(self) -> None:
-        dispatcher, traces = self.services.dispatcher, self.services.traces
+        dispatcher, tracer = self.services.dispatcher, self.services.tracer
         self.services.links.listen(
             dispatcher.on_tokens,
             dispatcher.on_status,
-            traces.on_node_trace,
-            traces.on_clock,
+            tracer.on_node_trace,
+            tracer.on_clock,
             dispatcher.on_holding,
             dispatcher.followed.on_recalled,
             dispatcher.on_cache_news,
@@ -235,7 +208,6 @@ class RouterServer:
             services.metrics.slow_readers_cut.inc,
             Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None,
         )
-        answer_siblings(services)
         for wing in self.wings:
             await wing.start()
         self._door = Door(listener, tally, self._former)
@@ -307,7 +279,7 @@ class RouterServer:
         for info in went:
             logger.info("node %s left", info.node_id)
             services.dispatcher.on_node_left(info)
-            services.traces.clocks.forget(info.node_id, info.epoch)
+            services.tracer.on_node_left(info.node_id, info.epoch)
         for info in came:
             logger.info("node %s (%s, %s) joined", info.node_id, info.role, shown(info.request_endpoint))
             if _is_loopback(services.links.endpoint) and not _is_loopback(info.request_endpoint):
@@ -373,9 +345,6 @@ class RouterServer:
         if services is not None:
             services.draining = True
             services.dispatcher.fail_all(Unavailable("the router is stopping"))
-            services.traces.close()
-            if self._exporter is not None:
-                await self._exporter.close()
             await services.tasks.stop()
         self._never_accept()
         if self._door is not None:

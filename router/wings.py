@@ -20,6 +20,7 @@ ROWS = (
     "tandem.router.messages.wing",
     "tandem.router.realtime.wing",
     "tandem.router.other_models.wing",
+    "tandem.router.tracing.wing",
 )
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]

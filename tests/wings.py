@@ -80,7 +80,9 @@ WINGS: dict[str, Wing] = {
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
-    "trace and why": Wing(("cluster/trace/",), ("tests/cluster/trace/",)),
+    "trace and why": Wing(
+        ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
+    ),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
     "bench": Wing(
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
@@ -113,7 +115,34 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_ngram.py",
         ),
     ),
-    "vectors": Wing(("engine/model/vectors/",), ("tests/engine/model/test_vectors.py",)),
+    "quantized": Wing(
+        ("engine/model/quantized/",),
+        ("tests/engine/model/quantized_files.py", "tests/engine/model/test_quantized.py"),
+    ),
+    "gguf": Wing(
+        ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
+    ),
+    "images": Wing(
+        ("engine/model/vision/",),
+        (
+            "tests/engine/test_images.py",
+            "tests/engine/model/test_lone_tower.py",
+            "tests/engine/model/test_image_processing.py",
+        ),
+    ),
+    "lora": Wing(
+        ("engine/model/lora/",),
+        (
+            "tests/engine/model/adapter_files.py",
+            "tests/engine/model/test_adapter_slots.py",
+            "tests/engine/model/test_lora.py",
+            "tests/engine/model/test_lora_kernel.py",
+        ),
+    ),
+    "vectors": Wing(
+        ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
+        ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
@@ -123,6 +152,10 @@ WINGS: dict[str, Wing] = {
     "encoder nodes": Wing(
         ("encode_node/", "node/encoders/", "wire/encoding.py"),
         ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
+    "pins": Wing(
+        ("engine/scheduling/pins/",),
+        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
     ),
 }
 

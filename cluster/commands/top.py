@@ -18,7 +18,7 @@ from tandem.cluster.api_client import ApiClient
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.describe import counted, format_blocks
 from tandem.router.page_state import NodeRow, PageState
-from tandem.router.tracing.record import SHORT_ID
+from tandem.router.tracer import SHORT_ID
 from tandem.wire.nodes import Role
 
 _MOST_NODES = 24

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from tandem.engine.model.lora.slots import AdapterSlots
+    from tandem.engine.model.adapters import Adapters
     from tandem.engine.structured.grammars import Grammars
 
 
@@ -107,7 +107,7 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def adapters(self) -> AdapterSlots | None:
+    def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may name; None when none are served."""
         ...
 

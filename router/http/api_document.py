@@ -29,7 +29,6 @@ from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_page
 from tandem.router.http.services import Services
 from tandem.router.http.try_page import EXAMPLES, page_with
-from tandem.router.tracing.record import TraceList, TraceRecord
 from tandem.router.wings import wing_types
 
 _TEXT_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "431", "503")
@@ -41,8 +40,7 @@ EVENT: dict[str, Any] = {
 }
 _TYPES: tuple[type[msgspec.Struct], ...] = (
     CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, ChatCompletion,
-    ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription, TraceList,
-    TraceRecord,
+    ChatCompletionChunk, ModelCard, ModelList, TokenizeResponse, DetokenizeResponse, Health, Version, RouterLoad, ErrorBody, ClusterDescription,
 )  # fmt: skip
 
 
@@ -118,12 +116,6 @@ def _paths_of_server() -> dict[str, Any]:
         },
         "/cluster": {
             "get": operation("Every node, as it reports itself", None, ClusterDescription, ("401", "403"))
-        },
-        "/traces": {"get": operation("The last requests that were traced", None, TraceList, ("401",))},
-        "/traces/{request_id}": {
-            "get": operation(
-                "Where one request's time went", None, TraceRecord, ("401", "404"), parameter="request_id"
-            )
         },
     }
 

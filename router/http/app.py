@@ -75,8 +75,6 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         ("/flush_cache", admin_routes.reset_cache, ["POST"]),
         ("/v1/load_lora_adapter", admin_routes.load_adapter, ["POST"]),
         ("/v1/unload_lora_adapter", admin_routes.unload_adapter, ["POST"]),
-        ("/traces", status_routes.traces, ["GET"]),
-        ("/traces/{request_id}", status_routes.trace, ["GET"]),
         ("/openapi.json", api_document.document, ["GET"]),
         ("/docs", api_document.try_page, ["GET"]),
         ("/get_model_info", other_paths.model_info, ["GET"]),

@@ -34,7 +34,7 @@ from tandem.router.http.hosts import OwnHosts
 from tandem.router.keys import KeyRing, QuotaExceeded, Tenant
 from tandem.router.metrics import RouterMetrics
 from tandem.router.recent import RecentRequests
-from tandem.router.tracing.traces import ASK_HEADER, RequestTrace
+from tandem.router.tracer import ASK_HEADER, GrowingTrace
 from tandem.wire.requests import new_id
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class HttpExchange:
         self.status: int | None = None
         self.ended = False  # the answer's last byte was sent
         self.is_stream = False
-        self.trace: RequestTrace | None = None
+        self.trace: GrowingTrace | None = None
         self.body: bytes | bytearray = b""  # kept only when the request is to be passed on
 
     @property

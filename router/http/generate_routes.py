@@ -37,7 +37,7 @@ from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import EventStream, HttpExchange, send_bytes, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
-from tandem.router.tracing.traces import RequestTrace
+from tandem.router.tracer import GrowingTrace
 from tandem.wire.tracing import TracePhase
 
 LOGGED_IDS = 8
@@ -195,7 +195,7 @@ class Delivery:
         choices: Sequence[Choice],
         answer: AnswerStream,
         stream: EventStream,
-        trace: RequestTrace | None = None,
+        trace: GrowingTrace | None = None,
     ) -> None:
         self._generation = generation
         self._by_life = {choice.life: choice for choice in choices}
@@ -303,12 +303,12 @@ async def planned(
     return plan
 
 
-def begin_trace(services: Services, exchange: HttpExchange, request_id: str) -> RequestTrace | None:
+def begin_trace(services: Services, exchange: HttpExchange, request_id: str) -> GrowingTrace | None:
     """Begins the trace of a request, or of one of the answers on a connection, if it gets one."""
     exchange.trace = None
-    if services.traces.draws or exchange.asks_for_trace:
+    if services.tracer.draws or exchange.asks_for_trace:
         tenant = exchange.tenant.name if exchange.tenant is not None else None
-        exchange.trace = services.traces.begin(request_id, exchange.headers, tenant)
+        exchange.trace = services.tracer.begin(request_id, exchange.headers, tenant)
     return exchange.trace
 
 

@@ -1,38 +1,15 @@
-"""What router processes on one port ask each other about requests: the page's figures, and traces."""
+"""The page's figures of this process, and of all on its port."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
 
-import msgspec
-
 from tandem.router.http.services import Services
 from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState
-from tandem.router.tracing.record import TraceList, TraceRecord
 
 VERSION = importlib.metadata.version("tandem-serve")
 _MOST_PAIRS = 200  # the most pairs of nodes shown with transfers under way, the busiest first
-
-
-class TraceQuestion(msgspec.Struct, frozen=True):
-    name: str
-    tenant: str | None  # only this tenant's traces; None for all
-
-
-class FoundTrace(msgspec.Struct, frozen=True):
-    record: TraceRecord | None = None
-
-
-def answer_siblings(services: Services) -> None:
-    async def traces(body: bytes) -> TraceList:
-        return services.traces.list(msgspec.msgpack.decode(body, type=str | None))
-
-    async def trace(body: bytes) -> FoundTrace:
-        asked = msgspec.msgpack.decode(body, type=TraceQuestion)
-        return FoundTrace(services.traces.find(asked.name, asked.tenant))
-
-    services.siblings.answers.update(traces=traces, trace=trace)
 
 
 async def page_of_all(services: Services) -> PageState:

@@ -21,7 +21,7 @@ from tandem.router.page_state import PageState
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
 from tandem.router.siblings import Siblings
-from tandem.router.tracing.traces import Traces
+from tandem.router.tracer import RequestTracer
 
 
 class ClusterControl(Protocol):
@@ -56,7 +56,7 @@ class Services:
     tasks: Tasks
     bodies: BodyBudget
     kept: KeptMemory
-    traces: Traces
+    tracer: RequestTracer = dataclasses.field(default_factory=RequestTracer)
     # The other processes on the port. The page and the metrics are of all of them: `all_figures` returns None
     # when this process's own are all.
     siblings: Siblings = dataclasses.field(default_factory=Siblings)

@@ -1,29 +1,20 @@
-"""GET /v1/models, /health, /ping, /version, /load, /metrics, /cluster and /traces. A tenant sees only its own
-traces."""
+"""GET /v1/models, /health, /ping, /version, /load, /metrics and /cluster."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from typing import Any
 
 import msgspec
 
-from tandem.base.errors import RequestError
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
-from tandem.router.http.page_figures import VERSION, FoundTrace, TraceQuestion, page_of_all
+from tandem.router.http.page_figures import VERSION, page_of_all
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.router.pool import Member
-from tandem.router.tracing.record import TraceList
 from tandem.wire.endpoints import shown
 from tandem.wire.versions import WIRE_VERSION
-
-
-class UnknownTrace(RequestError):
-    code = "trace_not_found"
-    http_status = 404
 
 
 def _model_card(services: Services, name: str) -> dict[str, Any]:
@@ -90,36 +81,6 @@ async def render_metrics(services: Services) -> bytes:
     # In a thread, because with a thousand nodes it takes a good part of a second. The event loop gets turns
     # meanwhile, but no more than half of the interpreter's time.
     return await asyncio.to_thread(services.metrics.render, of_all)
-
-
-def _whose(exchange: HttpExchange) -> str | None:
-    """Returns the tenant whose traces may be seen, or None for all."""
-    tenant = exchange.tenant
-    return None if tenant is None or tenant.is_operator else tenant.name
-
-
-async def traces(services: Services, exchange: HttpExchange) -> None:
-    whose = _whose(exchange)
-    told, silent = await services.siblings.ask("traces", TraceList, whose)
-    found = services.traces.list(whose).traces + [trace for one in told.values() for trace in one.traces]
-    latest = heapq.nlargest(services.config.tracing.keep, found, key=lambda trace: trace.began_unix_s)
-    await send_json(exchange.send, TraceList(latest, silent))
-
-
-async def trace(services: Services, exchange: HttpExchange) -> None:
-    name = exchange.scope["path_params"]["request_id"]
-    whose = _whose(exchange)
-    record, silent = services.traces.find(name, whose), list[str]()
-    if record is None:
-        told, silent = await services.siblings.ask("trace", FoundTrace, TraceQuestion(name, whose))
-        record = next((one.record for one in told.values() if one.record is not None), None)
-    if record is None:
-        raise UnknownTrace(
-            f"no trace of {name[:200]!r} here: a request is traced when it has the header x-tandem-trace: 1 or "
-            f"a sampled traceparent, and the last {services.config.tracing.keep} are kept"
-            + (f"; {', '.join(silent)} could not be asked" if silent else "")
-        )
-    await send_json(exchange.send, record)
 
 
 async def cluster(services: Services, exchange: HttpExchange) -> None:

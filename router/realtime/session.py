@@ -50,7 +50,7 @@ from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
 from tandem.router.http.services import Services
 from tandem.router.keys import QuotaExceeded, Reservation
-from tandem.router.tracing.traces import RequestTrace
+from tandem.router.tracer import GrowingTrace
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.tracing import TracePhase
 
@@ -395,7 +395,7 @@ class RealtimeSession:
                     reservation.settle(plan.prompt_tokens, answers)
 
     async def _stream(
-        self, plan: GenerationPlan, generation: Generation, item_id: str, trace: RequestTrace | None
+        self, plan: GenerationPlan, generation: Generation, item_id: str, trace: GrowingTrace | None
     ) -> tuple[str, Choice]:
         """Sends the text as it comes. Returns all of it."""
         (choice,) = plan.choices(generation, self._services.model.tokenizer)

@@ -11,8 +11,6 @@ import msgspec
 from tandem.router.policy.choose import Alternative
 from tandem.wire.tracing import Span, TransferRecord
 
-SHORT_ID = 8  # a request is found by so many first characters of its id
-
 
 class NodePart(msgspec.Struct, frozen=True):
     """What one node did in one attempt."""

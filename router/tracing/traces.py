@@ -18,8 +18,8 @@ import msgspec
 
 from tandem.router.config import TracingConfig
 from tandem.router.policy.choose import Alternative
+from tandem.router.tracer import ASK_HEADER, SHORT_ID, RequestTracer
 from tandem.router.tracing.record import (
-    SHORT_ID,
     Arrival,
     NodePart,
     TraceContext,
@@ -132,7 +132,6 @@ class RequestTrace:
             self._dropped += 1
 
     def planned(self, prompt_tokens: int, sampling: SamplingParams | None) -> None:
-        """`sampling`: None for vectors."""
         self.prompt_tokens = prompt_tokens
         if sampling is not None:
             self.max_tokens, self.temperature = sampling.max_tokens, sampling.temperature
@@ -162,8 +161,6 @@ class RequestTrace:
         self.finish_reasons.append(reason)
 
     def flushed(self, now: float) -> None:
-        """The text of the tokens that had arrived was written to the client, as far as they make whole
-        characters."""
         if self._unflushed_since is not None:
             self.span(TracePhase.FLUSH, self._unflushed_since, now, self._unflushed)
             self._unflushed_since, self._unflushed = None, 0
@@ -248,14 +245,12 @@ class RequestTrace:
         )
 
 
-# Lets a client without a tracing system ask for one trace.
-ASK_HEADER = b"x-tandem-trace"
 # How long an ended trace waits for nodes that still confirm a transfer; it is then exported without their
 # parts.
 NODES_TELL_WITHIN_S = 2.0
 
 
-class Traces:
+class Traces(RequestTracer):
     """Keeps the last `keep` traces. Beyond that it drops one, complete or not: the oldest of the tenant that
     has most."""
 
@@ -267,7 +262,7 @@ class Traces:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._config = config
-        self.draws = config.sample > 0  # requests that do not ask for a trace may get one
+        self.draws = config.sample > 0
         self._model = model
         self._export = export
         self._draw = draw
@@ -281,7 +276,6 @@ class Traces:
     def begin(
         self, request_id: str, headers: list[tuple[bytes, bytes]], tenant: str | None = None
     ) -> RequestTrace | None:
-        """Begins a trace, or returns None for a request that is not traced, which then costs nothing more."""
         parent, state, asked = b"", b"", False
         for name, value in headers:
             if name == b"traceparent":
@@ -349,6 +343,9 @@ class Traces:
 
     def on_clock(self, reading: ClockReading) -> None:
         self.clocks.heard(reading, time.monotonic())
+
+    def on_node_left(self, node_id: str, epoch: int) -> None:
+        self.clocks.forget(node_id, epoch)
 
     def _hand_on(self, trace: RequestTrace) -> None:
         self._forget(trace)

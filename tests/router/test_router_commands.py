@@ -19,7 +19,6 @@ from tandem.router.config import ApiKey
 from tandem.wire.nodes import Role
 from tests.cluster.test_admin import FakeCluster
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.simulator.worlds import node_costs
 
 
 class RealActions:
@@ -108,6 +107,7 @@ def test_log_lines_are_chosen_by_number_age_and_level(typed: Typed, control: Rea
 
 
 def test_a_traced_request_is_shown_as_it_is_kept(router: RunningRouter, typed: Typed, tmp_path: Path) -> None:
+    pytest.importorskip("tandem.cluster.trace")
     headers = {"x-request-id": "mine", "x-tandem-trace": "1", "authorization": "Bearer ops-key"}
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 3}
     assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
@@ -120,6 +120,9 @@ def test_a_traced_request_is_shown_as_it_is_kept(router: RunningRouter, typed: T
 
 
 def test_why_compares_with_costs_of_each_role(router: RunningRouter, typed: Typed, tmp_path: Path) -> None:
+    pytest.importorskip("tandem.simulator")
+    from tests.simulator.worlds import node_costs
+
     (tmp_path / "node.json").write_bytes(msgspec.json.encode(node_costs()))
     headers = {"x-request-id": "mine", "authorization": "Bearer ops-key"}
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 3}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.capabilities import Around, Capability, ModelLoad
 from tandem.engine.model.plain_config import PlainConfig
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ class ReadImages(Capability):
         from tandem.engine.model.vision.tower import find_tower
 
         self._tower = find_tower(self._loading.source, model, self._loading.threads)
+
+    def around(self, model: PreTrainedModel) -> Around | None:
+        from tandem.engine.model.vision.deeper import deeper_rows
+
+        return deeper_rows(model)
 
     def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
         from tandem.engine.model.vision.rows import ImageRows

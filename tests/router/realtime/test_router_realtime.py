@@ -108,8 +108,9 @@ def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> No
 
 
 def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> None:
+    tracing = pytest.importorskip("tandem.router.tracing.wing")
     router = start_router(tracing=TracingConfig(sample=1.0))
-    traces = router.server.services.traces
+    traces = router.wing(tracing.TraceWing).traces
     with closing(RealtimeClient(router.url)) as client:
         for text in ("one", "two"):
             item = {"role": "user", "content": [{"type": "input_text", "text": text}]}

@@ -6,6 +6,7 @@ import msgspec
 
 from tandem.router.config import ApiKey, TracingConfig
 from tandem.router.tracing.record import TraceRecord
+from tandem.router.tracing.wing import TraceWing
 from tandem.wire.nodes import Role
 from tandem.wire.tracing import TracePhase
 from tests.router.conftest import RunningRouter, StartRouter
@@ -24,7 +25,7 @@ def ask(router: RunningRouter, headers: dict[str, str], **fields: object) -> str
 
 
 def trace_of(router: RunningRouter, name: str, *, complete: bool = True) -> TraceRecord:
-    traces = router.server.services.traces
+    traces = router.wing(TraceWing).traces
     if complete:
         router.wait_for(
             lambda: (
@@ -42,15 +43,15 @@ def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: Start
     router.nodes["d0"].set(clock_ahead=5000.0)
     router.wait_for(
         lambda: all(
-            router.server.services.traces.clocks.offset(n.info.node_id, n.info.epoch)
+            router.wing(TraceWing).traces.clocks.offset(n.info.node_id, n.info.epoch)
             for n in router.nodes.values()
         ),
         "the nodes' clocks",
     )
     # Readings from before the clock was set say otherwise until they are forgotten.
-    router.look(lambda: router.server.services.traces.clocks.forget("d0", router.nodes["d0"].info.epoch))
+    router.look(lambda: router.wing(TraceWing).traces.clocks.forget("d0", router.nodes["d0"].info.epoch))
     router.wait_for(
-        lambda: router.server.services.traces.clocks.offset("d0", router.nodes["d0"].info.epoch) is not None,
+        lambda: router.wing(TraceWing).traces.clocks.offset("d0", router.nodes["d0"].info.epoch) is not None,
         "the clock again",
     )
     for stream in (False, True):
@@ -81,7 +82,7 @@ def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "stream": True}
     stream = EventReader(router.url, "/v1/completions", body, headers=ASK)
     stream.read_header()
-    traces = router.server.services.traces
+    traces = router.wing(TraceWing).traces
 
     def flushed() -> int:
         (record,) = (traces.find(one.request_id) for one in traces.list().traces)
@@ -100,7 +101,7 @@ def test_only_who_asks_is_traced_and_nodes_are_told_so(start_router: StartRouter
     ask(router, {"x-tandem-trace": "0"})
     ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-00"})
     ask(router, {"traceparent": "nonsense"})
-    assert not router.server.services.traces.list().traces
+    assert not router.wing(TraceWing).traces.list().traces
     assert not any(submit.trace for node in router.nodes.values() for submit in node.submits)
     name = ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "congo=x"})
     record = trace_of(router, name)
@@ -120,7 +121,7 @@ def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten
     assert listed == names[:1:-1]
     assert router.client.get(f"/traces/{names[0]}").status_code == 404
     router.wait_for(
-        lambda: len(router.server.services.traces._by_attempt) == 0,
+        lambda: len(router.wing(TraceWing).traces._by_attempt) == 0,
         "nothing is kept of traces that are complete",
     )
 
@@ -167,12 +168,12 @@ def test_a_request_that_is_refused_has_a_trace_of_how_far_it_came(start_router: 
         "/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": -1}, headers=ASK
     )
     assert response.status_code == 400
-    assert not router.server.services.traces.list().traces, "it never began"
+    assert not router.wing(TraceWing).traces.list().traces, "it never began"
     response = router.client.post(
         "/v1/completions", json={"model": "fake", "prompt": [1] * 5000, "max_tokens": 1}, headers=ASK
     )
     assert response.status_code == 400
-    (one,) = router.server.services.traces.list().traces
+    (one,) = router.wing(TraceWing).traces.list().traces
     assert one.status == 400
     assert one.seconds is not None
 
@@ -208,7 +209,7 @@ def test_a_trace_that_left_before_its_attempts_came_is_forgotten(start_router: S
     router.nodes["d0"].set(hide_traces=True)
 
     def attempts_known() -> int:
-        traces = router.server.services.traces
+        traces = router.wing(TraceWing).traces
         first = traces.begin("first", [(b"x-tandem-trace", b"1")])
         assert first is not None
         assert traces.begin("second", [(b"x-tandem-trace", b"1")]) is not None
@@ -217,3 +218,26 @@ def test_a_trace_that_left_before_its_attempts_came_is_forgotten(start_router: S
         return len(traces._by_attempt)
 
     assert router.look(attempts_known) == 0
+
+
+def test_a_tenant_sees_its_own_traces_and_an_operator_all(start_router: StartRouter) -> None:
+    keys = (ApiKey("a", "key-a"), ApiKey("b", "key-b"), ApiKey("op", "key-op", operator=True))
+    router = start_router(api_keys=keys, tracing=TracingConfig(keep=4))
+    names: dict[str, list[str]] = {"key-a": [], "key-b": []}
+    for key in ("key-b", *["key-a"] * 6):
+        headers = {"x-tandem-trace": "1", "authorization": f"Bearer {key}"}
+        body = {"model": "fake", "prompt": "x", "max_tokens": 2}
+        answer = router.client.post("/v1/completions", json=body, headers=headers)
+        names[key].append(answer.headers["x-request-id"])
+
+    def seen(key: str) -> list[str]:
+        answer = router.client.get("/traces", headers={"authorization": f"Bearer {key}"}).json()
+        return [trace["request_id"] for trace in answer["traces"]][::-1]
+
+    def status(key: str, name: str) -> int:
+        return router.client.get(f"/traces/{name}", headers={"authorization": f"Bearer {key}"}).status_code
+
+    assert seen("key-a") == names["key-a"][3:], "who has most gives up its own"
+    assert seen("key-b") == names["key-b"]
+    assert seen("key-op") == names["key-b"] + names["key-a"][3:]
+    assert [status(key, names["key-b"][0]) for key in ("key-a", "key-b", "key-op")] == [404, 200, 200]
