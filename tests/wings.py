@@ -253,6 +253,11 @@ for module in sys.argv[1:]:
         if (error.name or "").startswith("tandem"):
             raise
 """
+# An installation for development finds the rooms of its own tree, also those that a copy lost.
+_ONLY_HERE = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "__editable__" not in repr(each)]
+"""
 # What a machine without GPUs or a compiled library cannot import, is not imported.
 _NOT_IMPORTED = ("tandem.manifests", "tandem.kernels.build")
 
@@ -263,6 +268,7 @@ def check_without(names: list[str], tests: bool) -> bool:
     with tempfile.TemporaryDirectory(prefix="wings-") as made:
         folder = Path(made)
         copy_without(gone, folder)
+        (folder / "sitecustomize.py").write_text(_ONLY_HERE)
         rooms = {path.name for path in (folder / "tandem").iterdir() if path.is_symlink()}
         left = [
             module_of(file.relative_to(folder).as_posix())

@@ -14,14 +14,14 @@ import msgspec
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError, Unavailable
 from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
-from tandem.cluster.pools.wings import ChangeAdapters
+from tandem.cluster.pools.wings import Joints
 from tandem.cluster.settings.rules import broken_adapters
 from tandem.cluster.tasks import Clock
 from tandem.wire.adapters import check_place
 
 
-def change_of(pools: Reconciler, clock: Clock) -> ChangeAdapters:
-    return AdapterDesk(pools, clock).change
+def join(joints: Joints) -> None:
+    joints.adapters = AdapterDesk(joints.pools, joints.clock).change
 
 
 class AdapterDesk:

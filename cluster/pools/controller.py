@@ -33,7 +33,7 @@ from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
-from tandem.cluster.pools.wings import adapters_of, roll_out_of, wings_of
+from tandem.cluster.pools.wings import Joints, join_wings
 from tandem.cluster.tasks import Clock, first_of, has_ended
 from tandem.wire.nodes import NodeInfo, Role
 
@@ -68,10 +68,11 @@ class Controller:
             config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model
         )
         self._fleet = self._pools.fleet
-        self._wings = wings_of(self._pools, self._clock, self._tasks, self._resize)
-        self._pools.on_config = self._configured
-        self._pools.roll_out = roll_out_of(self._pools, self._clock)
-        self.adapters = adapters_of(self._pools, self._clock)
+        self._joints = Joints(self._pools, self._clock, self._tasks, self._resize)
+        join_wings(self._joints)
+        self._pools.on_config = self._joints.configured
+        self._pools.roll_out = self._joints.roll_out
+        self.adapters = self._joints.adapters
 
     @property
     def _config(self) -> TandemConfig:
@@ -100,16 +101,15 @@ class Controller:
         await self._pools.take_over()
         self._has_begun = True
         self._tasks.spawn(self._pools.run(), "reconcile")
-        for wing in self._wings:
-            wing.begin()
+        self._begin_wings()
 
-    def _configured(self, config: TandemConfig) -> None:
-        for wing in self._wings:
-            wing.configured(config)
+    def _begin_wings(self) -> None:
+        for begin in self._joints.begin:
+            begin()
 
     def _remeasure(self) -> None:
-        for wing in self._wings:
-            wing.changed()
+        for changed in self._joints.changed:
+            changed()
 
     async def recovered(self) -> None:
         """Call this after `start` has raised. Returns when nodes and routers can answer requests: machines may still come, and an operator
@@ -330,8 +330,7 @@ class Controller:
             check_writers(sized)
             check_room(running.pools, before, sized, self._pools.machines)
             await self._pools.apply(wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers))
-            for wing in self._wings:
-                wing.begin()
+            self._begin_wings()
             for line in change.at_once:
                 self._pools.note(f"applied: {line}")
             return msgspec.structs.replace(change, revision=self._pools.state.revision.number)

@@ -81,7 +81,7 @@ class Reconciler:
     ) -> None:
         self.config = config  # as the operator wants it
         # Called with each new configuration
-        self.on_config: Callable[[TandemConfig], None] = lambda config: None
+        self.on_config: list[Callable[[TandemConfig], None]] = []
         self._given = config  # with which this process was created, maybe long ago
         self._hosts = hosts
         self._turn = turn
@@ -220,7 +220,8 @@ class Reconciler:
         """Uses the recorded configuration from now on."""
         self.config = resolved.config
         self.fleet.use(resolved.fixed, resolved.by_revision)
-        self.on_config(self.config)
+        for use in self.on_config:
+            use(self.config)
 
     async def keep_and_use(self, new: ClusterState) -> None:
         """Records a state with another configuration and uses it, or raises and changes nothing. Requires `writing`."""

@@ -4,6 +4,7 @@ deleted, the pools are kept all the same."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tandem.base.errors import ConfigurationError
@@ -16,15 +17,11 @@ if TYPE_CHECKING:
     from tandem.cluster.tasks import Clock
     from tandem.wire.nodes import Role
 
-ROWS = ("tandem.cluster.pools.autoscaling.wing",)
-ADAPTERS = ("tandem.cluster.adapters.desk",)
-ROLLOUTS = ("tandem.cluster.pools.rollouts.wing",)
-
-RollOut = Callable[[], Coroutine[Any, Any, None]]
-"""Carries out the recorded rollout. Ends with it."""
-
-Resizing = Callable[[Mapping["Role", int]], Awaitable[None]]
-"""Orders other sizes, as an operator does. Requires `writing`."""
+ROWS = (
+    "tandem.cluster.pools.autoscaling.wing",
+    "tandem.cluster.pools.rollouts.wing",
+    "tandem.cluster.adapters.desk",
+)
 
 
 class ChangeAdapters(Protocol):
@@ -35,54 +32,35 @@ class ChangeAdapters(Protocol):
     ) -> Coroutine[Any, Any, dict[str, str]]: ...
 
 
+async def _refused(load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
+    raise ConfigurationError(
+        "adapters cannot change while this installation serves: name them in model.adapters"
+    )
+
+
+@dataclass
+class Joints:
+    """What wings of a controller stand on, and where they join it."""
+
+    pools: Reconciler
+    clock: Clock
+    tasks: Tasks
+    resize: Callable[[Mapping[Role, int]], Awaitable[None]]  # orders other sizes; requires `writing`
+    # The pools are looked after, or a configuration was applied: work in the background may begin. Idempotent
+    begin: list[Callable[[], None]] = field(default_factory=list)
+    # The configuration that the operator wants from now on
+    configured: list[Callable[[TandemConfig], None]] = field(default_factory=list)
+    # A pool was resized, or what is paused has changed: what was measured before describes another deployment
+    changed: list[Callable[[], None]] = field(default_factory=list)
+    # Carries out the recorded rollout, and ends with it; None: what needs one is refused
+    roll_out: Callable[[], Coroutine[Any, Any, None]] | None = None
+    adapters: ChangeAdapters = _refused
+
+
 class PoolsWing(Protocol):
-    """Works beside the controller, on what it knows."""
-
-    def begin(self) -> None:
-        """The pools are looked after, or a configuration was applied: work in the background may begin. Idempotent."""
-        ...
-
-    def configured(self, config: TandemConfig) -> None:
-        """This configuration is the one that the operator wants from now on."""
-        ...
-
-    def changed(self) -> None:
-        """A pool was resized, or what is paused has changed: what was measured before describes another deployment."""
-        ...
+    def join(self, joints: Joints) -> None: ...
 
 
-class PoolsWingModule(Protocol):
-    def wing_of(self, pools: Reconciler, clock: Clock, tasks: Tasks, resize: Resizing) -> PoolsWing: ...
-
-
-def wings_of(pools: Reconciler, clock: Clock, tasks: Tasks, resize: Resizing) -> list[PoolsWing]:
-    return [
-        cast("PoolsWingModule", module).wing_of(pools, clock, tasks, resize) for module in find_wings(ROWS)
-    ]
-
-
-class RolloutsModule(Protocol):
-    def roll_out_of(self, pools: Reconciler, clock: Clock) -> RollOut: ...
-
-
-def roll_out_of(pools: Reconciler, clock: Clock) -> RollOut | None:
-    for module in find_wings(ROLLOUTS):
-        return cast("RolloutsModule", module).roll_out_of(pools, clock)
-    return None
-
-
-class AdaptersModule(Protocol):
-    def change_of(self, pools: Reconciler, clock: Clock) -> ChangeAdapters: ...
-
-
-def adapters_of(pools: Reconciler, clock: Clock) -> ChangeAdapters:
-    """Returns what changes adapters while the cluster serves, or what refuses it."""
-    for module in find_wings(ADAPTERS):
-        return cast("AdaptersModule", module).change_of(pools, clock)
-
-    async def refused(load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
-        raise ConfigurationError(
-            "adapters cannot change while this installation serves: name them in model.adapters"
-        )
-
-    return refused
+def join_wings(joints: Joints) -> None:
+    for module in find_wings(ROWS):
+        cast("PoolsWing", module).join(joints)

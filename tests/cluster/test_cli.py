@@ -134,7 +134,7 @@ def test_help_has_every_command_once_among_its_kind(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     listed = re.findall(r"^    ([a-z-]+)  +\S", said, re.MULTILINE)
     assert sorted(listed) == sorted(subcommands(make_parser()))
-    assert said.index("\nserve:") < said.index("\nuse and look:") < said.index("\nmeasure and plan:")
+    assert said.index("\nserve:") < said.index("\nuse and look:") < said.index("\nchange a running cluster:")
 
 
 def test_the_commands_of_a_wing_that_was_taken_away_are_gone_and_the_others_stay(

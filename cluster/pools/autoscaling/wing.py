@@ -5,49 +5,45 @@ from __future__ import annotations
 import logging
 
 from tandem.base.errors import TandemError
-from tandem.base.tasks import Tasks
-from tandem.cluster.config import PoolConfig, TandemConfig
+from tandem.cluster.config import PoolConfig
 from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
 from tandem.cluster.pools.fleet import Fleet
-from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.pools.wings import Resizing
-from tandem.cluster.tasks import Clock
+from tandem.cluster.pools.wings import Joints
 from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 
 
+def join(joints: Joints) -> None:
+    ScalingPools(joints)
+
+
 class ScalingPools:
-    def __init__(self, pools: Reconciler, clock: Clock, tasks: Tasks, resize: Resizing) -> None:
-        self._pools = pools
-        self._tasks = tasks
-        self._resize = resize
+    def __init__(self, joints: Joints) -> None:
+        self._pools = pools = joints.pools
+        self._joints = joints
         self._runs = False
-        fleet = pools.fleet
         self._autoscaler = Autoscaler(
             pools.config,
-            clock,
-            fleet.statuses,
-            fleet.longest_wait_s,
+            joints.clock,
+            pools.fleet.statuses,
+            pools.fleet.longest_wait_s,
             self._scaled,
             self._resize_one,
             pools.note,
         )
+        joints.begin.append(self.begin)
+        joints.configured.append(self._autoscaler.configure)
+        joints.changed.append(self._autoscaler.changed)
 
     def begin(self) -> None:
         """Starts the loop, once any pool may be scaled by its load."""
         if not self._runs and any(self._pools.config.pools.of(role).max is not None for role in Role):
             self._runs = True
-            self._tasks.spawn(self._autoscaler.run(), "autoscale")
-
-    def configured(self, config: TandemConfig) -> None:
-        self._autoscaler.configure(config)
-
-    def changed(self) -> None:
-        self._autoscaler.changed()
+            self._joints.tasks.spawn(self._autoscaler.run(), "autoscale")
 
     def _scaled(self) -> list[PoolBounds]:
         config, state = self._pools.config.pools, self._pools.state
@@ -65,14 +61,11 @@ class ScalingPools:
             async with self._pools.writing():
                 if resize.role not in [pool.role for pool in self._scaled()]:
                     return  # a rollout or a pause began while this waited for its turn
-                await self._resize({resize.role: resize.size})
+                await self._joints.resize({resize.role: resize.size})
         except TandemError as error:
             logger.warning("%s, but: %s", resize.why, error)
         else:
             self._pools.note(resize.why)
-
-
-wing_of = ScalingPools
 
 
 def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> PoolBounds:

@@ -10,14 +10,14 @@ from tandem.base.errors import TandemError
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.rollouts import steps
 from tandem.cluster.pools.rollouts.watch import RolloutWatch
-from tandem.cluster.pools.wings import RollOut
+from tandem.cluster.pools.wings import Joints
 from tandem.cluster.tasks import Clock
 
 logger = logging.getLogger(__name__)
 
 
-def roll_out_of(pools: Reconciler, clock: Clock) -> RollOut:
-    return RollingOut(pools, clock).run
+def join(joints: Joints) -> None:
+    joints.roll_out = RollingOut(joints.pools, joints.clock).run
 
 
 class RollingOut:

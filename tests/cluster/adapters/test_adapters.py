@@ -240,7 +240,7 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(capsys: pytest.CaptureFi
 
 @in_loop
 async def test_without_this_wing_a_change_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wings, "ADAPTERS", ())
+    monkeypatch.setattr(wings, "ROWS", ())
     async with rig_with({"sql": SQL}) as rig:
         await rig.controller.start()
         with pytest.raises(ConfigurationError, match=r"name them in model\.adapters"):

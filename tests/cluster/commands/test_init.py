@@ -61,8 +61,8 @@ def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFix
         "org/m",
         "--prefill",
         "2",
-        "--max-num-seqs",
-        "9",
+        "--max-model-len",
+        "64",
         "--set",
         "router.policy=round_robin",
     ]

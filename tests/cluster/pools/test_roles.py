@@ -1,4 +1,4 @@
-"""The controller changes nodes' roles, keeps a router on every machine, and lets pools scale."""
+"""The controller changes nodes' roles, and keeps a router on every machine."""
 
 from __future__ import annotations
 
@@ -144,54 +144,6 @@ async def test_only_a_node_that_is_ready_changes_its_role() -> None:
             await rig.controller.change_role("prefill-0", Role.DECODE)
         rig.launcher.node("prefill-0").may_start.set()
         await start
-
-
-# --- scaling by itself
-
-
-@in_loop
-async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
-    asked = pools(1, PoolConfig(nodes=1, min=1, max=2))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
-        rig.launcher.node("decode-0").free_blocks = 2
-        await rig.clock.advance(60)
-        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
-        texts = [decision.text for decision in (await rig.controller.view()).decisions]
-        assert texts == ["decode: from 1 to 2: 98% of its blocks are taken, more than 90%"]
-        await rig.clock.advance(300)
-        assert (await pool_of(rig, Role.DECODE)).wanted == 2, "no room to spare, and not above its maximum"
-
-
-@in_loop
-async def test_one_node_that_keeps_dying_does_not_keep_the_pools_from_growing() -> None:
-    async with Rig(pools=pools(PoolConfig(nodes=2), PoolConfig(nodes=1, min=1, max=2))) as rig:
-        await rig.controller.start()
-        rig.launcher.node("decode-0").free_blocks = 2
-        for _ in range(40):
-            if rig.launcher.node("prefill-1").died.done() is False:
-                rig.launcher.node("prefill-1").die("its device is broken")
-            await rig.clock.advance(3.0)
-        assert "decode-1" in rig.routed
-
-
-@in_loop
-async def test_a_pool_without_a_maximum_is_left_alone() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
-        rig.launcher.node("decode-0").free_blocks = 2
-        await rig.clock.advance(120)
-        assert (await pool_of(rig, Role.DECODE)).wanted == 1
-
-
-@in_loop
-async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
-    asked = pools(1, PoolConfig(nodes=3, min=2, max=4))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
-        await rig.clock.advance(600)
-        assert (await pool_of(rig, Role.DECODE)).wanted == 2
-        assert rig.launcher.node("decode-2").drained_with is not None
 
 
 # --- routers

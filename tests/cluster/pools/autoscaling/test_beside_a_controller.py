@@ -11,7 +11,7 @@ from tandem.cluster.launcher import CheckKept
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import Rig, in_loop, settle
-from tests.cluster.pools.pools_rig import pool_of, pools
+from tests.cluster.pools.pools_rig import PD, pool_of, pools
 
 
 @in_loop
@@ -71,3 +71,48 @@ async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> No
         rig.launcher.router.load = RouterQueue(9, 60.0)
         await rig.clock.advance(30.0)
         assert len(rig.routed) == 4
+
+
+@in_loop
+async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
+    asked = pools(1, PoolConfig(nodes=1, min=1, max=2))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        await rig.clock.advance(60)
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
+        texts = [decision.text for decision in (await rig.controller.view()).decisions]
+        assert texts == ["decode: from 1 to 2: 98% of its blocks are taken, more than 90%"]
+        await rig.clock.advance(300)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 2, "no room to spare, and not above its maximum"
+
+
+@in_loop
+async def test_one_node_that_keeps_dying_does_not_keep_the_pools_from_growing() -> None:
+    async with Rig(pools=pools(PoolConfig(nodes=2), PoolConfig(nodes=1, min=1, max=2))) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        for _ in range(40):
+            if rig.launcher.node("prefill-1").died.done() is False:
+                rig.launcher.node("prefill-1").die("its device is broken")
+            await rig.clock.advance(3.0)
+        assert "decode-1" in rig.routed
+
+
+@in_loop
+async def test_a_pool_without_a_maximum_is_left_alone() -> None:
+    async with Rig(*PD) as rig:
+        await rig.controller.start()
+        rig.launcher.node("decode-0").free_blocks = 2
+        await rig.clock.advance(120)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+
+
+@in_loop
+async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
+    asked = pools(1, PoolConfig(nodes=3, min=2, max=4))
+    async with Rig(pools=asked) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(600)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 2
+        assert rig.launcher.node("decode-2").drained_with is not None

@@ -501,7 +501,7 @@ def test_the_limits_of_a_rollout_have_defaults_that_stop_nothing() -> None:
 
 @in_loop
 async def test_without_this_wing_what_needs_new_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wings, "ROLLOUTS", ())
+    monkeypatch.setattr(wings, "ROWS", ())
     async with Rig(pools=pools(1, 1)) as rig:
         await rig.controller.start()
         with pytest.raises(ConfigurationError, match=r"not replaced while it serves: `tandem down`"):
