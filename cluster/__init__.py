@@ -1,15 +1,12 @@
 """The composition root: turns one configuration into a running deployment, and keeps it running.
 
-    cli           the `tandem` command; wings: commands and flags that may be missing; documents: the tables of
-                  settings and flags in the pages
-    config        every setting; setting_names finds one by name, setting_layers reads each source; settings, rules, describe:
-                  combine the sources, check the result, report all mistakes at once; schema: tells editors what a file may
-                  say; labels: of machines; changes: which settings a running cluster can change; roles: what each
-                  node package says of its own
+    cli           the `tandem` command; wings: commands and flags that may be missing
+    config        every setting; settings/ makes one of defaults, file, environment and flags, or reports all mistakes at once;
+                  describe: sizes and counts in words; labels: of machines; roles: what each node package says of its own
     control, launcher, events   the contracts between the packages below; tasks, saving: helpers that several of them
                   need; api_client: how a command calls a router; admin: what operators may do to a running cluster, one
-                  table for the command and the HTTP API; over_http: what only the command may do
-    pools/        keeps every pool as configured: controller, placement, supervision, scaling. Knows no Ray
+                  table for the command and the HTTP API
+    pools/        keeps every pool as configured: controller, placement, supervision. Knows no Ray
     on_ray/       implements the contracts on Ray: machines, processes, kept state, and the controller as an actor
     static_hosts/ makes pools of machines that exist already, for `ray up`
     models/       turns a model's name into a folder that a node can open

@@ -20,12 +20,12 @@ class EncodeNode(Node[EncodeService]):
 
     def _start(self, loading: LoadSource) -> NodeInfo:
         # Imported here: the cluster imports nodes for their configuration, and must not import torch.
-        from tandem.engine.model.vision.alone import load_tower
+        from tandem.engine.model.lone_tower import tower_loader
 
         if loading.runner is not None:
             raise ConfigurationError("an encoder node cannot take over a model that another node has loaded")
         engine = self.config.engine
-        tower = load_tower(loading.model, engine.scheduler.max_model_len, loading.progress)
+        tower = tower_loader().load_tower(loading.model, engine.scheduler.max_model_len, loading.progress)
         cache = RowsCache(engine.cache.encoder_tokens)
         channel = self._serve(lambda channel: EncodeService(self.config, self.epoch, tower, cache, channel))
         return NodeInfo(

@@ -40,7 +40,7 @@ from tandem.wire.requests import (
 from tandem.wire.sockets import Inbox, Outbox
 
 if TYPE_CHECKING:
-    from tandem.engine.model.vision.alone import LoneTower
+    from tandem.engine.model.lone_tower import LoneTower
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tandem.wire.lines import Position
 from tandem.wire.requests import TokenChunk, ToNode
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.folder import Adapter
+    from tandem.engine.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.slots import AdapterSlots
+    from tandem.engine.model.adapters import Adapters
 
 # Numbers of this size and above are rounded to infinity in a type: half a step beyond its largest number.
 _INFINITE_FROM = {"bfloat16": 2.0**128 - 2.0**119, "float16": 65520.0}
@@ -82,7 +82,7 @@ def check_submit(
     submit: Submit,
     info: ModelInfo,
     *,
-    adapters: AdapterSlots | None,
+    adapters: Adapters | None,
     writes_hidden_states: bool,
     follows_grammars: bool,
 ) -> None:
@@ -114,7 +114,7 @@ def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
             )
 
 
-def _check_adapter(submit: Submit, adapters: AdapterSlots | None) -> None:
+def _check_adapter(submit: Submit, adapters: Adapters | None) -> None:
     """A loaded adapter that is no longer served still counts, because the request may continue here after it began on another node."""
     if submit.lora is not None and (adapters is None or not adapters.has(submit.lora)):
         raise AdapterMissing(

@@ -85,7 +85,7 @@ from tandem.wire.requests import (
 from tandem.wire.tracing import NodeTrace
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.folder import Adapter
+    from tandem.engine.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ def known_doors() -> set[Door]:
 
 def _settings() -> Iterator[str]:
     from tandem.cluster.config import DERIVED
-    from tandem.cluster.setting_names import dotted, known_settings
+    from tandem.cluster.settings.names import dotted, known_settings
 
     return (dotted(path) for path in known_settings().keys() - DERIVED.keys())
 
@@ -148,15 +148,15 @@ class Recorder:
             self.passed |= {("metric", sample), ("metric", re.sub("_(bucket|sum|count)$", "", sample))}
 
     def _watch_settings(self) -> None:
-        from tandem.cluster import settings
+        from tandem.cluster.settings import combined
 
-        make, recorder = settings.Settings.__init__, self
+        make, recorder = combined.Settings.__init__, self
 
         def made(self: Any, config: Any, origins: Any) -> None:
             make(self, config, origins)
             recorder.passed.update(("setting", ".".join(path)) for path in origins)
 
-        settings.Settings.__init__ = made  # type: ignore[method-assign]
+        combined.Settings.__init__ = made  # type: ignore[method-assign]
 
     def _watch_commands(self) -> None:
         from tandem.cluster import cli

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.cli import make_parser
-from tandem.cluster.setting_layers import read_assignments
-from tandem.cluster.setting_names import known_settings
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.layers import read_assignments
+from tandem.cluster.settings.names import known_settings
 from tandem.wire.nodes import Role
 from tests.documents import Block, blocks
 from tests.doors import passes

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.cluster.setting_layers import read_file
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.layers import read_file
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -92,13 +92,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # A folder of cluster/ -> what it may import of the others. All of them may import what lies in cluster/ itself.
 WITHIN_CLUSTER: dict[str, set[str]] = {
+    "settings": {"models"},
     "pools": set(),
     "models": set(),
     "static_hosts": set(),
     "foreign_flags": set(),
-    "adapters": {"commands", "pools"},
+    "adapters": {"commands", "pools", "settings"},
     "on_ray": {"pools", "models"},
-    "commands": {"pools", "models", "on_ray"},
+    "commands": {"settings", "pools", "models", "on_ray"},
     "trace": {"commands"},
     "replay": {"commands"},
     "bench": {"commands", "models", "trace"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.base.wings import find_wings, is_there
-from tests.wings import ROOT, WINGS, documented, tracked, who_imports, wing_of, with_dependents
+from tests.wings import ROOT, WINGS, documented, modules_of, tracked, who_imports, wing_of, with_dependents
 
 
 @pytest.mark.parametrize("name", WINGS)
@@ -56,3 +56,9 @@ def test_an_error_inside_a_wing_is_no_absence(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="not_installed"):
         find_wings(["a_broken_wing"])
+
+
+def test_the_modules_of_several_paths_are_all_found() -> None:
+    """What is imported is compared with these: with none, no import would count."""
+    paths = ("base/wings.py", "cluster/wings.py")
+    assert modules_of(path for path in paths) == {"tandem.base.wings", "tandem.cluster.wings"}

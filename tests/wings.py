@@ -115,6 +115,30 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_ngram.py",
         ),
     ),
+    "quantized": Wing(
+        ("engine/model/quantized/",),
+        ("tests/engine/model/quantized_files.py", "tests/engine/model/test_quantized.py"),
+    ),
+    "gguf": Wing(
+        ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
+    ),
+    "images": Wing(
+        ("engine/model/vision/",),
+        (
+            "tests/engine/test_images.py",
+            "tests/engine/model/test_lone_tower.py",
+            "tests/engine/model/test_image_processing.py",
+        ),
+    ),
+    "lora": Wing(
+        ("engine/model/lora/",),
+        (
+            "tests/engine/model/adapter_files.py",
+            "tests/engine/model/test_adapter_slots.py",
+            "tests/engine/model/test_lora.py",
+            "tests/engine/model/test_lora_kernel.py",
+        ),
+    ),
     "vectors": Wing(
         ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
         ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
@@ -128,6 +152,10 @@ WINGS: dict[str, Wing] = {
     "encoder nodes": Wing(
         ("encode_node/", "node/encoders/", "wire/encoding.py"),
         ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
+    ),
+    "pins": Wing(
+        ("engine/scheduling/pins/",),
+        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
     ),
 }
 
@@ -167,7 +195,8 @@ def tracked() -> tuple[str, ...]:
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
-    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, paths)}
+    listed = tuple(paths)
+    return {module_of(file) for file in tracked() if file.endswith(".py") and lies_in(file, listed)}
 
 
 def module_of(file: str) -> str:

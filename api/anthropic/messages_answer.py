@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, json_pieces
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, json_pieces, pieces_of
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.reading import ReadChoice
@@ -23,15 +23,12 @@ def whole_message(
     tokenizer: Tokenizer,
 ) -> Iterator[bytes]:
     (one,) = read
-    reader = plan.reader()
-    pieces: list[Piece] = [Text(one.text)]
-    if reader is not None:
-        pieces = reader.push(one.text) + reader.finish(cut=one.choice.cut)
+    whole = Delta(one.text, finish_reason=one.choice.finish_reason, cut=one.choice.cut)
     blocks = _Blocks()
     return json_pieces(
         {
             **_message(head),
-            "content": _whole_blocks(blocks, pieces),
+            "content": _whole_blocks(blocks, pieces_of(plan.reader(), whole)),
             **_end(one.choice, blocks),
             "usage": _usage(plan, one.choice),
         }
@@ -151,19 +148,13 @@ class MessageStream:
             fields = {**_message(self._head), "content": [], "stop_reason": None, "stop_sequence": None}
             usage = {**_usage(self._plan, choice), "output_tokens": 0}
             out.append(_event("message_start", message={**fields, "usage": usage}))
-        for piece in self._pieces(delta):
+        for piece in pieces_of(self._reader, delta):
             out += self._show(piece)
         if delta.finish_reason is not None:
             out += self._close()
             end, usage = _end(choice, self._blocks), _usage(self._plan, choice)
             out.append(_event("message_delta", delta=end, usage=usage))
         return b"".join(out)
-
-    def _pieces(self, delta: Delta) -> Sequence[Piece]:
-        if self._reader is None:
-            return [Text(delta.text)] if delta.text else []
-        pieces = self._reader.push(delta.text)
-        return pieces + self._reader.finish(cut=delta.cut) if delta.finish_reason is not None else pieces
 
     def _show(self, piece: Piece) -> list[bytes]:
         out: list[bytes] = []

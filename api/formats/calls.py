@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.api.formats.cursor import UNAMBIGUOUS, Cursor, Steps
+from tandem.api.formats.cursor import UNAMBIGUOUS, Cursor, CursorReader, Steps
 from tandem.api.lark import LarkWriter
 from tandem.api.pieces import Arguments, CallBegins, Piece, Text, ToolSchemas
 
@@ -77,37 +77,24 @@ class CallSink:
 _TOOL_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)')
 
 
-class CallReader:
+class CallReader(CursorReader):
     """Reads calls in one format; all other text passes through. `must_call`: a grammar allows nothing but calls, so there
     is no other text, only marks around calls that were cut off."""
 
     def __init__(self, calls: CallFormat, tools: ToolSchemas, *, must_call: bool = False) -> None:
+        super().__init__()
         self._must_call = must_call
         self._calls = calls
         self._tools = tools
-        self._cursor = Cursor()
-        self._pieces: list[Piece] = []
         # White space around calls, until it is known what follows. None: text has begun.
         self._space: str | None = ""
         self._found = False
-        self._steps = self._read()
-
-    def push(self, text: str) -> list[Piece]:
-        self._cursor.rest += text
-        return self._advance()
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        self._cursor.ended, self._cursor.cut = True, cut
-        pieces = self._advance()
+        pieces = super().finish(cut=cut)
         if self._space and not self._found and not self._must_call:
             pieces.append(Text(self._space))
         self._space = None
-        return pieces
-
-    def _advance(self) -> list[Piece]:
-        next(self._steps, None)
-        pieces = self._pieces[:]
-        self._pieces.clear()
         return pieces
 
     def _read(self) -> Steps[None]:

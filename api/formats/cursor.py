@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
+from tandem.api.pieces import Piece
+
 # The most text held back as a possible beginning of a call. A name with its marks is shorter.
 MOST_HELD = 1_000
 # So many characters of a mark are no text: shorter ones, such as "<", are often something else.
@@ -105,6 +107,29 @@ class Cursor:
         while len(self.rest) < len(mark) and mark.startswith(self.rest) and not self.ended:
             yield
         return self.rest.startswith(mark)
+
+
+class CursorReader:
+    """A reader whose `_read` is a generator: it runs on whenever more text has arrived."""
+
+    def __init__(self) -> None:
+        self._cursor = Cursor()
+        self._pieces: list[Piece] = []
+        self._steps = self._read()
+
+    def push(self, text: str) -> list[Piece]:
+        self._cursor.rest += text
+        next(self._steps, None)
+        pieces = self._pieces[:]
+        self._pieces.clear()
+        return pieces
+
+    def finish(self, *, cut: bool = False) -> list[Piece]:
+        self._cursor.ended, self._cursor.cut = True, cut
+        return self.push("")
+
+    def _read(self) -> Steps[None]:
+        raise NotImplementedError
 
 
 def possible_start(text: str, marks: Sequence[str]) -> int:

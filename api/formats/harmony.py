@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from tandem.api.formats.calls import CallSink, Layout
-from tandem.api.formats.cursor import Cursor, Steps
+from tandem.api.formats.cursor import CursorReader, Steps
 from tandem.api.lark import ANY_TEXT, LarkWriter, json_schema, nested, quoted
-from tandem.api.pieces import Piece, Reasoning, Text
+from tandem.api.pieces import Reasoning, Text
 from tandem.api.text.tokenizer import Tokenizer
 
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
@@ -82,24 +82,11 @@ def _if_analysis(
     return end - begin if channel is not None and channel[1] == "analysis" else 0
 
 
-class HarmonyReader:
+class HarmonyReader(CursorReader):
     def __init__(self, *, calls: bool, must_call: bool = False) -> None:
+        super().__init__()
         self._calls = calls
         self._must_call = must_call
-        self._cursor = Cursor()
-        self._pieces: list[Piece] = []
-        self._steps = self._read()
-
-    def push(self, text: str) -> list[Piece]:
-        self._cursor.rest += text
-        next(self._steps, None)
-        pieces = self._pieces[:]
-        self._pieces.clear()
-        return pieces
-
-    def finish(self, *, cut: bool = False) -> list[Piece]:
-        self._cursor.ended, self._cursor.cut = True, cut
-        return self.push("")
 
     def _read(self) -> Steps[None]:
         cursor = self._cursor

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tandem.api.formats.cursor import Cursor, Steps
+from tandem.api.formats.cursor import CursorReader, Steps
 from tandem.api.lark import ANY_TEXT, SOME_SPACE, LarkWriter, nested
 from tandem.api.pieces import AnswerReader, Piece, Reasoning, Text
 from tandem.api.text.tokenizer import Tokenizer
@@ -87,32 +87,25 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         )
 
 
-class ReasoningReader:
+class ReasoningReader(CursorReader):
     """Reads reasoning. White space around it belongs to the format. `after` reads the answer; None: the
     answer is text."""
 
     def __init__(self, marks: ReasoningFormat, start: ReasoningStart, after: AnswerReader | None) -> None:
+        super().__init__()
         self._marks = marks
         self._start = start
         self._after = after
-        self._cursor = Cursor()
-        self._pieces: list[Piece] = []
         self._space = ""  # white space of the reasoning, held until more reasoning follows
         self._in_answer = False
-        self._steps = self._read()
 
     def push(self, text: str) -> list[Piece]:
         if self._in_answer:
             return self._answer(text)
-        self._cursor.rest += text
-        next(self._steps, None)
-        pieces = self._pieces[:]
-        self._pieces.clear()
-        return pieces
+        return super().push(text)
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        self._cursor.ended, self._cursor.cut = True, cut
-        pieces = self.push("")
+        pieces = super().finish(cut=cut)
         return pieces if self._after is None else [*pieces, *self._after.finish(cut=cut)]
 
     def _answer(self, text: str) -> list[Piece]:

@@ -39,17 +39,34 @@ def _mistral(layout: Layout, *, as_list: bool) -> NamedCalls:
     )
 
 
+def _between(tag: str) -> Layout:
+    """Each call is between the tags, on lines of its own."""
+    begin, end = f"<{tag}>", f"</{tag}>"
+    return Layout(call_begin=f"{begin}\n", call_end=f"\n{end}", between="\n", marks=(begin, end))
+
+
+def _function_tags(tag: str, written_value: str, written_close: str) -> TaggedCalls:
+    return TaggedCalls(
+        (f"<{tag}>",),
+        _between(tag),
+        end=f"</{tag}>",
+        call_open=r"<function=(?P<name>[^>\s]+)>",
+        call_close="</function>",
+        value_open=r"<parameter=(?P<key>[^>\s]+)>",
+        value_close="</parameter>",
+        written_call="<function={}>\n",
+        written_value=written_value,
+        written_close=written_close,
+        newlines=True,
+    )
+
+
 _DSML = "｜DSML｜"
 
 CALLS: Mapping[ToolFormat, CallFormat] = {
     ToolFormat.HERMES: JsonCalls(
         ("<tool_call>",),
-        Layout(
-            call_begin="<tool_call>\n",
-            call_end="\n</tool_call>",
-            between="\n",
-            marks=("<tool_call>", "</tool_call>"),
-        ),
+        _between("tool_call"),
         end="</tool_call>",
     ),
     ToolFormat.LLAMA3: JsonCalls(
@@ -138,42 +155,8 @@ CALLS: Mapping[ToolFormat, CallFormat] = {
         call_end=_KIMI[3],
         end=_KIMI[1],
     ),
-    ToolFormat.QWEN3_CODER: TaggedCalls(
-        ("<tool_call>",),
-        Layout(
-            call_begin="<tool_call>\n",
-            call_end="\n</tool_call>",
-            between="\n",
-            marks=("<tool_call>", "</tool_call>"),
-        ),
-        end="</tool_call>",
-        call_open=r"<function=(?P<name>[^>\s]+)>",
-        call_close="</function>",
-        value_open=r"<parameter=(?P<key>[^>\s]+)>",
-        value_close="</parameter>",
-        written_call="<function={}>\n",
-        written_value="<parameter={}>\n",
-        written_close="\n</parameter>\n",
-        newlines=True,
-    ),
-    ToolFormat.SEED_OSS: TaggedCalls(
-        ("<seed:tool_call>",),
-        Layout(
-            call_begin="<seed:tool_call>\n",
-            call_end="\n</seed:tool_call>",
-            between="\n",
-            marks=("<seed:tool_call>", "</seed:tool_call>"),
-        ),
-        end="</seed:tool_call>",
-        call_open=r"<function=(?P<name>[^>\s]+)>",
-        call_close="</function>",
-        value_open=r"<parameter=(?P<key>[^>\s]+)>",
-        value_close="</parameter>",
-        written_call="<function={}>\n",
-        written_value="<parameter={}>",
-        written_close="</parameter>\n",
-        newlines=True,
-    ),
+    ToolFormat.QWEN3_CODER: _function_tags("tool_call", "<parameter={}>\n", "\n</parameter>\n"),
+    ToolFormat.SEED_OSS: _function_tags("seed:tool_call", "<parameter={}>", "</parameter>\n"),
     ToolFormat.GLM: TaggedCalls(
         ("<tool_call>",),
         Layout(

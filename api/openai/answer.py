@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tandem.api.lives import ReadableLife
+from tandem.api.pieces import AnswerReader, Piece, Text
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import TandemError
 from tandem.wire.requests import new_id
@@ -36,6 +37,14 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     cut: bool = False  # with a finish_reason: not where the model would have ended
     token_ids: Sequence[int] = ()  # only if the request asks for them
+
+
+def pieces_of(reader: AnswerReader | None, delta: Delta) -> list[Piece]:
+    """Returns what a delta adds to the answer; with its end, also what the reader held back."""
+    if reader is None:
+        return [Text(delta.text)] if delta.text else []
+    pieces = reader.push(delta.text)
+    return pieces + reader.finish(cut=delta.cut) if delta.finish_reason is not None else pieces
 
 
 class StopMatcher:

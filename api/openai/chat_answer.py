@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces, pieces_of
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -196,9 +196,7 @@ class ChatStream:
         is held back."""
         out = b""
         message = self._messages[choice.index]
-        pieces = reader.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += reader.finish(cut=delta.cut)
+        pieces = pieces_of(reader, delta)
         if delta.tokens or delta.token_ids:
             out += self._event(choice, {}, delta=delta)
         for content in message.deltas(pieces):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import Choice, Delta
+from tandem.api.openai.answer import Choice, Delta, pieces_of
 from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.base.errors import TandemError
@@ -48,14 +47,7 @@ class ResponseMaker:
         ]
 
     def events(self, delta: Delta) -> list[bytes]:
-        pieces: Sequence[Piece]
-        if self._reader is None:
-            pieces = [Text(delta.text)] if delta.text else []
-        else:
-            pieces = self._reader.push(delta.text)
-            if delta.finish_reason is not None:
-                pieces = [*pieces, *self._reader.finish(cut=delta.cut)]
-        return [event for piece in pieces for event in self._show(piece)]
+        return [event for piece in pieces_of(self._reader, delta) for event in self._show(piece)]
 
     def complete(self, plan: GenerationPlan, choice: Choice) -> list[bytes]:
         whole = choice.finish_reason != "length"

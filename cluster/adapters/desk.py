@@ -15,7 +15,7 @@ from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError
 from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.wings import ChangeAdapters
-from tandem.cluster.rules import broken_adapters
+from tandem.cluster.settings.rules import broken_adapters
 from tandem.cluster.tasks import Clock
 from tandem.wire.adapters import check_place
 

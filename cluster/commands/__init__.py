@@ -13,6 +13,6 @@ top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and
               between GPUs; numa_check: which memory is near
 chat, show_config
-init          writes a commented tandem.yaml and a cluster's files
+init          writes a commented tandem.yaml and a cluster's files; documents: the tables of settings and flags in the pages
 output        `-o json`; where a service's output and libraries' output go
 """

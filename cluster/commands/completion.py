@@ -107,7 +107,7 @@ def _values(option: argparse.Action) -> list[str]:
     if option.choices:
         return [str(choice) for choice in option.choices]
     if option.dest == "set":
-        from tandem.cluster.setting_names import dotted, known_settings
+        from tandem.cluster.settings.names import dotted, known_settings
 
         return [f"{dotted(path)}=" for path in known_settings()]
     return []

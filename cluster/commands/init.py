@@ -14,10 +14,10 @@ from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED
 from tandem.cluster.describe import without_links
 from tandem.cluster.saving import as_json
-from tandem.cluster.schema import FILE_NAME, json_schema
-from tandem.cluster.setting_layers import Layer, read_file
-from tandem.cluster.setting_names import Path, fields_of, section_type
-from tandem.cluster.settings import Settings
+from tandem.cluster.settings.combined import Settings
+from tandem.cluster.settings.layers import Layer, read_file
+from tandem.cluster.settings.names import Path, fields_of, section_type
+from tandem.cluster.settings.schema import FILE_NAME, json_schema
 
 MANIFESTS = FilePath(__file__).resolve().parents[2] / "manifests"
 CLUSTERS = ("static", "aws", "gcp", "kuberay")

@@ -47,7 +47,7 @@ class _NamesTheCommand(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            from tandem.cluster.setting_names import did_you_mean
+            from tandem.cluster.settings.names import did_you_mean
 
             hint = did_you_mean(str(value), action.choices) or f"; `{self.prog} --help` lists them"
             self.error(f"there is no command {value!r}{hint}")
@@ -104,7 +104,7 @@ class CommandParser(_NamesTheCommand):
         return parsed, unknown
 
     def _meant(self, word: str) -> str:
-        from tandem.cluster.setting_names import did_you_mean
+        from tandem.cluster.settings.names import did_you_mean
 
         meant = word.partition("=")[0].replace("_", "-")
         if meant in self._option_string_actions:  # vLLM accepts both spellings

@@ -23,7 +23,7 @@ from tandem.cluster.models.resolved import draft_place
 from tandem.cluster.models.store import Model, check_name, find_model, models_folder, weight_files
 from tandem.cluster.pools.placement import LocalMachine, computes_on_cpu, place_nodes
 from tandem.cluster.pools.room import check_memory
-from tandem.cluster.settings import SettingsError
+from tandem.cluster.settings.combined import SettingsError
 from tandem.http_server.certificate import check_before_use
 from tandem.kvtransfer.registry import CONNECTORS, find_connector
 from tandem.router.config import RouterConfig

@@ -46,8 +46,8 @@ def _describe_init(parser: argparse.ArgumentParser) -> None:
 
 def _init(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.init import cluster_settings, init
-    from tandem.cluster.setting_layers import read_file
-    from tandem.cluster.settings import resolve
+    from tandem.cluster.settings.combined import resolve
+    from tandem.cluster.settings.layers import read_file
 
     layers = [cluster_settings(options.cluster), flags_of(options)]
     if options.config is not None:
@@ -74,7 +74,7 @@ def _config(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.show_config import as_values, render
 
     if options.schema:
-        from tandem.cluster.schema import json_schema
+        from tandem.cluster.settings.schema import json_schema
 
         print_json(json_schema())
         return 0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from tandem.cluster.wings import foreign_flags
 
 if TYPE_CHECKING:
-    from tandem.cluster.setting_layers import Layer
-    from tandem.cluster.settings import Settings
+    from tandem.cluster.settings.combined import Settings
+    from tandem.cluster.settings.layers import Layer
 
 DEFAULT_FILE = "tandem.yaml"
 
@@ -68,8 +68,8 @@ def add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> Non
 
 def read_settings(options: argparse.Namespace) -> Settings:
     """Combines defaults, file, environment and flags; later ones win. Raises SettingsError."""
-    from tandem.cluster.setting_layers import read_environment, read_file
-    from tandem.cluster.settings import resolve
+    from tandem.cluster.settings.combined import resolve
+    from tandem.cluster.settings.layers import read_environment, read_file
 
     layers: list[Layer] = []
     if options.config is not None:
@@ -80,7 +80,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
 
 
 def flags_of(options: argparse.Namespace) -> Layer:
-    from tandem.cluster.setting_layers import read_assignments
+    from tandem.cluster.settings.layers import read_assignments
 
     assignments: list[tuple[str, str | None, str]] = []
     answers: list[str] = []

@@ -9,8 +9,8 @@ import msgspec
 import yaml
 
 from tandem.cluster.config import DERIVED
-from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
-from tandem.cluster.settings import Settings
+from tandem.cluster.settings.combined import Settings
+from tandem.cluster.settings.names import Path, dotted, fields_of, known_settings, section_type, value_at
 
 _HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {
@@ -40,20 +40,14 @@ def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> I
 
 def as_values(settings: Settings) -> dict[str, Any]:
     """Returns every setting by name with its value and origin; the origin of one that was not set is "default"."""
-    values: dict[str, Any] = {}
-
-    def walk(section: msgspec.Struct, prefix: Path) -> None:
-        kind: type[msgspec.Struct] = type(section)
-        for name, info in fields_of(kind).items():
-            path, value = (*prefix, name), getattr(section, name)
-            if section_type(info.type) is not None:
-                walk(value, path)
-            elif path not in DERIVED:
-                origin = settings.origins.get(path, "default")
-                values[dotted(path)] = {"value": _plain(path, value), "origin": origin}
-
-    walk(settings.config, ())
-    return values
+    return {
+        dotted(path): {
+            "value": _plain(path, value_at(settings.config, path)),
+            "origin": settings.origins.get(path, "default"),
+        }
+        for path in known_settings()
+        if path not in DERIVED
+    }
 
 
 def _plain(path: Path, value: Any) -> Any:

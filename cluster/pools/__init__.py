@@ -2,6 +2,7 @@
 
 deployment, controller_host       a controller with its routers' URL; the controller as its process serves it to commands
 controller, limits                what operators may order, and what is refused
+changes, over_http                which settings a running cluster can change; what only the command may, and HTTP may not
 reconciler, plan                  the one task that changes pools; the next change
 departures                        nodes and routers that are draining before they end
 turn                              of two controllers only the later one records and acts

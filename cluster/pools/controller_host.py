@@ -18,13 +18,13 @@ from tandem.base.errors import InternalError, TandemError, Unavailable, WireErro
 from tandem.base.logs import LogsQuery
 from tandem.base.settings import without_defaults
 from tandem.cluster.admin import act
-from tandem.cluster.changes import compare, with_sizes
 from tandem.cluster.config import ClusterTimeouts, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, Control, ExchangeView
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
-from tandem.cluster.over_http import check_adapters, check_config
+from tandem.cluster.pools.changes import compare, with_sizes
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
+from tandem.cluster.pools.over_http import check_adapters, check_config
 from tandem.cluster.tasks import Clock, cancel
 from tandem.wire.nodes import Role
 

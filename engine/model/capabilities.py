@@ -14,13 +14,12 @@ from tandem.engine.model.source import ModelSource, Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tandem.engine.model.adapters import Adapters, UpdatedLayers
     from tandem.engine.model.attention.layers import CachePlan
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
-    from tandem.engine.model.lora.layers import AdaptedLayers
-    from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.parts import Drafter, RunnerPart
-    from tandem.engine.model.runner import ModelInfo
+    from tandem.engine.model.runner import Around, ModelInfo
     from tandem.engine.model.transformers_forward import ModelParts
     from tandem.engine.model.wide.shard import Shard
 
@@ -51,8 +50,8 @@ class Capability:
     loader: Any = None  # transformers' class that loads the model; None: the usual one
     may_lack_head = False  # the checkpoint may have no weights for the head
     bytes_per_block = 0  # what it keeps beside each block of the KV cache
-    updates: AdaptedLayers | None = None  # what it adds to linear layers
-    adapters: AdapterSlots | None = None
+    updates: UpdatedLayers | None = None  # what it adds to linear layers
+    adapters: Adapters | None = None
     drafter: Drafter | None = None
 
     def refuse(self, parts: ModelParts) -> None:
@@ -67,6 +66,10 @@ class Capability:
 
     def change(self, model: PreTrainedModel) -> None:
         """After the model is fused, if it is. General path only."""
+
+    def around(self, model: PreTrainedModel) -> Around | None:
+        """What happens around each forward pass; None for nothing. General path only."""
+        return None
 
     def planned(self, loaded: LoadedModel, plan: CachePlan) -> None:
         """The model is loaded and its KV cache is planned; further weights may be loaded now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Sequence
@@ -16,19 +15,19 @@ from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
-from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource
+from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tandem.engine.model.adapters import UpdatedLayers
     from tandem.engine.model.attention.flashinfer import FlashInferAttention
     from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.decode_graphs import DecodeGraphs
     from tandem.engine.model.fused.pieces import Pieces
-    from tandem.engine.model.lora.layers import AdaptedLayers
     from tandem.engine.model.probe import ProbeResult
     from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
     from tandem.kvtransfer.base import HeadShare
@@ -44,11 +43,8 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
     compiled."""
     source, config, dtype, threads = loading.source, loading.config, loading.dtype, loading.threads
     may_lack_head = any(each.may_lack_head for each in capabilities)
-    quantized = source.gguf_file is None and read_checkpoint(source.name, source.folder, config) is not None
-    plain = config
-    if quantized:  # on a CPU quantized matrices become ordinary ones
-        plain = copy.deepcopy(config)
-        plain.quantization_config = None
+    found = weight_format(source, config)
+    plain = found.plain(config) if found is not None else config
     reason = supports(plain, dtype, loading.device)
     if reason is not None:
         log.info("%s is computed by transformers, not by the native library: %s", source.name, reason)
@@ -57,7 +53,7 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
     def tell(share: float) -> None:
         loading.progress("loading weights", share)
 
-    if source.gguf_file is None and not quantized:
+    if found is None:
         forward = NativeLlamaForward.from_checkpoint(
             source.folder, config, dtype=dtype, threads=threads, progress=tell, may_lack_head=may_lack_head
         )
@@ -234,7 +230,7 @@ def _is_alone(parts: ModelParts) -> bool:
     return bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
 
 
-def _updates(capabilities: Sequence[Capability]) -> AdaptedLayers | None:
+def _updates(capabilities: Sequence[Capability]) -> UpdatedLayers | None:
     return next((each.updates for each in capabilities if each.updates is not None), None)
 
 
@@ -262,14 +258,16 @@ class _GeneralModel:
         from tandem.engine.model.transformers_forward import TransformersForward
 
         model, parts, adapted = self._model, self.parts, _updates(self._capabilities)
+        wrappers = (each.around(model) for each in self._capabilities)
+        around = next((found for found in wrappers if found is not None), None)
         if _is_alone(parts) or parts.mixers is not None:
             # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
             # are not recorded.
             states = LayerStates(kv_cache, parts.mixers.layout) if parts.mixers is not None else None
             attention = gathering(kv_cache, plan, parts.expansions)
-            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads)
+            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
         chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype)
-        forward = TransformersForward(model, chosen, parts, adapted=adapted)
+        forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
         if isinstance(chosen, CpuAttention):
             return RecordedSteps(forward, chosen)
         shard = self._loading.shard

@@ -8,6 +8,8 @@ together. Longer chunks (prompts, and tokens with drafts) follow.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from tandem.engine.model.lora.slots import AdapterSlots
+    from tandem.engine.model.adapters import Adapters
     from tandem.engine.structured.grammars import Grammars
 
 
@@ -107,7 +109,7 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def adapters(self) -> AdapterSlots | None:
+    def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may name; None when none are served."""
         ...
 
@@ -231,3 +233,7 @@ class Batch:
     @property
     def num_requests(self) -> int:
         return self.context_lens.shape[0]
+
+
+Around = Callable[[Batch], AbstractContextManager[None]]
+"""What happens around a forward pass of the general path."""

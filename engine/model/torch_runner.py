@@ -33,7 +33,7 @@ from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.slots import AdapterSlots
+    from tandem.engine.model.adapters import Adapters
     from tandem.engine.model.prefault import PageMaker
 
 
@@ -51,7 +51,7 @@ class TorchRunner:
         max_num_seqs: int,
         num_speculative_tokens: int,
         grammars: Grammars | None = None,
-        adapters: AdapterSlots | None = None,
+        adapters: Adapters | None = None,
         parts: Sequence[RunnerPart] = (),
         drafter: Drafter | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class TorchRunner:
         return self._grammars
 
     @property
-    def adapters(self) -> AdapterSlots | None:
+    def adapters(self) -> Adapters | None:
         return self._adapters
 
     @property

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tandem.base.errors import InternalError
+from tandem.engine.model.adapters import UpdatedLayers
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import (
     AttentionStep,
@@ -26,10 +27,9 @@ from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
 from tandem.engine.model.fused.rotary import take_rotary
-from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
-from tandem.engine.model.runner import Batch, LayerHooks
+from tandem.engine.model.runner import Around, Batch, LayerHooks
 
 # In steps of at most this many tokens, each of torch's operations is too small for two threads.
 _SHORT = 16
@@ -60,10 +60,11 @@ class TransformersForward:
         attention: PagedAttention,
         parts: ModelParts,
         states: LayerStates | None = None,
-        adapted: AdaptedLayers | None = None,
+        adapted: UpdatedLayers | None = None,
         threads: int = 0,
+        around: Around | None = None,
     ) -> None:
-        """`states` are given if the model has mixers that keep their states in the KV cache. With `threads`, torch uses that many in
+        """`states` are given if the model has mixers that keep their states in the KV cache. A pass is computed inside `around`. With `threads`, torch uses that many in
         long steps and one in short steps: its idle threads spin for a while, on cores that the CPU kernels need next."""
         self._model = model
         self.attention = attention
@@ -76,7 +77,7 @@ class TransformersForward:
         self._picks_rows = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = cache_parameter(parameters)
-        self._told = _that_takes_deeper_rows(model)
+        self._around = around
         self._hidden: torch.Tensor | None = None
         self._threads = threads
 
@@ -97,7 +98,7 @@ class TransformersForward:
             mixing_through(mixing),
             own_attention_through(attending),
             self._noting_hidden(batch.hidden_rows),
-            self._telling_layers(batch),
+            self._around(batch) if self._around is not None else nullcontext(),
         ):
             return self.compute(
                 batch.token_ids,
@@ -111,7 +112,7 @@ class TransformersForward:
             )
 
     def adapting(self, slots: torch.Tensor | None, used: int) -> AbstractContextManager[None]:
-        """See AdaptedLayers.step."""
+        """See UpdatedLayers.step."""
         return self.adapted.step(slots, used) if self.adapted is not None else nullcontext()
 
     def _embeddings(self, batch: Batch) -> torch.Tensor:
@@ -121,31 +122,6 @@ class TransformersForward:
         if batch.image_rows is not None and batch.image_states is not None:
             rows[batch.image_rows] = batch.image_states[:, : rows.shape[1]].to(rows.dtype)
         return rows
-
-    @contextmanager
-    def _telling_layers(self, batch: Batch) -> Iterator[None]:
-        """Passes the rows to the model that its first layers add to images' rows (Qwen3-VL's DeepStack). Its own code takes them from
-        its own vision tower."""
-        states, places = batch.image_states, batch.image_rows
-        hidden = int(self._model.config.get_text_config().hidden_size)
-        if self._told is None or states is None or places is None or states.shape[1] == hidden:
-            yield
-            return
-        _, *deeper = torch.split(states, hidden, dim=1)
-        mask = torch.zeros(1, batch.num_tokens, dtype=torch.bool, device=states.device)
-        mask[0, places] = True
-        # The model takes these rows in the order of its tokens.
-        order = places.argsort()
-        given = {"visual_pos_masks": mask, "deepstack_visual_embeds": [each[order] for each in deeper]}
-
-        def tell(_module: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return inputs, options | given
-
-        hook = self._told.register_forward_pre_hook(tell, with_kwargs=True)
-        try:
-            yield
-        finally:
-            hook.remove()
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -287,11 +263,3 @@ class _HookedStep:
         if hooks is not None:
             hooks.save_kv_layer(layer)
         return out[None], None
-
-
-def _that_takes_deeper_rows(model: PreTrainedModel) -> Any:
-    """The part of the model whose first layers add to images' rows; None without one."""
-    language: Any = getattr(model.base_model, "language_model", None)
-    if language is None or "deepstack_visual_embeds" not in inspect.signature(language.forward).parameters:
-        return None
-    return language

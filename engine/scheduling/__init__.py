@@ -3,10 +3,9 @@
 scheduler       `Scheduler`, the only entry; the other files are its parts
 state           what the parts share: requests, the step's plan, the prompt budget, the open step, counters
 queue           waiting requests, in the order of a policy; also those that were passed over or wait for an event
-pins            which ended turns keep their blocks for their job's next turn; how long tools take
 admission       the two phases of a step: running requests first, then waiting ones
 unchanged       takes many identical steps at once, for a simulation
-drafting        how many draft tokens each request may get, so that drafts pay
+wings           what can be deleted: pins/ (agents' turns that keep their blocks) and drafting/ (how long drafts may be)
 output          what the scheduler sends to the model runner, and what the runner returns
 results         books the model's output and the connector's events
 invalid_blocks  rewinds requests that used blocks whose load failed

@@ -108,7 +108,7 @@ class RunningPhase:
             if (
                 state.pins is not None
                 and (victim is request or state.pins.has(victim.facts.job_id))
-                and self._lifecycle.break_pin(besides=victim.facts.job_id)
+                and state.pins.give_way(victim.facts.job_id)
             ):
                 continue
             if victim is request and self._lifecycle.take_blocks_of_waiting(besides=request):
@@ -321,7 +321,7 @@ class AdmissionPhase:
             # request.
             if self._state.running:
                 return False
-            if self._lifecycle.break_pin(besides=request.facts.job_id):
+            if (pins := self._state.pins) is not None and pins.give_way(request.facts.job_id):
                 step.moved = True
                 continue
             if not self._lifecycle.take_blocks_of_waiting(besides=request):

@@ -92,14 +92,13 @@ def _pinned(state: SchedulerState) -> dict[str, Request]:
     """The pinned requests, after checking that each has ended and is pinned for its own job only."""
     if state.pins is None:
         return {}
-    pinned = {pin.request.request_id: pin.request for pin in state.pins.by_job.values()}
-    for job_id, pin in state.pins.by_job.items():
-        request = pin.request
+    pinned = state.pins.pinned
+    for job_id, request in pinned.items():
         if request.facts.job_id != job_id or not request.is_finished or request.facts.is_last_step:
             raise InternalError(f"{request!r} is pinned for the job {job_id!r}")
         if request.request_id in state.requests or request.request_id in state.held:
             raise InternalError(f"{request!r} is pinned, and is somewhere else too")
-    return pinned
+    return {request.request_id: request for request in pinned.values()}
 
 
 def _check_queued_tokens(state: SchedulerState) -> None:

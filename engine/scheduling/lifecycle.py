@@ -9,13 +9,11 @@ from tandem.base.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
-    InternalError,
     InvalidRequest,
     RequestError,
     TandemError,
 )
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.state import SchedulerState, leave_steps
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
@@ -48,7 +46,7 @@ class Lifecycle:
         if state.connector is not None:
             state.connector.on_new_request(request)
         if state.pins is not None:
-            self._meet_pin(state.pins, request)
+            state.pins.arrived(request)
 
     def _check(self, request: Request) -> None:
         state = self._state
@@ -234,17 +232,8 @@ class Lifecycle:
 
     def _let_go(self, request: Request) -> None:
         """Frees the blocks of an ended request, or pins them for its job's next turn."""
-        state, pins = self._state, self._state.pins
-        pinnable = pins is not None and request.status in ANSWERED and not request.is_distrusted
-        if pins is None or request.facts.job_id is None or not pinnable:
-            state.cache.free(request)
-            return
-        if pins.has(request.facts.job_id):
-            self.unpin(request.facts.job_id, "next_turn")
-        if until := pins.wanted_for(request):
-            pins.add(request, until)
-            state.totals.pins_made += 1
-        else:
+        state = self._state
+        if state.pins is None or not state.pins.keep(request):
             state.cache.free(request)
 
     def begin_generation(self) -> None:
@@ -253,8 +242,8 @@ class Lifecycle:
         connector's tiers, not where peers have copied it. Requests that have blocks may finish with them, but nothing of theirs
         is cached or stored. Pinned turns lose their blocks."""
         state = self._state
-        for job_id in list(state.pins.by_job) if state.pins is not None else ():
-            self.unpin(job_id, "reset")
+        if state.pins is not None:
+            state.pins.end_all("reset")
         for request in (*state.requests.values(), *state.held.values()):
             request.is_distrusted = True
         state.cache.reset_prefix_cache()
@@ -262,32 +251,6 @@ class Lifecycle:
         state.settled = False
         if state.connector is not None:
             state.connector.reset_cache()
-
-    def _meet_pin(self, pins: Pins, request: Request) -> None:
-        continues = pins.arrived(request)
-        if continues:
-            self._state.totals.pins_met += 1
-        elif continues is False and request.facts.job_id is not None:
-            self.unpin(request.facts.job_id, "other_prompt")
-
-    def unpin(self, job_id: str, why: str) -> None:
-        """Removes a job's pin and frees its blocks. They stay in the prefix cache until they are taken, as after any request."""
-        state = self._state
-        if state.pins is None:
-            raise InternalError(f"the job {job_id!r} has no pin: there are none")
-        state.cache.free(state.pins.remove(job_id))
-        state.totals.pins_ended[why] = state.totals.pins_ended.get(why, 0) + 1
-        state.settled = False
-
-    def break_pin(self, besides: str | None) -> bool:
-        """Breaks the pin that would end first, so that a request can run; the pin of the job `besides` only when there is no
-        other. Returns False without pins."""
-        pins = self._state.pins
-        job_id = pins.first_to_give_way(besides) if pins is not None else None
-        if job_id is None:
-            return False
-        self.unpin(job_id, "memory")
-        return True
 
 
 def failure_of(request: Request, error: TandemError) -> TokenChunk:

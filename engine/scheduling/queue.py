@@ -15,7 +15,6 @@ from typing import Any
 
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request
-from tandem.engine.scheduling.pins import Pins
 
 SortKey = tuple[Any, ...]
 
@@ -164,53 +163,14 @@ class ByPriority(QueuePolicy):
         return max(waiting, key=lambda request: request.sort_key)
 
 
-class Continuum(FirstComeFirstServed):
-    """Requests of jobs with a pin are admitted first, because their KV is here, and preempted last. Otherwise first come, first
-    served."""
-
-    def __init__(self, pins: Pins) -> None:
-        super().__init__()
-        self._pins = pins
-
-    def _ranked(self, key: SortKey, request: Request) -> SortKey:
-        return (not self._pins.has(request.facts.job_id), *key)
-
-    def key_on_arrival(self, request: Request) -> SortKey:
-        return self._ranked(super().key_on_arrival(request), request)
-
-    def key_on_preemption(self, request: Request) -> SortKey:
-        return self._ranked(super().key_on_preemption(request), request)
-
-    def key_on_skip(self, request: Request) -> SortKey:
-        return self._ranked(super().key_on_skip(request), request)
-
-    def key_again(self, key: SortKey, request: Request) -> SortKey:
-        return self._ranked(key[1:], request)
-
-    def choose(self, waiting: RequestQueue, skipped: RequestQueue) -> RequestQueue | None:
-        first, passed_over = waiting.peek(), skipped.peek()
-        if first is not None and passed_over is not None:
-            if self._pins.has(first.facts.job_id) and not self._pins.has(passed_over.facts.job_id):
-                return waiting
-            return skipped
-        return super().choose(waiting, skipped)
-
-    def victim(self, running: Sequence[Request]) -> int:
-        for index in range(len(running) - 1, -1, -1):
-            if not self._pins.has(running[index].facts.job_id):
-                return index
-        return super().victim(running)
-
-
 _POLICIES: dict[SchedulingPolicy, type[QueuePolicy]] = {
     SchedulingPolicy.FCFS: FirstComeFirstServed,
     SchedulingPolicy.PRIORITY: ByPriority,
 }
 
 
-def make_policy(name: SchedulingPolicy, pins: Pins | None = None) -> QueuePolicy:
-    """With `pins`, which only the continuum policy has, the policy is `Continuum`."""
-    return Continuum(pins) if pins is not None else _POLICIES[name]()
+def make_policy(name: SchedulingPolicy) -> QueuePolicy:
+    return _POLICIES[name]()
 
 
 class WaitingRequests:

@@ -22,16 +22,13 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
 from tandem.engine.scheduling.audit import check_integrity
-from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
-from tandem.engine.scheduling.pins import Pins, Tools
 from tandem.engine.scheduling.queue import WaitingRequests, make_policy
 from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
     PROMPTS_ALONE,
     Pace,
-    PauseState,
     SchedulerState,
     SchedulerStats,
     StepPlan,
@@ -40,6 +37,7 @@ from tandem.engine.scheduling.state import (
     leave_open,
 )
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
+from tandem.engine.scheduling.wings import make_drafts, make_pins
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
@@ -47,8 +45,6 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import TokenChunk
-
-__all__ = ["PauseState", "Scheduler"]
 
 
 class Scheduler:
@@ -102,11 +98,11 @@ class Scheduler:
             connector.bind_block_tables(kv_cache)
             if kv_cache.checkpoints is not None:
                 kv_cache.checkpoints.wanted = connector.wants_checkpoints
-        pins = Pins(config.pins_for_s, clock) if config.pins_for_s else None
+        pins = make_pins(config, clock, kv_cache.free, totals)
         if pins is not None and keeps_states:
             # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
             pins.close()
-        policy = make_policy(config.policy, pins)
+        policy = pins.policy if pins is not None else make_policy(config.policy)
         self._state = SchedulerState(
             config=config,
             max_model_len=kv_cache.max_request_tokens,
@@ -119,11 +115,7 @@ class Scheduler:
             totals=totals,
             pins=pins,
             encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
-            judge=DraftJudge(
-                config.num_speculative_tokens, config.max_draft_loss, computed_twice=keeps_states
-            )
-            if config.num_speculative_tokens
-            else None,
+            judge=make_drafts(config, computed_twice=keeps_states),
         )
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
         self._running_phase = RunningPhase(self._state, self._lifecycle)
@@ -200,10 +192,10 @@ class Scheduler:
         """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
         `update_from_output`. The plan may be empty."""
         state = self._state
-        if state.pins is not None:
-            self._sweep(state.pins)
-        paused = state.pause is PauseState.PAUSED_ALL
-        budget = 0 if paused else state.config.max_num_batched_tokens
+        # Overdue pins end before the step is planned, so that their blocks count as free in it.
+        if state.pins is not None and state.pins.sweep():
+            state.waiting.put_in_order()
+        budget = state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
         if state.watcher is not None:
             state.watcher.snapshot(state)
@@ -211,7 +203,7 @@ class Scheduler:
             state.encoded.begin_step(self._tower_pace.tokens if self._decodes() else math.inf)
         self._running_phase.plan(step)
         # A request that is admitted while others are preempted would soon be preempted itself.
-        if not (step.preempted or step.ran_short) and state.pause is PauseState.UNPAUSED:
+        if not (step.preempted or step.ran_short):
             self._admission_phase.plan(step)
         output = self._output_of(step)
         if state.watcher is not None:
@@ -231,31 +223,24 @@ class Scheduler:
         state.settled = not (step.num_scheduled or step.preempted or step.moved or step.deferred)
         return output
 
-    def _sweep(self, pins: Pins) -> None:
-        """Ends the overdue pins before the step is planned, so that their blocks count as free in it."""
-        for job_id in pins.overdue():
-            self._lifecycle.unpin(job_id, "time")
-        if pins.changed:
-            pins.changed = False
-            self._state.waiting.put_in_order()
-
     def seconds_until_sweep(self) -> float | None:
         """Seconds until the next pin ends; None without pins. The step loop wakes then, to end it."""
         state = self._state
         until = state.pins.next_end() if state.pins is not None else None
         return max(until - state.clock(), 0.0) if until is not None else None
 
-    def turn_ended(self, job_id: str, request_id: str, tools: Tools) -> None:
+    def turn_ended(self, job_id: str, request_id: str, tools: Sequence[str] | None) -> None:
         """The answer of a job's turn is complete and calls these tools. The turn stays pinned if they are expected to be quick."""
         state = self._state
-        if state.pins is not None and not state.pins.ended(job_id, request_id, tools):
-            self._lifecycle.unpin(job_id, "slow_tool")
+        if state.pins is not None and state.pins.turn_ended(job_id, request_id, tools):
+            state.settled = False
 
     def end_pins(self) -> None:
         """Ends every pin, and makes none from now on: the node is draining."""
-        pins = self._state.pins
-        for job_id in pins.close() if pins is not None else ():
-            self._lifecycle.unpin(job_id, "closing")
+        state = self._state
+        if state.pins is not None:
+            state.settled = state.settled and not state.pins.pinned
+            state.pins.close()
 
     def _budget_of_prompts(self, budget: int) -> int:
         """Returns how many prompt tokens this step may compute: the whole budget, or fewer if that would take longer than
@@ -430,21 +415,13 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step could do anything now. False while every request waits for an event: the end of a transfer (its
-        connector then wakes the engine), blocks that a connector holds, or the end of a pause."""
+        connector then wakes the engine), or blocks that a connector holds."""
         state = self._state
         if state.finished_req_ids or state.preempted_req_ids or state.open_step is not None:
             return True
         if state.connector is not None and state.connector.has_pending_work():
             return True
         return not state.settled and bool(state.running or state.waiting.num_ready)
-
-    @property
-    def pause_state(self) -> PauseState:
-        return self._state.pause
-
-    def set_pause_state(self, pause: PauseState) -> None:
-        self._state.pause = pause
-        self._state.settled = False
 
     def reset_prefix_cache(self) -> None:
         """Begins a new generation of the cache, here and where peers have copied from it."""

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import enum
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -29,9 +28,7 @@ from tandem.engine.cache.manager import KVCacheManager, Tables
 from tandem.engine.cache.pool import ResidencyTotals
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.drafting import DraftJudge
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.engine.scheduling.pins import Pins
 from tandem.engine.scheduling.queue import QueuePolicy, WaitingRequests
 from tandem.kvtransfer.base import SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
@@ -145,12 +142,79 @@ class AnswerLengths:
         return max(0, min(most, max(LEAST_REST_TOKENS, int(self.expected) - num_tokens)))
 
 
-class PauseState(enum.IntEnum):
-    """For programs that run the engine without a node. `tandem pause` makes routers send nothing new instead."""
+class TurnPins(Protocol):
+    """Lets ended turns of agents keep their blocks for their job's next turn."""
 
-    UNPAUSED = 0
-    PAUSED_NEW = 1  # running requests go on, no request is admitted
-    PAUSED_ALL = 2  # nothing is computed; transfers and cancellations go on
+    @property
+    def policy(self) -> QueuePolicy:
+        """Which requests go first, with pins."""
+        ...
+
+    @property
+    def pinned(self) -> Mapping[str, Request]:
+        """The ended requests that keep their blocks, by job."""
+        ...
+
+    def has(self, job_id: str | None) -> bool: ...
+
+    def arrived(self, request: Request) -> None:
+        """A request has come."""
+        ...
+
+    def keep(self, request: Request) -> bool:
+        """A request has ended. Returns whether it keeps its blocks."""
+        ...
+
+    def turn_ended(self, job_id: str, request_id: str, tools: Sequence[str] | None) -> bool:
+        """A router reports that the turn's answer is complete, and which tools it called. Returns whether its pin has ended."""
+        ...
+
+    def give_way(self, besides: str | None) -> bool:
+        """Ends the pin that would end first, so that a request can run; the pin of the job `besides` only when there is no other.
+        Returns False without pins."""
+        ...
+
+    def sweep(self) -> bool:
+        """Ends the overdue pins. Returns whether pins have changed since the last call, so that the queues are put in order."""
+        ...
+
+    def next_end(self) -> float | None: ...
+
+    @property
+    def is_due(self) -> bool:
+        """A pin's time is over, and it has not been ended yet."""
+        ...
+
+    def end_all(self, why: str) -> None: ...
+
+    def close(self) -> None:
+        """Ends all pins, and makes no other."""
+        ...
+
+
+class DraftLimits(Protocol):
+    """Says how long a draft each request may get."""
+
+    def limits(self, step: SchedulerOutput, requests: Iterable[Request]) -> dict[str, int]:
+        """By request, after this step. Requests without an entry get none."""
+        ...
+
+    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None: ...
+
+    def took(self, step: SchedulerOutput, seconds: float) -> None:
+        """Notes a step's time. Call it before the step's drafts are settled."""
+        ...
+
+    def searched(
+        self,
+        limits: Mapping[str, int],
+        found: Container[str],
+        requests: Mapping[str, Request],
+        seconds: float,
+        guess_s: float = 0.0,
+    ) -> None:
+        """Notes a search for drafts: it took `seconds`, and each token takes a draft model `guess_s`."""
+        ...
 
 
 class StepWatcher(Protocol):
@@ -186,10 +250,9 @@ class SchedulerState:
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
-    pins: Pins | None = None  # None: turns are not pinned
+    pins: TurnPins | None = None  # None: turns are not pinned
     encoded: EncoderCache | None = None  # None: the model reads no images
-    judge: DraftJudge | None = None  # None: no drafts
-    pause: PauseState = PauseState.UNPAUSED
+    judge: DraftLimits | None = None  # None: no drafts
     watcher: StepWatcher | None = None
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)
@@ -212,7 +275,7 @@ class SchedulerState:
     def stats(self) -> SchedulerStats:
         """Walks over all unfinished requests."""
         totals, pool = self.totals, self.cache.pool
-        pinned = list(self.pins.by_job.values()) if self.pins is not None else []
+        pinned = self.pins.pinned.values() if self.pins is not None else ()
         uncomputed = 0
         for request in self.running:
             left = request.num_prompt_tokens - request.num_computed_tokens
@@ -234,7 +297,7 @@ class SchedulerState:
             held_blocks=sum(map(self.cache.num_blocks_of, self.held)),
             held_requests=len(self.held),
             pinned_requests=len(pinned),
-            pinned_blocks=sum(self.cache.num_blocks_of_one(pin.request.request_id) for pin in pinned),
+            pinned_blocks=sum(self.cache.num_blocks_of_one(request.request_id) for request in pinned),
             wanted_blocks=self._wanted_blocks(),
             oldest_arrival=min((request.arrival_time for request in self.waiting), default=None)
             if len(self.waiting)

@@ -10,7 +10,7 @@ import heapq
 
 from tandem.base.errors import InternalError
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import PauseState, SchedulerState
+from tandem.engine.scheduling.state import SchedulerState
 
 
 def num_unchanged_steps(state: SchedulerState) -> int:
@@ -19,7 +19,6 @@ def num_unchanged_steps(state: SchedulerState) -> int:
     running, cache = state.running, state.cache
     if (
         not running
-        or state.pause is PauseState.PAUSED_ALL
         or state.open_step is not None
         or state.waiting.num_ready
         or len(running) > state.config.max_num_batched_tokens

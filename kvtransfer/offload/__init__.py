@@ -6,5 +6,5 @@
 evicting, and a mover, which copies. `cpu` is the tier in host memory; `disk` outlives the process, and `files` has its
 calls to the file system; `synthetic` makes KV up, for measurements. `patience` has the deadlines of copies, and when a
 tier is left out. If a node's ranks keep their KV apart, `ranks` has each of them copy its part. With `sharing`,
-`fetches` and `exchange`, nodes read each other's tier in host memory.
+`lending`, `fetches` and `exchange`, nodes read each other's tier in host memory.
 """

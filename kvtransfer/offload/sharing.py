@@ -6,12 +6,11 @@ model is faster follows from measurements: the rate of that node's bytes, and th
 there is no recent measurement, the copy is tried.
 
 A chunk that is being copied here counts as being written: nothing loads it, and nothing takes its slot, before the
-reading has ended. A chunk that a peer reads counts as being loaded, until the peer has it or the lease ends.
+reading has ended. What peers read from here is lent (`lending`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -22,12 +21,12 @@ from tandem.kvtransfer.base import TransferRequest
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.kvtransfer.offload.exchange import (
     NO_FETCH,
-    ChecksummedAnswer,
     Exchange,
     RemoteRead,
     RemoteReadEnded,
 )
 from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate, which_of
+from tandem.kvtransfer.offload.lending import ChunkLender, sender_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
@@ -60,12 +59,6 @@ MAX_PEERS = 64  # the most peers that are remembered
 MAX_MIRROR_FETCHES = 4
 
 
-@dataclasses.dataclass(slots=True)
-class _Lease:
-    until: float
-    slots: Sequence[int]
-
-
 class TierSharing:
     def __init__(
         self,
@@ -94,6 +87,7 @@ class TierSharing:
         self._mirror = mirror
         self._checksums = checksums
         self._clock = clock
+        self.lender = ChunkLender(manager, exchange, prefixes, layout, block_factor, clock)
         # A node is left out after as many wrong copies as in transfers.
         limits = ProtocolSettings.from_config(TransferConfig())
         self._max_wrong, self._doubt_s = limits.max_wrong, limits.keep_link_s
@@ -103,9 +97,7 @@ class TierSharing:
         self._fetches: dict[int, Fetch] = {}
         self._waiting: dict[str, int] = {}  # the fetch that each request waits for
         self._arriving: dict[Key, int] = {}  # the fetch that brings each key
-        self._leases: OrderedDict[tuple[PeerKey, int], _Lease] = OrderedDict()  # the first to end comes first
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
-        self._readers: OrderedDict[PeerKey, PeerAddress] = OrderedDict()  # peers that have copied from here
         self._sources = exchange.sources = sources or KVSources(clock)
         # Why everything that is cached here is distrusted, until the engine has begun a new generation for it.
         self._distrusted = ""
@@ -275,22 +267,21 @@ class TierSharing:
                 self._hear(event.envelope)
                 match event:
                     case AskChunks():
-                        self._answer(event)
+                        self.lender.answer(event, is_distrusted=bool(self._distrusted))
                     case AskPrefix():
-                        self._answer_prefix(event)
+                        self.lender.answer_prefix(event)
                     case PrefixFound():
                         self._choose(event)
                     case ChunksFound():
                         self._read(event)
                     case ChunksRead():
-                        self._let_go((key_of(event.envelope), event.number))
+                        self.lender.on_read(event)
                     case ChunksStored():
                         self._copy(event)
                     case TierForgotten():
                         pass  # its envelope has said all
         now = self._clock()
-        while self._leases and next(iter(self._leases.values())).until <= now:
-            self._let_go(next(iter(self._leases)))
+        self.lender.end_leases(now)
         late = [
             number
             for number, fetch in self._fetches.items()
@@ -298,37 +289,6 @@ class TierSharing:
         ]
         for number in late:
             self._give_up(number)
-
-    def _answer(self, ask: AskChunks) -> None:
-        reader = _sender(ask.envelope)
-        lease = key_of(ask.envelope), ask.number
-        slots: list[int] = []
-        which: list[int] | None = None
-        if ask.layout == self._layout and lease not in self._leases and not self._distrusted:
-            if ask.skips:
-                which = [i for i, wanted in enumerate(ask.keys) if self._manager.lookup((wanted,))]
-                keys = [ask.keys[i] for i in which]
-            else:
-                keys = ask.keys[: self._manager.lookup(ask.keys)]
-            slots = self._manager.prepare_load(keys)
-        if slots:
-            self._leases[lease] = _Lease(self._clock() + LEASE_S, slots)
-            self._readers[lease[0]] = reader
-            if len(self._readers) > MAX_PEERS:
-                self._readers.popitem(last=False)
-        memory = None if ask.knows_memory else self._exchange.memory
-        envelope = self._exchange.envelope(ask.envelope.sender_epoch)
-        found = ChunksFound(envelope, ask.number, slots, memory, which=which)
-        if slots and ask.checksum_every:
-            self._exchange.answer(ChecksummedAnswer(reader, found, self._factor, ask.checksum_every))
-        else:
-            self._exchange.send(reader, found)
-
-    def _answer_prefix(self, ask: AskPrefix) -> None:
-        same = ask.layout == self._layout
-        has = self._prefixes.parts_of(self._manager, ask.hashes) if same else []
-        envelope = self._exchange.envelope(ask.envelope.sender_epoch)
-        self._exchange.send(_sender(ask.envelope), PrefixFound(envelope, ask.number, has))
 
     def _choose(self, found: PrefixFound) -> None:
         """Chooses the longest prefix that both tiers have together, and asks the peer for the missing parts."""
@@ -356,17 +316,13 @@ class TierSharing:
         ):
             self._end(fetch.number)
 
-    def _let_go(self, lease: tuple[PeerKey, int]) -> None:
-        if (ended := self._leases.pop(lease, None)) is not None:
-            self._manager.complete_load(ended.slots)
-
     def _read(self, found: ChunksFound) -> None:
         if found.number == NO_FETCH:
             return
         key, fetch = key_of(found.envelope), self._fetches.get(found.number)
         is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
         if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
-            self._tell_read(_sender(found.envelope), found.number)  # the fetch was given up
+            self._tell_read(sender_of(found.envelope), found.number)  # the fetch was given up
             return
         peer = self._peer(key)
         peer.memory = found.memory or peer.memory
@@ -476,7 +432,7 @@ class TierSharing:
     def _copy(self, stored: ChunksStored) -> None:
         if not self._mirror:
             return
-        sender = _sender(stored.envelope)
+        sender = sender_of(stored.envelope)
         peer = self._peer(key_of(stored.envelope))
         gone = set(stored.gone)
         self._manager.forget(gone)
@@ -499,9 +455,7 @@ class TierSharing:
         self._exchange.begin_generation()
         self._sources.clear()
         self._distrusted = ""
-        readers, self._readers = self._readers, OrderedDict()
-        for reader in readers.values():
-            self._exchange.send(reader, TierForgotten(self._exchange.envelope(reader.epoch)))
+        self.lender.tell_forgotten()
 
     def _hear(self, envelope: Envelope) -> None:
         """Learns the generation of a peer's cache. If KV of an earlier one is here, all that is here may be computed from it. If none
@@ -519,7 +473,3 @@ class TierSharing:
 
     def close(self) -> None:
         self._exchange.close()
-
-
-def _sender(envelope: Envelope) -> PeerAddress:
-    return PeerAddress(envelope.sender_id, envelope.sender_epoch, envelope.reply_to)

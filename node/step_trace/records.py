@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import Eviction, PauseState, SchedulerState, StepPlan
+from tandem.engine.scheduling.state import Eviction, SchedulerState, StepPlan
 
 MAX_LISTED = 512  # requests of one kind in a snapshot, which also has their number
 
@@ -217,8 +217,8 @@ class StepTrace:
 
 
 def _pinned(state: SchedulerState) -> dict[str, int]:
-    pins = state.pins.by_job if state.pins is not None else {}
-    return {job_id: state.cache.num_blocks_of(pin.request.request_id) for job_id, pin in pins.items()}
+    pinned = state.pins.pinned if state.pins is not None else {}
+    return {job_id: state.cache.num_blocks_of(request.request_id) for job_id, request in pinned.items()}
 
 
 def _traced(state: SchedulerState, request: Request, now: float) -> TracedRequest:
@@ -240,9 +240,7 @@ def _held_back(state: SchedulerState, step: StepPlan) -> tuple[str, str]:
     head = state.waiting.head()
     if head is None:
         return ("", "")
-    if state.pause is not PauseState.UNPAUSED:
-        why = "the scheduler is paused"
-    elif step.preempted:
+    if step.preempted:
         why = "requests were preempted in this step"
     elif step.ran_short:
         why = "a running request waits for blocks until the open step is booked"

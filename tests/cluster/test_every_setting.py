@@ -17,10 +17,10 @@ from tandem.base.settings import description_of
 from tandem.cluster.cli import main
 from tandem.cluster.config import DERIVED, OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import without_links
-from tandem.cluster.schema import FILE_NAME, json_schema
-from tandem.cluster.setting_layers import read_assignments, read_environment, read_file
-from tandem.cluster.setting_names import Path, dotted, known_settings, no_settings
-from tandem.cluster.settings import SettingsError, resolve
+from tandem.cluster.settings.combined import SettingsError, resolve
+from tandem.cluster.settings.layers import read_assignments, read_environment, read_file
+from tandem.cluster.settings.names import Path, dotted, known_settings, no_settings
+from tandem.cluster.settings.schema import FILE_NAME, json_schema
 from tests.documents import ROOT, Block, blocks
 from tests.doors import passes
 

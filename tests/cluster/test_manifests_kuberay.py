@@ -24,8 +24,8 @@ from tandem.cluster.launcher import Offer
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.pools.room import lacking, needs_of, places
-from tandem.cluster.setting_layers import read_file
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.layers import read_file
 from tandem.router.config import RouterPlacement
 from tandem.wire.nodes import Role
 

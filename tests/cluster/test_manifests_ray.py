@@ -14,8 +14,8 @@ import yaml
 
 from tandem.base.wings import find_wings
 from tandem.cluster.on_ray.runtime import import_ray
-from tandem.cluster.setting_layers import read_file
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.layers import read_file
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray.autoscaler._private.util import prepare_config, validate_config  # noqa: E402

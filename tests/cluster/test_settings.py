@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tandem.cluster.commands.show_config import as_values, render
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import format_size, parse_size, ranges
-from tandem.cluster.setting_layers import Layer, read_assignments, read_environment, read_file
-from tandem.cluster.setting_names import dotted, known_settings
-from tandem.cluster.settings import Settings, SettingsError, resolve
+from tandem.cluster.settings.combined import Settings, SettingsError, resolve
+from tandem.cluster.settings.layers import Layer, read_assignments, read_environment, read_file
+from tandem.cluster.settings.names import dotted, known_settings
 from tandem.engine.config import CacheConfig, Reserve
 from tandem.router.config import PolicyName
 from tandem.wire.nodes import Role

@@ -8,11 +8,11 @@ from pathlib import Path as FilePath
 import yaml
 
 from tandem.base.settings import description_of
+from tandem.cluster.commands.documents import settings_page
 from tandem.cluster.commands.show_config import render
 from tandem.cluster.config import DERIVED
-from tandem.cluster.documents import settings_page
-from tandem.cluster.setting_names import dotted, known_settings
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.names import dotted, known_settings
 from tandem.wire.nodes import Role
 
 PAGE = FilePath(__file__).resolve().parents[2] / "docs" / "settings.md"

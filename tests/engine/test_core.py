@@ -10,7 +10,6 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.request import Request
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
 from tandem.node.loop import EngineLoop, Mailbox
 from tandem.wire.requests import TokenChunk
@@ -187,7 +186,7 @@ def test_the_runner_hears_of_a_preemption_even_when_nothing_is_computed() -> Non
     state = engine.scheduler._state
     victim = state.running.pop()
     engine.scheduler._lifecycle.preempt(victim)
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.abort_requests(["r"])
     result = engine.step()
     assert runner.preempted == ["r"]
     assert result.progressed

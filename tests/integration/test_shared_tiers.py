@@ -279,7 +279,7 @@ def settle(nodes: tuple[OneEngine, OneEngine]) -> None:
         part = sharing_of(node)
         sharing = part._tier.sharing
         assert sharing is not None
-        while sharing._leases or sharing._fetches or node.engine.scheduler.stats().held_blocks:
+        while sharing.lender.num_leases or sharing._fetches or node.engine.scheduler.stats().held_blocks:
             for other in nodes:
                 other.run("the end of copies", [], until)
         part._tier.manager.check_integrity()  # type: ignore[attr-defined]

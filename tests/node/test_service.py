@@ -17,9 +17,9 @@ from tandem.base.errors import InvalidLogits, NodeLost, WireError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
+from tandem.engine.model.adapters import Adapter
 from tandem.engine.model.embeds import rows_of
 from tandem.engine.model.lora import slots as slots_of_adapters
-from tandem.engine.model.lora.folder import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots

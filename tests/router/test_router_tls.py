@@ -19,7 +19,7 @@ from tandem.cluster.commands.preflight import check_before_start
 from tandem.cluster.commands.setting_options import read_settings
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
-from tandem.cluster.settings import SettingsError
+from tandem.cluster.settings.combined import SettingsError
 from tandem.engine.config import ModelConfig
 from tandem.http_server.certificate import Certificate, check_before_use
 from tandem.router.config import RouterConfig, Timeouts

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.engine.model.lora.folder import Adapter
+from tandem.engine.model.adapters import Adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots

@@ -17,7 +17,7 @@ from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.rows import AdaptedLayer
+    from tandem.engine.model.adapters import UpdatedLayer
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _ACTIVATIONS = {Activation.SILU: library.SILU, Activation.GELU_TANH: library.GELU_TANH}
@@ -36,7 +36,7 @@ def cpu_pieces(dtype: torch.dtype, threads: int) -> CpuPieces | None:
 class _Updates:
     """The adapters' updates of a product's columns."""
 
-    def __init__(self, columns: list[tuple[AdaptedLayer, int, int, int]]) -> None:
+    def __init__(self, columns: list[tuple[UpdatedLayer, int, int, int]]) -> None:
         """`columns` are (layer, its first column, its end, the first column in the product)."""
         self._columns = columns
 
@@ -140,7 +140,7 @@ class CpuPieces:
 
         return run
 
-    def update(self, layer: AdaptedLayer, x: torch.Tensor, out: torch.Tensor) -> None:
+    def update(self, layer: UpdatedLayer, x: torch.Tensor, out: torch.Tensor) -> None:
         """Adds to each row of `out` the update that its adapter computes from the same row of `x`."""
         rows, into = in_rows(x, layer.inputs), in_rows(out, layer.outputs)
         updates, kept = _Updates([(layer, 0, layer.outputs, 0)]).now()

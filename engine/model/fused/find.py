@@ -42,10 +42,10 @@ from tandem.engine.model.fused.pieces import (
     turned,
 )
 from tandem.engine.model.fused.rotary import RotaryWatch, replace_forward, take_rotary
-from tandem.engine.model.quantized.kernels import KernelLinear
+from tandem.engine.model.kernel_linear import KernelLinear
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.layers import AdaptedLayers
+    from tandem.engine.model.adapters import UpdatedLayers
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Fused(msgspec.Struct):
         return ", ".join(f"{count} {what}" for what, count in found.items() if count) or "nothing"
 
 
-def fuse(model: PreTrainedModel, pieces: Pieces, adapted: AdaptedLayers | None = None) -> Fused | None:
+def fuse(model: PreTrainedModel, pieces: Pieces, adapted: UpdatedLayers | None = None) -> Fused | None:
     """Fuses the model in place. Pieces that add adapters' updates replace `adapted` layers, too; other pieces leave each of them to be
     called by itself. Returns None if the fused model computes something else: the caller must load the model again."""
     fused = Fused()
@@ -204,7 +204,7 @@ def _gated_in(
     given: _Given,
     seen: _Seen,
     known: dict[type[nn.Module], int | None],
-    adapted: AdaptedLayers | None,
+    adapted: UpdatedLayers | None,
 ) -> _Found | None:
     linears = [child for child in module.children() if isinstance(child, _LINEAR)]
     if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
@@ -251,7 +251,7 @@ def _by_formula(
 
 
 def _as_gated(
-    linears: list[nn.Linear | KernelLinear], width: int, adapted: AdaptedLayers | None
+    linears: list[nn.Linear | KernelLinear], width: int, adapted: UpdatedLayers | None
 ) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
     if len(linears) == 3:
         for gate, up, down in itertools.permutations(linears):
@@ -296,7 +296,7 @@ def _as_norm(norm: Norm) -> _Found:
 
 
 def _take_products(
-    seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused, adapted: AdaptedLayers | None
+    seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused, adapted: UpdatedLayers | None
 ) -> None:
     parents: dict[nn.Module, nn.Module] = {}
     for parent in seen._model.modules():
@@ -367,7 +367,7 @@ def _release(model: nn.Module, consumed: Iterable[nn.Module]) -> None:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _give_up(modules: Iterable[nn.Module], adapted: AdaptedLayers | None) -> None:
+def _give_up(modules: Iterable[nn.Module], adapted: UpdatedLayers | None) -> None:
     """These modules have been replaced by a piece: the piece adds the adapters' updates from now on, and the tensors of quantized kernels
     are freed, because the joined kernel has copies."""
     for module in modules:
@@ -378,14 +378,14 @@ def _give_up(modules: Iterable[nn.Module], adapted: AdaptedLayers | None) -> Non
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def _matrix(linear: nn.Linear | KernelLinear, adapted: AdaptedLayers | None) -> Matrix:
+def _matrix(linear: nn.Linear | KernelLinear, adapted: UpdatedLayers | None) -> Matrix:
     layer = adapted.of(linear) if adapted is not None else None
     if isinstance(linear, KernelLinear):
         return Matrix(torch.empty(0), None, linear, layer)
     return Matrix(linear.weight, linear.bias, adapted=layer)
 
 
-def _halves(linear: nn.Linear, adapted: AdaptedLayers | None) -> list[Matrix]:
+def _halves(linear: nn.Linear, adapted: UpdatedLayers | None) -> list[Matrix]:
     layer = adapted.of(linear) if adapted is not None else None
     weights = linear.weight.chunk(2)
     biases = (None, None) if linear.bias is None else linear.bias.chunk(2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from tandem.engine.model.lora.rows import AdaptedLayer
+    from tandem.engine.model.adapters import UpdatedLayer
 
 Piece = Callable[[torch.Tensor], torch.Tensor]
 """Maps rows [..., inputs] to rows [..., outputs]."""
@@ -36,7 +36,7 @@ class Matrix(msgspec.Struct, frozen=True):
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None
     kernel: JoinableKernel | None = None  # computes the product from a quantized matrix
-    adapted: AdaptedLayer | None = None  # the adapters' updates, if a piece must add them
+    adapted: UpdatedLayer | None = None  # the adapters' updates, if a piece must add them
     first: int = 0  # the first of the layer's outputs, if this is a part of them
 
 

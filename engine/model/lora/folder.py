@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from tandem.base.errors import ConfigurationError
-from tandem.wire.adapters import MISTAKES_SHOWN, identity_of
+from tandem.engine.model.adapters import Adapter, LayerUpdate
+from tandem.wire.adapters import MISTAKES_SHOWN
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -123,31 +124,6 @@ def _by_pattern(patterns: Mapping[str, float], layer: str, otherwise: float) -> 
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
     return otherwise
-
-
-class LayerUpdate(msgspec.Struct, frozen=True):
-    """An adapter's update of one linear layer: it adds x times `down`ᵀ times `up`ᵀ."""
-
-    down: torch.Tensor  # [rank, inputs]
-    up: torch.Tensor  # [outputs, rank], multiplied by the adapter's scale
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
-
-class Adapter(msgspec.Struct, frozen=True):
-    name: str
-    digest: str  # of the folder's two files
-    updates: dict[str, LayerUpdate]  # by the layer's name
-
-    @property
-    def identity(self) -> str:
-        return identity_of(self.name, self.digest)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(update.down.nbytes + update.up.nbytes for update in self.updates.values())
 
 
 def read_adapter(

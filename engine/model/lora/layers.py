@@ -11,8 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tandem.engine.model.fused.rotary import replace_forward
+from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.lora.rows import AdaptedLayer, RowKernels, StepRows
-from tandem.engine.model.quantized.kernels import KernelLinear
 
 
 class AdaptedLayers:
@@ -38,7 +38,6 @@ class AdaptedLayers:
 
     @property
     def stacked(self) -> int:
-        """How many layers compute updates in a step with adapters."""
         return self._rows.stacked
 
     def of(self, module: nn.Module) -> AdaptedLayer | None:
@@ -60,8 +59,7 @@ class AdaptedLayers:
 
     @contextmanager
     def step(self, slots: torch.Tensor | None, used: int) -> Iterator[None]:
-        """Inside, the layers add the updates of a step. `slots` is int64 [T], the slot of each row's adapter, -1 without one; all are below
-        `used`. With None no row has an adapter."""
+        """See engine.model.adapters.UpdatedLayers."""
         if slots is None:
             yield
             return

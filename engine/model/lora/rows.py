@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from tandem.engine.model.lora.folder import LayerUpdate
+from tandem.engine.model.adapters import LayerUpdate
 
 
 class RowKernels(Protocol):

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.lora.folder import Adapter, read_adapter
+from tandem.engine.model.adapters import Adapter
+from tandem.engine.model.lora.folder import read_adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.machine.resources import free_memory
 from tandem.wire.adapters import identity_of
@@ -29,7 +30,7 @@ LOOK_AT_MEMORY_S = 1.0  # it takes a moment until memory that was given back cou
 
 
 class AdapterSlots:
-    """Any thread may use `read`, `served` and `replaced`; only the step thread uses everything else."""
+    """See engine.model.adapters.Adapters."""
 
     def __init__(
         self,
@@ -51,14 +52,12 @@ class AdapterSlots:
         self._replaced: dict[str, float] = {}
 
     def read(self, name: str, folder: Path) -> Adapter:
-        """Reads an adapter and checks that it fits the model. Raises a ConfigurationError."""
         layers = self._layers
         return read_adapter(
             name, folder, layers.shapes, layers.unfit, max_rank=layers.rank, dtype=self._like.dtype
         )
 
     def serve(self, read: Iterable[Adapter], kept: Collection[str] = (), now: float = 0.0) -> None:
-        """Serves the adapters in `read` from now on, and those already served whose names are in `kept`; no others."""
         served = {name: digest for name, digest in self.served.items() if name in kept}
         for adapter in read:
             self._adapters[adapter.identity] = adapter
@@ -83,17 +82,14 @@ class AdapterSlots:
         return identity in self._adapters
 
     def asked_for(self, identity: str, now: float) -> None:
-        """A request for this adapter has come."""
         if identity in self._replaced:
             self._replaced[identity] = now
 
     @property
     def has_others(self) -> bool:
-        """Whether the node still has adapters that are no longer served."""
         return len(self._adapters) > len(self.served)
 
     def forget_others(self, used: Collection[str], now: float) -> None:
-        """Forgets the adapters that are neither served, nor in `used`, which has identities, nor kept because they were replaced."""
         if leaving := self._leaving([identity for identity in self._replaced if identity not in used], now):
             for identity in leaving:
                 del self._replaced[identity]
@@ -122,7 +118,6 @@ class AdapterSlots:
         return leaving
 
     def seconds_until_look(self, now: float) -> float | None:
-        """When `forget_others` has something to look at, even on a node that does nothing else; None: nothing is kept."""
         return max(0.0, self._look_at - now) if self._replaced else None
 
     def place(self, wanted: Collection[str]) -> dict[str, int]:

@@ -6,7 +6,6 @@ weights, by their usual names, so the node needs memory only for the tower.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from tandem.engine.model.content import content_of
 from tandem.engine.model.context import context_length
 from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import bind_threads
+from tandem.engine.model.lone_tower import TowerInfo
 from tandem.engine.model.source import Progress, find_source
 from tandem.engine.model.vision.tower import VisionTower, find_tower, rules_of
 from tandem.wire.embeds import PromptEmbeds
@@ -29,21 +29,14 @@ from tandem.wire.embeds import PromptEmbeds
 _LANGUAGE = ("text_model", "language_model", "lm_head")
 
 
-@dataclasses.dataclass(frozen=True)
-class TowerInfo:
-    name: str
-    content: str  # the digest of the whole model's content; only nodes with the same one may use the rows
-    tokenizer: str
-    max_model_len: int
+class EncodingTower:
+    """See engine.model.lone_tower.LoneTower."""
 
-
-class LoneTower:
     def __init__(self, info: TowerInfo, tower: VisionTower) -> None:
         self.info = info
         self._tower = tower
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[PromptEmbeds]:
-        """Encodes parts of images and returns the rows of each. Raises the error of a part that cannot be encoded."""
         with torch.inference_mode():
             made = self._tower.encode(inputs)
         return [_in_bytes(rows) for rows in made]
@@ -57,8 +50,10 @@ def _in_bytes(rows: torch.Tensor | TandemError) -> PromptEmbeds:
     return PromptEmbeds(str(plain.dtype).removeprefix("torch."), plain.shape[1], data)
 
 
-def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress | None = None) -> LoneTower:
-    """Loads the tower. Raises a ConfigurationError for a model that reads no images."""
+def load_tower(
+    model: ModelConfig, max_model_len: int | None, progress: Progress | None = None
+) -> EncodingTower:
+    """See engine.model.lone_tower.TowerLoader."""
     tell = progress or (lambda _what, _share: None)
     tell("reading the model's configuration", 0.0)
     source = find_source(model.path)
@@ -84,7 +79,7 @@ def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress
         context_length(config, max_model_len),
     )
     tell("ready", 1.0)
-    return LoneTower(info, tower)
+    return EncodingTower(info, tower)
 
 
 def _tower_class(config: Any) -> type[PreTrainedModel]:

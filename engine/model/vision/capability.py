@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tandem.engine.model.loaded import ForwardShape
     from tandem.engine.model.parts import RunnerPart
-    from tandem.engine.model.runner import ModelInfo
+    from tandem.engine.model.runner import Around, ModelInfo
     from tandem.engine.model.vision.tower import VisionTower
 
 
@@ -56,6 +56,11 @@ class ReadImages(Capability):
         from tandem.engine.model.vision.tower import find_tower
 
         self._tower = find_tower(self._loading.source, model, self._loading.threads)
+
+    def around(self, model: PreTrainedModel) -> Around | None:
+        from tandem.engine.model.vision.deeper import deeper_rows
+
+        return deeper_rows(model)
 
     def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
         from tandem.engine.model.vision.rows import ImageRows

@@ -13,7 +13,7 @@ from tandem.cluster.config import RolloutConfig, TandemConfig
 from tandem.cluster.pools import state, wings
 from tandem.router.config import RouterConfig
 from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop, settle
-from tests.cluster.pools.pools_rig import PD
+from tests.cluster.pools.pools_rig import PD, needs_rollouts
 
 replace = msgspec.structs.replace
 SQL, LAW = "/adapters/sql", "me/law"
@@ -186,6 +186,7 @@ async def test_what_cannot_be_meant_is_refused_before_a_node_hears_of_it() -> No
             await rig.controller.adapters({"sql": SQL}, [])
 
 
+@needs_rollouts
 @in_loop
 async def test_a_configuration_with_other_adapters_replaces_nodes_and_a_rollout_refuses_changes() -> None:
     async with rig_with({"law": LAW}) as rig:
@@ -210,6 +211,7 @@ async def test_a_configuration_with_other_adapters_replaces_nodes_and_a_rollout_
         assert all(node.adapters == {"tax": LAW} for node in rig.launcher.running)
 
 
+@needs_rollouts
 @in_loop
 async def test_a_rollout_that_is_taken_back_takes_back_its_adapters() -> None:
     async with rig_with({"law": LAW}) as rig:

@@ -13,9 +13,9 @@ from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.init import CLUSTERS
 from tandem.cluster.commands.setting_options import read_settings
 from tandem.cluster.config import DERIVED, TandemConfig
-from tandem.cluster.setting_layers import read_file
-from tandem.cluster.setting_names import known_settings
-from tandem.cluster.settings import resolve
+from tandem.cluster.settings.combined import resolve
+from tandem.cluster.settings.layers import read_file
+from tandem.cluster.settings.names import known_settings
 
 
 @pytest.fixture(autouse=True)

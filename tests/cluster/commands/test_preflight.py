@@ -17,7 +17,7 @@ from tandem.cluster.commands.model_checks import check_hub
 from tandem.cluster.commands.preflight import check_address, check_before_start, check_device
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
-from tandem.cluster.settings import SettingsError
+from tandem.cluster.settings.combined import SettingsError
 from tandem.engine.config import CacheConfig, ModelConfig
 from tandem.kvtransfer.config import TransferConfig
 

@@ -24,8 +24,8 @@ from tandem.cluster.foreign_flags.flags import (
     StandingFlag,
     table,
 )
-from tandem.cluster.setting_names import dotted, known_settings
-from tandem.cluster.settings import SettingsError
+from tandem.cluster.settings.combined import SettingsError
+from tandem.cluster.settings.names import dotted, known_settings
 from tandem.router.config import name_of_key
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "from-vllm.md"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tandem.base.wings import is_there
 from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.cluster.launcher import Host
 from tandem.wire.nodes import Role
@@ -9,6 +12,9 @@ from tests.cluster.pools.helpers import TIMEOUTS, Rig
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
 DRAIN_S = TIMEOUTS.nodes.drain_s
+needs_rollouts = pytest.mark.skipif(
+    not is_there("tandem.cluster.pools.rollouts"), reason="rollouts are not here"
+)
 
 
 def machine(name: str, *, prefill: int = 0, decode: int = 0, cores: int = 4) -> Host:

@@ -10,7 +10,6 @@ import pytest
 
 from tandem.base.errors import InternalError, InvalidRequest, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
-from tandem.cluster.changes import difference
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import ControllerConfig, PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.control import (
@@ -22,6 +21,7 @@ from tandem.cluster.control import (
     PoolView,
 )
 from tandem.cluster.events import Events
+from tandem.cluster.pools.changes import difference
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import Role

@@ -11,7 +11,7 @@ from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import TandemConfig
 from tandem.router.config import RouterConfig, RouterPlacement
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, settle
-from tests.cluster.pools.pools_rig import DRAIN_S, machine, pools
+from tests.cluster.pools.pools_rig import DRAIN_S, machine, needs_rollouts, pools
 
 
 def hosts_of(rig: Rig) -> dict[str, str]:
@@ -130,6 +130,7 @@ async def test_its_router_takes_nothing_new_when_its_nodes_are_done() -> None:
         assert [name for name, was in drained().items() if was] == [f"router-10.0.0.{where}"]
 
 
+@needs_rollouts
 @in_loop
 async def test_a_rollout_does_not_wait_for_nodes_on_a_machine_that_is_about_to_go() -> None:
     """The pool has a node for each place, and the machine's places count no more."""
@@ -150,6 +151,7 @@ async def test_a_rollout_does_not_wait_for_nodes_on_a_machine_that_is_about_to_g
         assert [node.config.engine.scheduler.max_num_seqs for node in rig.launcher.running] == [77] * 3
 
 
+@needs_rollouts
 @in_loop
 async def test_a_rollout_whose_old_nodes_went_with_their_machine_is_judged_by_new_ones() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=1))

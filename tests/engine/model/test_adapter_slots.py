@@ -10,7 +10,7 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.lora.folder import Adapter, LayerUpdate
+from tandem.engine.model.adapters import Adapter, LayerUpdate
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
 from tandem.engine.model.lora.slots import KEEP_REPLACED_S, MOST_REPLACED, AdapterSlots

@@ -15,6 +15,7 @@ import torch
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model import paths
+from tandem.engine.model.adapters import Adapter, LayerUpdate
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.capabilities import ModelLoad
 from tandem.engine.model.checkpoint import read_config
@@ -22,7 +23,6 @@ from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
 from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.lora.folder import Adapter, LayerUpdate
 from tandem.engine.model.paths import load_general
 from tandem.engine.model.runner import Forward, ModelInfo
 from tandem.engine.model.source import find_source

@@ -39,7 +39,7 @@ NATIVE = ("llama", "llama-untied-odd-heads", "mistral-window", "qwen2", "qwen3")
 VARIANTS = [
     *((name, True) for name in sorted(tiny.ARCHITECTURES)),
     (NATIVE[0], False),
-    *(pytest.param((name, False), marks=pytest.mark.slow) for name in NATIVE[1:]),
+    *(pytest.param((name, False), marks=pytest.mark.more) for name in NATIVE[1:]),
 ]
 
 

@@ -33,15 +33,20 @@ from tests.engine.model.ranks_here import EndOfRank, ranks_here
 
 NUM_TOKENS = 8
 # A tied head, norms of each head, windows, soft-capping, a scaled embedding, experts, and matrices whose outputs all ranks get.
+EITHER = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral")
 WIDE = [
-    (name, width) for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral") for width in (2, 4)
+    *((name, 2 + 2 * (number % 2)) for number, name in enumerate(EITHER)),
+    *(("qwen3-moe", 2), ("phi3", 2), ("llama4", 2)),
+    *(
+        pytest.param((name, 4 - 2 * (number % 2)), marks=pytest.mark.more)
+        for number, name in enumerate(EITHER)
+    ),
 ]
-WIDE += [("qwen3-moe", 2), ("phi3", 2), ("llama4", 2)]
 
 
-def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0) -> TorchRunner:
+def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0, pooling: str = "") -> TorchRunner:
     return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, pooling=pooling),
         CacheConfig(block_size=4, memory_bytes=4 << 20),
         SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
         native=False,
@@ -227,7 +232,7 @@ class RecordingRanks:
 
     def _load(self, path: Path, shard: Shard | None) -> TorchRunner:
         assert shard is not None
-        runner = load(path, shard)
+        runner = load(path, shard, pooling="last")
         leading = runner.forward if isinstance(runner.forward, LeadingForward) else None
         fails = self._fails.get(shard.rank, set())
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.request import Request
-from tandem.engine.scheduling.drafting import DraftJudge
+from tandem.engine.scheduling.drafting.judge import DraftJudge
 from tandem.engine.scheduling.output import CachedRequestData, SchedulerOutput
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request

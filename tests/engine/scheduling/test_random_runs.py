@@ -15,7 +15,6 @@ import pytest
 
 from tandem.engine.config import Reserve
 from tandem.engine.scheduling import state as state_module
-from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
 from tests.engine.scheduling.model import next_token
@@ -148,9 +147,7 @@ def run(
             case 8 | 9:
                 world.send(draw.randrange(100))
                 world.release(0)
-            case 10:
-                world.pause(draw.choice([PauseState.UNPAUSED, *PauseState]))
-            case 11:
+            case 10 | 11:
                 world.reset_prefix_cache()
         world.step()
         if jobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tandem.engine.scheduling.scheduler import PauseState
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, sent
 
 
@@ -56,39 +55,6 @@ def test_a_request_that_a_connector_defers_is_work():
     driver.add("a")
     driver.steps(3)
     assert driver.scheduler.has_work()
-
-
-def test_a_pause_for_new_requests_lets_the_running_finish():
-    driver = Driver()
-    driver.add("a", max_tokens=3)
-    driver.step()
-    driver.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    driver.add("b", max_tokens=1)
-    driver.run()
-    assert len(driver.outputs["a"]) == 3
-    assert driver.outputs["b"] == []
-    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
-    assert driver.scheduler.has_work()
-    driver.run()
-    assert len(driver.outputs["b"]) == 1
-
-
-def test_a_full_pause_computes_nothing_and_still_hears_of_ends():
-    driver = Driver()
-    driver.add("a", max_tokens=3)
-    driver.add("b", max_tokens=3)
-    driver.step()
-    driver.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert driver.scheduler.pause_state is PauseState.PAUSED_ALL
-    driver.abort("b")
-    step, _ = driver.step()
-    assert (step.total_num_scheduled_tokens, step.finished_req_ids) == (0, {"b"})
-    driver.step()
-    assert not driver.scheduler.has_work()
-    assert driver.scheduler.has_unfinished_requests()
-    driver.scheduler.set_pause_state(PauseState.UNPAUSED)
-    driver.run()
-    assert len(driver.outputs["a"]) == 3
 
 
 def test_the_prefix_cache_is_reset_while_a_request_uses_it():

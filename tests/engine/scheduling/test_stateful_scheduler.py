@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.engine.config import Reserve
-from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tests.engine.scheduling.world import GROUPS, Source, World
 
@@ -113,10 +112,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=ANY)
     def a_send_ends(self, which: int) -> None:
         self.world.send(which)
-
-    @rule(pause=st.sampled_from(list(PauseState)))
-    def is_paused(self, pause: PauseState) -> None:
-        self.world.pause(pause)
 
     @rule()
     def the_cache_is_reset(self) -> None:

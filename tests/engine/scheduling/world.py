@@ -17,7 +17,6 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import LayerHooks, ModelInfo
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.engine.scheduling.scheduler import PauseState
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -369,9 +368,6 @@ class World:
                     )
         self.news.finished_sending.add(request_id)
 
-    def pause(self, pause: PauseState) -> None:
-        self.scheduler.set_pause_state(pause)
-
     def reset_prefix_cache(self) -> None:
         self.scheduler.reset_prefix_cache()
         assert self.scheduler.stats().pinned_requests == 0
@@ -388,7 +384,6 @@ class World:
 
     def settle(self) -> None:
         """Lets all loads and sends succeed. Then every request must end, and no block may be left in use."""
-        self.pause(PauseState.UNPAUSED)
         self.connector.deferrals.clear()
         self.spoil_next = False
         tokens_to_go = sum(

@@ -71,7 +71,7 @@ def test_what_is_copied_is_the_longest_prefix_that_all_groups_have_here_or_there
         loaded = [key for part in prefixes.to_load(request, first, found) for key in part.keys]
         had = {key_of(prefixes, groups, part) for part in mine}
         assert copied == len(set(loaded) - had), "nothing else is copied"
-    left = [a.sharing._leases, b.sharing._fetches, b.sharing._waiting]
+    left = [a.sharing.lender.num_leases, b.sharing._fetches, b.sharing._waiting]
     assert not any(left)
 
 

@@ -199,7 +199,7 @@ def test_what_a_peer_has_without_a_gap_is_copied() -> None:
     assert b.manager.lookup(keys(8)) == 5
     assert b.sharing.fetched_bytes == 5 * CHUNK_BYTES
     b.check()
-    assert not a.sharing._leases
+    assert not a.sharing.lender.num_leases
 
 
 def test_what_arrived_wrong_is_not_kept_and_its_owner_is_trusted_less_and_then_left_out() -> None:
@@ -225,7 +225,7 @@ def test_what_arrived_wrong_is_not_kept_and_its_owner_is_trusted_less_and_then_l
     assert not b.sharing.begin_fetch(late, keys(4)), "it is left out"  # type: ignore[arg-type]
     world.now += 601
     assert b.sharing.begin_fetch(late, keys(4))  # type: ignore[arg-type]
-    assert not a.sharing._leases
+    assert not a.sharing.lender.num_leases
 
 
 def test_it_is_computed_where_that_was_seen_to_be_faster() -> None:
@@ -266,9 +266,9 @@ def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
     assert not b.sharing.is_fetching("r")
     assert b.manager.used == 0
     world.deliver()
-    assert a.sharing._leases
+    assert a.sharing.lender.num_leases
     world.settle()
-    assert not a.sharing._leases
+    assert not a.sharing.lender.num_leases
     assert b.manager.lookup(keys(5)) == 0
 
 
@@ -440,7 +440,7 @@ def run(number: int) -> int:
     for each in world.nodes.values():
         each.check()
         sharing = each.sharing
-        left = [sharing._leases, sharing._fetches, sharing._waiting, sharing._arriving]
+        left = [sharing.lender.num_leases, sharing._fetches, sharing._waiting, sharing._arriving]
         assert not any(left)
         assert not any(each.manager._busy), "a slot is in use by nothing"
         copied += sharing.fetched_bytes + sharing.mirrored_bytes
@@ -459,5 +459,5 @@ def test_messages_to_another_incarnation_are_not_acted_on(epoch: int) -> None:
     elsewhere = PeerAddress("a", epoch, a.exchange.endpoint)
     assert b.sharing.begin_fetch(Asker("r", CachePeers(source=elsewhere)), keys(3))  # type: ignore[arg-type]
     world.deliver()
-    assert not a.sharing._leases
+    assert not a.sharing.lender.num_leases
     assert not any(isinstance(message, ChunksRead) for _, message in world.mail)

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from tandem.cluster.config import DERIVED, SHORTHANDS, TandemConfig
-from tandem.cluster.setting_names import (
+from tandem.cluster.settings.names import (
     Path,
     addressable,
     all_fields_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Iterable
 from functools import cache
@@ -87,6 +88,10 @@ def addressable() -> frozenset[Path]:
 
     walk(TandemConfig, ())
     return frozenset(known_settings()) | sections
+
+
+def value_at(config: TandemConfig, path: Path) -> Any:
+    return functools.reduce(getattr, path, config)
 
 
 def dotted(path: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.engine.config import SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.pins import ToolTimes
+from tandem.engine.scheduling.pins.tools import ToolTimes
 from tandem.kvtransfer.base import ConnectorOutput
 from tandem.node.step_trace.records import StepTrace
 from tests.engine.scheduling.driving import Driver, FakeConnector, produce, unique_tokens

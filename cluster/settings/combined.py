@@ -1,6 +1,6 @@
 """Combines layers into one TandemConfig, or reports all mistakes in them at once. Later layers win.
 
-Values are checked against the types of the fields of `cluster.config`'s structs, then against `cluster.rules`.
+Values are checked against the types of the fields of `cluster.config`'s structs, then against `rules`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tandem.base.settings import allows_null, choices_of, kinds_at, refusal
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.models.store import name_at
-from tandem.cluster.rules import broken_rules
-from tandem.cluster.setting_layers import GivenValue, Layer
-from tandem.cluster.setting_names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
+from tandem.cluster.settings.layers import GivenValue, Layer
+from tandem.cluster.settings.names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
+from tandem.cluster.settings.rules import broken_rules
 from tandem.wire.nodes import Role
 
 

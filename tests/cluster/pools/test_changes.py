@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.cluster.changes import applied, difference
 from tandem.cluster.config import PoolConfig, PoolsConfig, RolloutConfig, TandemConfig
+from tandem.cluster.pools.changes import applied, difference
 from tandem.wire.nodes import Role
 
 replace = msgspec.structs.replace

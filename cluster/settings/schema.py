@@ -1,6 +1,6 @@
 """`tandem config --schema`: the JSON schema of tandem.yaml, by which editors check and explain it.
 
-It says what a file may say; rules between settings (`cluster.rules`) are checked by `tandem config` alone.
+It says what a file may say; rules between settings (`rules`) are checked by `tandem config` alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.cluster.config import DERIVED, OF_ALL_POOLS, SHORTHANDS, TandemConfig
 from tandem.cluster.describe import without_links
-from tandem.cluster.setting_names import Path, fields_of, section_type
+from tandem.cluster.settings.names import Path, fields_of, section_type
 
 FILE_NAME = "tandem.schema.json"
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import ControllerConfig, TandemConfig
-from tandem.cluster.over_http import check_adapters, check_config
+from tandem.cluster.pools.over_http import check_adapters, check_config
 
 
 def config(**tree: Any) -> TandemConfig:

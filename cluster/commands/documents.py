@@ -1,4 +1,4 @@
-"""Generates the parts of the pages that follow from the code. `python -m tandem.cluster.documents` rewrites the pages; tests compare
+"""Generates the parts of the pages that follow from the code. `python -m tandem.cluster.commands.documents` rewrites the pages; tests compare
 them."""
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path as FilePath
 
-import msgspec
-
 from tandem.base.settings import description_of
 from tandem.cluster.commands.show_config import scalar
 from tandem.cluster.config import DERIVED, TandemConfig
-from tandem.cluster.setting_names import Path, dotted, fields_of, section_type
+from tandem.cluster.settings.names import dotted, known_settings, value_at
 from tandem.cluster.wings import foreign_flags
 from tandem.router.http.request_fields import FIELDS
 from tandem.wire.nodes import Role
 
-DOCS = FilePath(__file__).resolve().parents[1] / "docs"
+DOCS = FilePath(__file__).resolve().parents[2] / "docs"
 
 _ROW = re.compile(r"^\| `([\w.]+)` \|")
 _POOL = re.compile(rf"^pools\.(?:{'|'.join(role.value for role in Role)})\.(?!nodes$)")
@@ -52,18 +50,11 @@ def _place_for(name: str, lines: list[str]) -> int:
 
 
 def _rows() -> Iterator[tuple[str, str]]:
-    def walk(section: msgspec.Struct, prefix: Path) -> Iterator[tuple[str, str]]:
-        kind: type[msgspec.Struct] = type(section)
-        for field, info in fields_of(kind).items():
-            path, value = (*prefix, field), getattr(section, field)
-            if section_type(info.type) is not None:
-                yield from walk(value, path)
-            elif path not in DERIVED:
-                name = _POOL.sub("pools.POOL.", dotted(path))
-                about = description_of(info.type).replace("|", "\\|")
-                yield name, f"| `{name}` | `{scalar(path, value)}` | {about} |"
-
-    yield from walk(TandemConfig(), ())
+    for path, kind in known_settings().items():
+        if path not in DERIVED:
+            name = _POOL.sub("pools.POOL.", dotted(path))
+            about = description_of(kind).replace("|", "\\|")
+            yield name, f"| `{name}` | `{scalar(path, value_at(TandemConfig(), path))}` | {about} |"
 
 
 def vllm_page(page: str) -> str:

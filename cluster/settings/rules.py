@@ -11,7 +11,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, PoolConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
-from tandem.cluster.setting_names import Path
+from tandem.cluster.settings.names import Path
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
 from tandem.wire.nodes import Role

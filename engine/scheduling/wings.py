@@ -1,0 +1,40 @@
+"""Parts of the scheduler that can be deleted. Each is known by its row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from tandem.base.errors import ConfigurationError
+from tandem.base.wings import find_wings
+from tandem.engine.config import SchedulerConfig
+from tandem.engine.request import Request
+from tandem.engine.scheduling.state import DraftLimits, Totals, TurnPins
+
+PINS = "tandem.engine.scheduling.pins.pins"
+DRAFTING = "tandem.engine.scheduling.drafting.judge"
+
+
+def make_pins(
+    config: SchedulerConfig, clock: Callable[[], float], free: Callable[[Request], None], totals: Totals
+) -> TurnPins | None:
+    if not config.pins_for_s:
+        return None
+    pins: TurnPins = _found(PINS, "scheduler.policy").Pins(config.pins_for_s, clock, free, totals)
+    return pins
+
+
+def make_drafts(config: SchedulerConfig, *, computed_twice: bool) -> DraftLimits | None:
+    """`computed_twice`: see DraftJudge."""
+    most = config.num_speculative_tokens
+    if not most:
+        return None
+    judge = _found(DRAFTING, "scheduler.num_speculative_tokens").DraftJudge
+    drafts: DraftLimits = judge(most, config.max_draft_loss, computed_twice=computed_twice)
+    return drafts
+
+
+def _found(name: str, setting: str) -> ModuleType:
+    for module in find_wings([name]):
+        return module
+    raise ConfigurationError(f"{setting}: this installation has no {name}")
