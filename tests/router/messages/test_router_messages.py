@@ -149,6 +149,8 @@ def test_tokens_are_counted_without_an_answer(router: RunningRouter) -> None:
     client = client_of(router)
     options: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "system": "Be brief."}
     counted = client.messages.count_tokens(**options).input_tokens
+    asked = router.client.post("/v1/messages/count_tokens", json=options)
+    assert asked.json()["input_tokens"] == counted
     client.messages.create(**options, max_tokens=5)
     assert counted == len(router.nodes["p0"].submits[-1].prompt_token_ids)
     assert len(router.nodes["p0"].submits) == 1

@@ -23,5 +23,7 @@ def test_openais_client_lists_and_counts_what_a_response_was_asked_with(start_ro
     prompt = router.nodes["p0"].submits[-1].prompt_token_ids
     counted = client.responses.input_tokens.count(model="fake", input=asked, previous_response_id=first.id)
     assert counted.input_tokens == len(prompt)
+    whole = {"input": asked, "previous_response_id": first.id}
+    assert router.client.post("/v1/responses/input_tokens", json=whole).json()["input_tokens"] == len(prompt)
     assert router.client.get(f"/v1/responses/{second.id}/input_items?limit=0").status_code == 400
     assert router.client.get("/v1/responses/resp_none/input_items").status_code == 404
