@@ -33,8 +33,8 @@ from tandem.base.errors import InternalError
 from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.loading import load_runner
+from tandem.engine.model.shard import Collectives, Lead
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.wide.shard import Collectives, Lead
 from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
 

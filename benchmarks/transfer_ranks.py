@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.lib.processes import Remote
 from benchmarks.transfer_nodes import BLOCK_SIZE, HEAD_DIM, CacheShape, TransferNode, TransferPair, blocks_of
-from tandem.engine.model.wide.shard import heads_of_rank
+from tandem.engine.model.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.options import NixlOptions

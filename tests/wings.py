@@ -90,7 +90,7 @@ WINGS: dict[str, Wing] = {
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "ranks": Wing(
-        ("node/ranks/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
+        ("node/ranks/", "engine/model/wide/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
         (
             "tests/node/ranks/",
             "tests/kvtransfer/kv_wide_engine.py",

@@ -7,6 +7,7 @@ runner          the contracts of a runner and of a forward pass, and the batch t
 torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/; its optional parts
                 are parts, and embeds is the one for rows that a request brought
 adapters        the contract of LoRA adapters with the node and with fused layers
+shard           this process's rank, and the collectives that reach the other ranks
 observed        the hidden states that some wings read
 native/         the Llama family on CPUs, in C++
 general, probe, check, attention/, transformers_forward

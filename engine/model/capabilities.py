@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
     from tandem.engine.model.parts import Drafter, RunnerPart
-    from tandem.engine.model.runner import Around, ModelInfo
+    from tandem.engine.model.runner import Around, Forward, ModelInfo
+    from tandem.engine.model.shard import ModelCut, Shard
     from tandem.engine.model.transformers_forward import ModelParts
-    from tandem.engine.model.wide.shard import Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Capability:
     order in which they are called."""
 
     general = ""  # why transformers must compute the model; "": the native library may
+    cut: ModelCut | None = None  # how this rank's part of the model is loaded; None: all of it
     unchanged = False  # the model is neither fused nor recorded
     loader: Any = None  # transformers' class that loads the model; None: the usual one
     may_lack_head = False  # the checkpoint may have no weights for the head
@@ -53,6 +54,9 @@ class Capability:
     updates: UpdatedLayers | None = None  # what it adds to linear layers
     adapters: Adapters | None = None
     drafter: Drafter | None = None
+
+    def check(self, model: PreTrainedModel) -> None:
+        """The model is loaded; raises a ConfigurationError if its attention cannot be found as it is. General path only."""
 
     def refuse(self, parts: ModelParts) -> None:
         """Raises a ConfigurationError for a model with parts that this cannot work with. General path only."""
@@ -67,6 +71,10 @@ class Capability:
     def change(self, model: PreTrainedModel) -> None:
         """After the model is fused, if it is. General path only."""
 
+    def placed(self, loaded: LoadedModel, model: PreTrainedModel) -> LoadedModel:
+        """Returns what is loaded, as the other ranks see it. A collective. General path only."""
+        return loaded
+
     def around(self, model: PreTrainedModel) -> Around | None:
         """What happens around each forward pass; None for nothing. General path only."""
         return None
@@ -77,6 +85,13 @@ class Capability:
     def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
         """The bytes on the device that its part of a step takes besides the KV cache."""
         return 0
+
+    def connect(self) -> None:
+        """The KV cache is allocated, and the forward pass is made next."""
+
+    def leading(self, forward: Forward, loaded: LoadedModel) -> Forward:
+        """Returns the forward pass that the runner calls."""
+        return forward
 
     def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
         """The KV cache is allocated: allocates its own, and returns its parts of the runner."""

@@ -20,7 +20,7 @@ import torch
 from tandem.base.errors import InternalError
 from tandem.engine.model.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
-from tandem.engine.model.wide.shard import Shard
+from tandem.engine.model.shard import Shard
 
 if TYPE_CHECKING:
     from tandem.engine.model.attention.interface import AttentionStep, FixedAttention, PagedAttention

@@ -25,7 +25,7 @@ from tandem.engine.model.source import ModelSource, Progress
 from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
-    from tandem.engine.model.wide.shard import Shard
+    from tandem.engine.model.shard import ModelCut
 
 
 def load_model(
@@ -36,38 +36,32 @@ def load_model(
     progress: Progress,
     *,
     may_lack_head: bool = False,
-    shard: Shard | None = None,
+    cut: ModelCut | None = None,
     loader: Any = None,
 ) -> PreTrainedModel:
     """Loads the model. Weights are mapped from their files and copied once, file by file, straight into place.
 
-    With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `shard` only that part is loaded.
+    With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `cut` only that part is loaded.
     `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     found = weight_format(source, config)
     if found is not None:
         options |= found.loading_options(config)
     part: AbstractContextManager[dict[str, Any]] = nullcontext({})
-    if shard is not None:
-        from tandem.engine.model.wide import cut, stages
-
+    loader = loader or AutoModelForCausalLM
+    if cut is not None:
         if found is not None:
             raise ConfigurationError(
                 f"{source.name} cannot be served on several ranks: it {found.uncut}. Set pools.<pool>.tensor_parallel to 1"
             )
-        whole_layers = shard.width == 1
-        part = cut.loading_stage() if whole_layers else cut.loading_part(source, shard.of_stage(), device)
-    loader = loader or AutoModelForCausalLM
-    if shard is not None and shard.stages > 1:
-        loader, options["config"] = stages.class_of_stage(source, shard)
+        part = cut.part(source, device)
+        loader, more = cut.loader(source) or (loader, {})
+        options |= more
     load = functools.partial(
         loader.from_pretrained,
         source.folder,
         dtype=dtype,
-        # When layers are cut, transformers places the parts by itself.
-        device_map={"": str(device)}
-        if device.type != "cpu" and (shard is None or shard.width == 1)
-        else None,
+        device_map={"": str(device)} if device.type != "cpu" and (cut is None or cut.device_map) else None,
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # the report lists them, and they are refused below by name
@@ -92,17 +86,15 @@ def load_model(
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
     unexpected = report["unexpected_keys"]
-    if shard is not None and shard.stages > 1:
-        unexpected = [key for key in unexpected if not stages.is_elsewhere(key, model, shard)]
+    if cut is not None:
+        unexpected = [key for key in unexpected if not cut.is_elsewhere(key, model)]
     refuse_leftovers(source.name, unexpected, model.config)
     if found is not None:
         found.finish_loading(model, dtype, device)
     model.eval()
     model.requires_grad_(False)
-    if shard is not None and shard.width > 1:
-        cut.join_parts(source.name, model, shard.of_stage())
-    if shard is not None and shard.stages > 1:
-        stages.finish_stage(model, shard)
+    if cut is not None:
+        cut.finish(source.name, model)
     keep_rotary_constant(model)
     take_states_out(model)
     return model

@@ -30,12 +30,11 @@ from tandem.engine.model.embeds import EmbeddedPrompts
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.memory import allocate_cache, size_block_pool
 from tandem.engine.model.paths import load_general, load_native
-from tandem.engine.model.runner import Forward, ModelInfo
+from tandem.engine.model.runner import ModelInfo
+from tandem.engine.model.shard import Shard
 from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.wide.forward import LeadingForward
-from tandem.engine.model.wide.shard import Shard
 from tandem.engine.model.wings import capabilities_for
 from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.kernels import library
@@ -90,7 +89,11 @@ def load_runner(
     with on(device), _cache_left_room():
         shared = shard.kv_memory if shard is not None else None
         kv_cache = allocate_cache(plan, num_blocks, kv_dtype, device, shared)
-        forward = _forward(loading, loaded, kv_cache, plan, shape)
+        for each in capabilities:
+            each.connect()
+        forward = loaded.use_cache(kv_cache, plan, shape)
+        for each in capabilities:
+            forward = each.leading(forward, loaded)
         parts = [part for each in capabilities for part in each.start(num_blocks, shape)]
     identity = content() if content is not None else ModelContent("", "")
     info = _described(loading, loaded, plan, max_model_len, num_blocks, identity)
@@ -172,21 +175,6 @@ def _num_blocks(
         if shard.kv_memory is not None:
             os.ftruncate(shard.kv_memory, num_blocks * plan.elements_per_block * kv_dtype.itemsize)
     return num_blocks
-
-
-def _forward(
-    loading: ModelLoad, loaded: LoadedModel, kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape
-) -> Forward:
-    shard = loading.shard
-    if shard is not None and shard.stages > 1:
-        from tandem.engine.model.wide.stages import meet  # it needs transformers
-
-        meet(shard, loading.device)
-    forward = loaded.use_cache(kv_cache, plan, shape)
-    if shard is not None and shard.lead is not None:
-        attending = [layer.index for layer in loaded.layers if layer.reads_of is None]
-        return LeadingForward(forward, shard, shard.lead, attending)
-    return forward
 
 
 def _described(

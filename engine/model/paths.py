@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
 from tandem.engine.model.runner import Forward
-from tandem.engine.model.source import ModelSource
 from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.probe import ProbeResult
     from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
-    from tandem.kvtransfer.base import HeadShare
 
 log = logging.getLogger(__name__)
 
@@ -102,21 +99,23 @@ def load_general(loading: ModelLoad, capabilities: Sequence[Capability] = ()) ->
     """Loads the model with transformers. With a shard, all ranks must load at the same time."""
     # Imported here because the import takes seconds, which the native path does not need.
     from tandem.engine.model.general import holds_head
+    from tandem.engine.model.probe import probe_attention
 
     may_lack_head = any(each.may_lack_head for each in capabilities)
     model = _load_with(loading, capabilities)
     generates = not may_lack_head or holds_head(loading.source, model)
     loading.progress("checking the model's attention", 0.0)
-    probed = _probed(loading, model)
+    for each in capabilities:
+        each.check(model)
+    probed = probe_attention(model)
     for each in capabilities:
         each.refuse(probed.parts)
-    layers, heads, of_stage = _layers_of_rank(loading, model, probed.parts)
     model, computed = _fused(loading, capabilities, model, probed)
     for each in capabilities:
         each.change(model)
     mixers = computed.parts.mixers
-    return LoadedModel(
-        layers,
+    loaded = LoadedModel(
+        probed.parts.layers,
         probed.vocab_size,
         model.dtype,
         computed.use_cache,
@@ -125,9 +124,10 @@ def load_general(loading: ModelLoad, capabilities: Sequence[Capability] = ()) ->
         vector_size=int(model.config.get_text_config().hidden_size),
         embed_size=_embed_size(model) if loading.shard is None else 0,  # other ranks get only token ids
         generates=generates,
-        heads=heads,
-        of_stage=of_stage,
     )
+    for each in capabilities:
+        loaded = each.placed(loaded, model)
+    return loaded
 
 
 def _load_with(loading: ModelLoad, capabilities: Sequence[Capability]) -> PreTrainedModel:
@@ -140,46 +140,9 @@ def _load_with(loading: ModelLoad, capabilities: Sequence[Capability]) -> PreTra
         loading.device,
         loading.progress,
         may_lack_head=any(each.may_lack_head for each in capabilities),
-        shard=loading.shard,
+        cut=next((each.cut for each in capabilities if each.cut is not None), None),
         loader=next((each.loader for each in capabilities if each.loader is not None), None),
     )
-
-
-def _probed(loading: ModelLoad, model: PreTrainedModel) -> ProbeResult:
-    from tandem.engine.model.probe import probe_attention
-    from tandem.engine.model.transformers_forward import run_without_attention
-
-    shard = loading.shard
-    if shard is not None and shard.stages > 1:
-        from tandem.engine.model.wide.stages import check_stage
-
-        check_stage(model, lambda: run_without_attention(model, 3, 3, loading.device), shard)
-    return probe_attention(model)
-
-
-def _layers_of_rank(
-    loading: ModelLoad, model: PreTrainedModel, parts: ModelParts
-) -> tuple[tuple[AttentionLayer, ...], HeadShare | None, frozenset[int] | None]:
-    """The layers that attend, the heads of which this rank keeps keys and values, and the layers of its stage."""
-    shard, name, layers = loading.shard, loading.source.name, parts.layers
-    if shard is None:
-        return layers, None, None
-    from tandem.engine.model.wide.cut import heads_kept, place_heads
-
-    _refuse_ranks(loading.source, parts)
-    heads = of_stage = None
-    if shard.kv_memory is not None:
-        layers = place_heads(name, model, layers, shard.of_stage())
-    else:
-        heads = heads_kept(name, model, layers, shard.of_stage())
-    if shard.stages > 1:
-        from tandem.engine.model.wide.stages import heads_of_all, layers_of_all
-
-        if shard.kv_memory is None:
-            of_stage = frozenset(layer.index for layer in layers)
-            heads = heads_of_all(heads, shard)
-        layers = layers_of_all(layers, shard)
-    return layers, heads, of_stage
 
 
 def _fused(
@@ -317,20 +280,6 @@ def _embed_size(model: Any) -> int:
     if asks_tokens or "inputs_embeds" not in inspect.signature(model.forward).parameters:
         return 0
     return int(getattr(model.get_input_embeddings(), "embedding_dim", 0))
-
-
-def _refuse_ranks(source: ModelSource, parts: ModelParts) -> None:
-    if parts.mixers is not None:
-        why = "keeps recurrent states"
-    elif parts.own:
-        why = "has layers that attend by their own code"
-    elif parts.expansions:
-        why = "keeps latents, which are one head for all"
-    else:
-        return
-    raise ConfigurationError(
-        f"{source.name} cannot be served on several ranks: it {why}. Set pools.<pool>.tensor_parallel to 1"
-    )
 
 
 def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:

@@ -35,8 +35,8 @@ from tandem.engine.model.attention.own import OwnLayer
 from tandem.engine.model.caches import attending_layer, cache_parameter
 from tandem.engine.model.check import checked
 from tandem.engine.model.recurrent.mixers import NotingCache, wrap
+from tandem.engine.model.shard import elsewhere
 from tandem.engine.model.transformers_forward import ModelParts
-from tandem.engine.model.wide.stages import elsewhere
 
 _PROBE_TOKENS = 8
 # A position beyond any window, where a mask shows the same as at every later one.

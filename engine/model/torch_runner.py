@@ -210,6 +210,8 @@ class TorchRunner:
             raise InternalError("a request has an adapter, and the model was loaded without")
         if asked.image_parts and self._info.images is None:
             raise InternalError("a request has images, and the model was loaded without its tower")
+        if facts.pooling is not None and self._info.vectors is None:
+            raise InternalError("a request is for a vector, and the model was loaded without")
         row = self._requests.add(req_id, token_ids, len(facts.prompt_token_ids), block_ids)
         self._clear(row)
         self._asked[row] = asked

@@ -76,8 +76,8 @@ def _serve(
 ) -> None:
     from tandem.engine.model.checkpoint import choose_device
     from tandem.engine.model.loading import load_runner
+    from tandem.engine.model.shard import Shard
     from tandem.engine.model.wide.forward import follow
-    from tandem.engine.model.wide.shard import Shard
     from tandem.node.ranks.group import GroupCollectives, group_of_stage
 
     device = choose_device(orders.model.device)

@@ -58,7 +58,7 @@ from tandem.wire.sockets import Inbox, Outbox, accompany
 
 if TYPE_CHECKING:
     from tandem.engine.config import EngineConfig
-    from tandem.engine.model.wide.shard import Shard
+    from tandem.engine.model.shard import Shard
     from tandem.node.ranks.group import GroupCollectives, MeetingPlace
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class Ranks:
     def start(self) -> Shard:
         """Starts all ranks. Returns rank 0's Shard when they have found each other; each loads its part next."""
         from tandem.engine.model.checkpoint import choose_device
-        from tandem.engine.model.wide.shard import Shard
+        from tandem.engine.model.shard import Shard
         from tandem.node.ranks.group import LOOPBACK, GroupCollectives, MeetingPlace, group_of_stage
 
         device = choose_device(self._engine.model.device)

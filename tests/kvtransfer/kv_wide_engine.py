@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from kv_fake_engine import DIM, HEADS, SLOTS, FakeEngine, FakeRequest, State, kv_of
 
-from tandem.engine.model.wide.shard import heads_of_rank
+from tandem.engine.model.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
 from tests.waiting import until

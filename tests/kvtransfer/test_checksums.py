@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from tandem.engine.model.wide.shard import heads_of_rank
+from tandem.engine.model.shard import heads_of_rank
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.protocol.cache_map import BlockLayout, Mapping, PoolGeometry

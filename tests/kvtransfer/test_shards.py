@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.wide.shard import heads_of_rank
+from tandem.engine.model.shard import heads_of_rank
 from tandem.kvtransfer.protocol.cache_map import AXES, BlockLayout, GrainPlace, Mapping
 from tandem.kvtransfer.protocol.shards import PoolSplit, givers_of, pairs_between, used_slots
 from tandem.kvtransfer.protocol.transport import IndexRange, Move, Operation, ShardPart

@@ -1,6 +1,6 @@
 """One model on several ranks: tensor parallel and pipeline parallel. Each rank keeps the KV of its own heads or layers.
 
-shard        this process's rank, its heads, and the collectives that reach the other ranks
+capability   what a rank's load needs, and which models it refuses
 plan         whether a model can be cut, by transformers' tensor-parallel plan
 cut          tensor parallel: loads one rank's part, and makes the parts compute together what the whole layers do
 stages       pipeline parallel: which layers a rank has, and how stages pass hidden states on

@@ -25,10 +25,9 @@ from transformers.distributed import DistributedConfig
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.engine.model.shard import EmptyPart, Shard, heads_of_rank
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
-from tandem.engine.model.wide.shard import Shard, heads_of_rank
-from tandem.engine.model.wide.stages import EmptyPart
 from tandem.kvtransfer.base import HeadShare
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

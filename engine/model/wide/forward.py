@@ -11,8 +11,8 @@ import torch
 from tandem.base.errors import InternalError
 from tandem.engine.model.decode_graphs import DecodeGraphs
 from tandem.engine.model.runner import Batch, Forward, HostBatch, LayerHooks
+from tandem.engine.model.shard import Lead, Shard, exchange_logits
 from tandem.engine.model.staging import on, to_device_together
-from tandem.engine.model.wide.shard import Lead, Shard, exchange_logits
 
 _FIXED = 6  # the number of arrays before those of the groups
 _CHOOSES = -1  # among the numbers: rank 0 has not said whether a recorded step computes the batch

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.wide.shard import fits
+from tandem.engine.model.shard import fits
 
 WHOLE = {"replicate", "replicated_with_grad_allreduce"}  # every rank has the whole layer
 OUTPUTS = {"colwise"}  # each rank computes some of the outputs, and the next layer needs no others

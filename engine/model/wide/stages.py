@@ -19,8 +19,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.engine.model.shard import EmptyPart, Shard, exchange_logits
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.wide.shard import Shard, exchange_logits
 from tandem.kvtransfer.base import HeadShare
 
 _SETTING = "pools.<pool>.pipeline_parallel"
@@ -163,15 +163,6 @@ def _take_out_layers(model: PreTrainedModel, shard: Shard) -> None:
     layers[own.stop - 1].register_forward_hook(_Sends(shard))
 
 
-def elsewhere(model: PreTrainedModel) -> set[int]:
-    """The numbers of the layers that other stages have."""
-    found: set[int] = set()
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList):
-            found |= {number for number, layer in enumerate(module) if isinstance(layer, EmptyPart)}
-    return found
-
-
 class _Sends:
     """Sends the hidden states right after a stage's last layer, before the model's code changes them, because the next stage's code changes
     them in the same way."""
@@ -199,10 +190,6 @@ def _take_out_ends(model: PreTrainedModel, shard: Shard) -> None:
     if not keeps_head:
         (name,) = [name for name, module in model.named_children() if module is head]
         setattr(model, name, _EmptyHead(int(head.out_features)))
-
-
-class EmptyPart(nn.Module):
-    """Replaces a part of the model that another stage has."""
 
 
 class _EmptyLayer(EmptyPart):

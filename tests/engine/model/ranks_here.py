@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from tandem.engine.model.runner import memory_of
+from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import follow
-from tandem.engine.model.wide.shard import Shard
 from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
 from tandem.kvtransfer.offload.ranks import RankTiers
 from tandem.node.ranks.group import GroupCollectives, group_of_stage

@@ -19,8 +19,8 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.hidden_states.prompts import SUFFIX, HiddenStates
 from tandem.engine.model.loading import load_runner
+from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.wide.shard import Shard
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver

@@ -19,10 +19,10 @@ from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.decode_graphs import DecodeGraphs
 from tandem.engine.model.loading import load_runner
+from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide import cut
 from tandem.engine.model.wide.forward import LeadingForward
-from tandem.engine.model.wide.shard import Shard
 from tandem.node.ranks.group import GroupCollectives
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.sampling import SamplingParams
@@ -44,7 +44,9 @@ WIDE = [
 ]
 
 
-def load(path: Path, shard: Shard | None, num_speculative_tokens: int = 0, pooling: str = "") -> TorchRunner:
+def load(
+    path: Path, shard: Shard | None, num_speculative_tokens: int = 0, pooling: str = "auto"
+) -> TorchRunner:
     return load_runner(
         ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, pooling=pooling),
         CacheConfig(block_size=4, memory_bytes=4 << 20),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tandem.engine.model.wide.shard import fits, heads_of_rank
+from tandem.engine.model.shard import fits, heads_of_rank
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))

@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
+
+from tandem.engine.model.source import ModelSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Collectives(Protocol):
@@ -122,6 +129,31 @@ class Shard:
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).sum())
 
 
+class ModelCut(Protocol):
+    """How one rank's part of a model is loaded."""
+
+    @property
+    def device_map(self) -> bool:
+        """Whether transformers must be told the device: when layers are cut, it places the parts by itself."""
+        ...
+
+    def loader(self, source: ModelSource) -> tuple[Any, dict[str, Any]] | None:
+        """transformers' class that makes the part, and options for it; None for the model's own class."""
+        ...
+
+    def part(self, source: ModelSource, device: torch.device) -> AbstractContextManager[dict[str, Any]]:
+        """Inside, transformers loads the part. Gives further options for it."""
+        ...
+
+    def is_elsewhere(self, key: str, model: PreTrainedModel) -> bool:
+        """Whether another rank has a tensor of the checkpoint."""
+        ...
+
+    def finish(self, name: str, model: PreTrainedModel) -> None:
+        """Joins the part with those of the other ranks."""
+        ...
+
+
 def heads_of_rank(total: int, rank: int, size: int) -> range:
     """A rank's share of the KV heads. With fewer heads than ranks it is the one head that the rank's queries read, which other ranks keep,
     too."""
@@ -150,3 +182,16 @@ def exchange_logits(logits: torch.Tensor, shard: Shard) -> torch.Tensor:
     received = torch.empty_like(given)
     shard.collectives.receive(received, source)
     return received if len(logits) else logits
+
+
+class EmptyPart(nn.Module):
+    """Replaces a part of the model that another stage has."""
+
+
+def elsewhere(model: PreTrainedModel) -> set[int]:
+    """The numbers of the layers that other stages have."""
+    found: set[int] = set()
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList):
+            found |= {number for number, layer in enumerate(module) if isinstance(layer, EmptyPart)}
+    return found
