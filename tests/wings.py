@@ -118,6 +118,13 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_ngram.py",
         ),
     ),
+    "quantized": Wing(
+        ("engine/model/quantized/",),
+        ("tests/engine/model/quantized_files.py", "tests/engine/model/test_quantized.py"),
+    ),
+    "gguf": Wing(
+        ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
+    ),
     "images": Wing(
         ("engine/model/vision/",),
         (

@@ -1,7 +1,7 @@
 """The model: computes a scheduler's output and samples tokens.
 
-loading         makes a runner from the configuration, with source, content, checkpoint, context, plain_config, gguf, leftovers, paths,
-                memory and prefault; loaded has what a load gives
+loading         makes a runner from the configuration, with source, content, checkpoint, context, plain_config, leftovers, paths,
+                weight_formats, memory and prefault; loaded has what a load gives
 capabilities    what a model may be loaded with; wings has the table of them
 runner          the contracts of a runner and of a forward pass, and the batch that the pass gets: rows, no requests
 torch_runner    the runner, with batching (the rows of requests, and batches made of them), staging and sampling/; its optional parts
@@ -13,7 +13,8 @@ general, probe, check, attention/, transformers_forward
                 the general path: transformers' models with our paged attention, checked before they serve; caches has the
                 objects that stand in for transformers' cache
 recurrent/      layers of the general path that keep a state instead of keys and values
-quantized/      quantized matrices
+quantized/      quantized matrices; fused layers know theirs as kernel_linear
+gguf/           GGUF files
 vision/         vision towers; encoder nodes know them by lone_tower
 vectors/        vectors of prompts
 hidden_states/  prompts' hidden states, in files

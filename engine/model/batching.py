@@ -304,14 +304,7 @@ def build_batch(
     req_ids = list(num_scheduled)
     rows = requests.rows(req_ids)
     lengths = np.fromiter(num_scheduled.values(), np.int64, len(req_ids))
-    num_drafts = np.zeros(len(req_ids), np.int64)
-    for req_id, proposed in drafts.items():
-        if proposed:
-            row = requests.row(req_id)
-            known = int(requests.num_tokens[row])
-            # Drafts are written after the known tokens, where the next real ones overwrite them.
-            requests.tokens[row, known : known + len(proposed)] = proposed
-            num_drafts[req_ids.index(req_id)] = len(proposed)
+    num_drafts = _put_drafts(requests, drafts, req_ids)
     contexts = requests.num_computed[rows] + lengths
     # Decodes come first, then the shorter chunks, because kernels take them apart from the longer ones. Decodes are sorted by context
     # length, because attention takes requests of similar length together.
@@ -324,29 +317,21 @@ def build_batch(
     positions = np.arange(total) - np.repeat(query_start[1:] - contexts, lengths)
     row_of_token = np.repeat(rows, lengths)
     token_ids = requests.tokens[row_of_token, positions].astype(np.int64)
-    block, offset = positions // block_size, positions % block_size
-    of_tokens, of_states = (
-        requests.tables[: requests.num_token_tables],
-        requests.tables[requests.num_token_tables :],
+    slots, tables = _slots_and_tables(
+        requests, rows, row_of_token, positions, int(contexts.max()), block_size
     )
-    slots = tuple(table[row_of_token, block].astype(np.int64) * block_size + offset for table in of_tokens)
-    width = -(-int(contexts.max()) // block_size)
-    tables = tuple(np.ascontiguousarray(table[rows, :width]) for table in of_tokens)
-    tables += tuple(table[rows] for table in of_states)
 
     samples = contexts - num_drafts >= requests.num_tokens[rows]
     if requests.silent:
         samples &= ~np.isin(rows, list(requests.silent))
-    wanted = np.zeros(total, np.bool_)
-    sampled = np.flatnonzero(samples)
     first = query_start[1:] - 1 - num_drafts
-    wanted[first[sampled]] = True
+    wanted = np.zeros(total, np.bool_)
+    wanted[first[np.flatnonzero(samples)]] = True
     for index in np.flatnonzero(num_drafts * samples).tolist():
         wanted[first[index] : query_start[index + 1]] = True
     for index in _members(rows, wants_prompt_logprobs):
         start, end = query_start[index], query_start[index + 1]
-        predicts_prompt = positions[start:end] + 1 < requests.num_prompt_tokens[rows[index]]
-        wanted[start:end] |= predicts_prompt
+        wanted[start:end] |= positions[start:end] + 1 < requests.num_prompt_tokens[rows[index]]
     logit_index = np.cumsum(wanted) - 1
 
     logit_rows = np.flatnonzero(wanted)
@@ -385,6 +370,38 @@ def build_batch(
         logit_rows=logit_rows,
     )
     return batch, scheduled
+
+
+def _slots_and_tables(
+    requests: RequestRows,
+    rows: npt.NDArray[np.int64],
+    row_of_token: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    longest: int,
+    block_size: int,
+) -> tuple[tuple[npt.NDArray[np.int64], ...], tuple[IntArray, ...]]:
+    """The slot of each token in each group that attends, and each group's block tables up to the `longest` context."""
+    block, offset = positions // block_size, positions % block_size
+    attending = requests.num_token_tables
+    of_tokens, of_states = requests.tables[:attending], requests.tables[attending:]
+    slots = tuple(table[row_of_token, block].astype(np.int64) * block_size + offset for table in of_tokens)
+    width = -(-longest // block_size)
+    tables = tuple(np.ascontiguousarray(table[rows, :width]) for table in of_tokens)
+    return slots, tables + tuple(table[rows] for table in of_states)
+
+
+def _put_drafts(
+    requests: RequestRows, drafts: dict[str, list[int]], req_ids: list[str]
+) -> npt.NDArray[np.int64]:
+    """Writes drafts after the known tokens, where the next real ones overwrite them. Returns how many each request has."""
+    num_drafts = np.zeros(len(req_ids), np.int64)
+    for req_id, proposed in drafts.items():
+        if proposed:
+            row = requests.row(req_id)
+            known = int(requests.num_tokens[row])
+            requests.tokens[row, known : known + len(proposed)] = proposed
+            num_drafts[req_ids.index(req_id)] = len(proposed)
+    return num_drafts
 
 
 def _places_of_unread(

@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.plain_config import read_plain_config
-from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.source import ModelSource
+from tandem.engine.model.weight_formats import config_of, weight_format
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,7 @@ def read_config(source: ModelSource) -> Any:
     from transformers import AutoConfig
 
     with translated_errors(source):
-        if source.gguf_file is None:
-            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-        else:
-            config = _read_gguf_config(source)
+        config = config_of(source) or AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")
@@ -62,19 +59,6 @@ def read_config(source: ModelSource) -> Any:
         )
     if getattr(text, "index_topk", None) and not kinds & {"indexed_attention", "compressed_sparse_attention"}:
         raise _refusal(kind, "its attention picks tokens with an index of its own")
-    return config
-
-
-def _read_gguf_config(source: ModelSource) -> Any:
-    # Imported here because few models are GGUF files.
-    from transformers import AutoConfig
-
-    from tandem.engine.model.gguf import Metadata, complete_config, refuse_parts
-
-    metadata = Metadata(source)
-    refuse_parts(metadata)
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, gguf_file=source.gguf_file)
-    complete_config(metadata, config)
     return config
 
 
@@ -105,14 +89,13 @@ class translated_errors:
 def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
     """The dtype to compute in. With `auto` it is the checkpoint's own."""
     if wanted == "auto":
-        if source.gguf_file is not None:
-            # A GGUF file's weights have fewer bits than bfloat16 keeps, unless they were stored in full precision.
-            return torch.bfloat16
         declared = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
-        dtype = declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
-        if dtype is torch.float16 and read_checkpoint(source.name, source.folder, config) is not None:
-            return torch.bfloat16  # the kernels for quantized matrices compute in it, on a CPU and on a GPU
-        return dtype
+
+        def stored() -> torch.dtype:
+            return declared if isinstance(declared, torch.dtype) else _stored_dtype(source)
+
+        found = weight_format(source, config)
+        return found.compute_dtype(stored) if found is not None else stored()
     if wanted not in _DTYPES:
         raise ConfigurationError(f"model.dtype must be auto or one of {', '.join(_DTYPES)}, not {wanted}")
     return _DTYPES[wanted]

@@ -20,9 +20,9 @@ from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.leftovers import refuse_leftovers
-from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.recurrent.own_states import take_states_out
 from tandem.engine.model.source import ModelSource, Progress
+from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
     from tandem.engine.model.wide.shard import Shard
@@ -44,21 +44,17 @@ def load_model(
     With `may_lack_head` the checkpoint may lack the head's weights (`holds_head`). With a `shard` only that part is loaded.
     `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
-    if source.gguf_file is not None:
-        # Imported here because few models are GGUF files.
-        from tandem.engine.model.gguf import finish_loading, loading_options
-
-        options = loading_options(source, config)
-    quantized = read_checkpoint(source.name, source.folder, config) if source.gguf_file is None else None
-    if quantized is not None:
-        from tandem.engine.model.quantized import loading
-
-        options |= loading.loading_options(config, quantized)
+    found = weight_format(source, config)
+    if found is not None:
+        options |= found.loading_options(config)
     part: AbstractContextManager[dict[str, Any]] = nullcontext({})
     if shard is not None:
         from tandem.engine.model.wide import cut, stages
 
-        _refuse_to_cut(source, quantized is not None)
+        if found is not None:
+            raise ConfigurationError(
+                f"{source.name} cannot be served on several ranks: it {found.uncut}. Set pools.<pool>.tensor_parallel to 1"
+            )
         whole_layers = shard.width == 1
         part = cut.loading_stage() if whole_layers else cut.loading_part(source, shard.of_stage(), device)
     loader = loader or AutoModelForCausalLM
@@ -99,10 +95,8 @@ def load_model(
     if shard is not None and shard.stages > 1:
         unexpected = [key for key in unexpected if not stages.is_elsewhere(key, model, shard)]
     refuse_leftovers(source.name, unexpected, model.config)
-    if source.gguf_file is not None:
-        finish_loading(source, model)
-    if quantized is not None:
-        loading.finish_loading(source, model, dtype, device)
+    if found is not None:
+        found.finish_loading(model, dtype, device)
     model.eval()
     model.requires_grad_(False)
     if shard is not None and shard.width > 1:
@@ -114,18 +108,6 @@ def load_model(
     return model
 
 
-def _refuse_to_cut(source: ModelSource, quantized: bool) -> None:
-    if source.gguf_file is not None:
-        why = "is a GGUF file, whose matrices are not cut"
-    elif quantized:
-        why = "is a quantized checkpoint, whose matrices are not cut"
-    else:
-        return
-    raise ConfigurationError(
-        f"{source.name} cannot be served on several ranks: it {why}. Set pools.<pool>.tensor_parallel to 1"
-    )
-
-
 def _head_names(model: PreTrainedModel) -> set[str]:
     head: Any = model.get_output_embeddings()
     own = {id(parameter) for parameter in head.parameters()} if head is not None else set()
@@ -134,7 +116,10 @@ def _head_names(model: PreTrainedModel) -> set[str]:
 
 def holds_head(source: ModelSource, model: PreTrainedModel) -> bool:
     """Whether the checkpoint has the weights of the head, so that the model can generate."""
-    if source.gguf_file is not None or getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+    found = weight_format(source, model.config)
+    if found is not None and found.always_has_head:
+        return True
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return True
     names = _head_names(model)
     for file in weight_files(source):

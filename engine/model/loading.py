@@ -93,25 +93,8 @@ def load_runner(
         forward = _forward(loading, loaded, kv_cache, plan, shape)
         parts = [part for each in capabilities for part in each.start(num_blocks, shape)]
     identity = content() if content is not None else ModelContent("", "")
-    info = ModelInfo(
-        name=model.served_name or source.name,
-        content=identity.digest,
-        tokenizer=identity.tokenizer,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(device),
-        vocab_size=loaded.vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=eos_tokens(source, config),
-        num_layers=len({layer for group in plan.all_groups for layer in group.layers}),
-        num_kv_heads=plan.num_kv_heads,
-        head_dim=plan.head_dim,
-        groups=plan.all_groups,
-        num_blocks=num_blocks,
-        embed_size=loaded.embed_size,
-        heads=loaded.heads,
-        layers=share,
-        slower=slower,
-    )
+    info = _described(loading, loaded, plan, max_model_len, num_blocks, identity)
+    info = msgspec.structs.replace(info, layers=share, slower=slower)
     for each in capabilities:
         info = each.complete(info)
     runner = TorchRunner(
@@ -204,6 +187,33 @@ def _forward(
         attending = [layer.index for layer in loaded.layers if layer.reads_of is None]
         return LeadingForward(forward, shard, shard.lead, attending)
     return forward
+
+
+def _described(
+    loading: ModelLoad,
+    loaded: LoadedModel,
+    plan: CachePlan,
+    max_model_len: int,
+    num_blocks: int,
+    identity: ModelContent,
+) -> ModelInfo:
+    return ModelInfo(
+        name=loading.model.served_name or loading.source.name,
+        content=identity.digest,
+        tokenizer=identity.tokenizer,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loading.device),
+        vocab_size=loaded.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_tokens(loading.source, loading.config),
+        num_layers=len({layer for group in plan.all_groups for layer in group.layers}),
+        num_kv_heads=plan.num_kv_heads,
+        head_dim=plan.head_dim,
+        groups=plan.all_groups,
+        num_blocks=num_blocks,
+        embed_size=loaded.embed_size,
+        heads=loaded.heads,
+    )
 
 
 def _of_rank(cache: CacheConfig, elements: int, shard: Shard) -> CacheConfig:

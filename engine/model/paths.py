@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
-from tandem.engine.model.quantized.formats import read_checkpoint
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.source import ModelSource
+from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,11 +43,8 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
     compiled."""
     source, config, dtype, threads = loading.source, loading.config, loading.dtype, loading.threads
     may_lack_head = any(each.may_lack_head for each in capabilities)
-    quantized = source.gguf_file is None and read_checkpoint(source.name, source.folder, config) is not None
-    plain = config
-    if quantized:  # on a CPU quantized matrices become ordinary ones
-        plain = copy.deepcopy(config)
-        plain.quantization_config = None
+    found = weight_format(source, config)
+    plain = found.plain(config) if found is not None else config
     reason = supports(plain, dtype, loading.device)
     if reason is not None:
         log.info("%s is computed by transformers, not by the native library: %s", source.name, reason)
@@ -57,7 +53,7 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
     def tell(share: float) -> None:
         loading.progress("loading weights", share)
 
-    if source.gguf_file is None and not quantized:
+    if found is None:
         forward = NativeLlamaForward.from_checkpoint(
             source.folder, config, dtype=dtype, threads=threads, progress=tell, may_lack_head=may_lack_head
         )

@@ -42,7 +42,7 @@ from tandem.engine.model.fused.pieces import (
     turned,
 )
 from tandem.engine.model.fused.rotary import RotaryWatch, replace_forward, take_rotary
-from tandem.engine.model.quantized.kernels import KernelLinear
+from tandem.engine.model.kernel_linear import KernelLinear
 
 if TYPE_CHECKING:
     from tandem.engine.model.adapters import UpdatedLayers

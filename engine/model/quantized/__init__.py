@@ -1,5 +1,6 @@
 """Quantized checkpoints: FP8, AWQ, GPTQ and compressed-tensors.
 
+format   finds out whether a checkpoint is quantized, and joins the loader
 formats  the tensors of a quantized matrix in a checkpoint, and the numbers that it stands for
 loading  loads quantized matrices with transformers, and turns them into ordinary linear layers or into ones with GPU kernels
 kernels  linear layers that compute with quantized matrices, by kernels of torch and FlashInfer

@@ -8,13 +8,14 @@ is used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from tandem.engine.model.fused import triton_ops
+from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.quantized.formats import (
     Kind,
     QuantizedCheckpoint,
@@ -31,30 +32,6 @@ _INNER_TILES = 8
 _ROWS_TRIED = 4
 # Relative to the largest value. Activations are rounded to eight bits; the errors of the sums are far smaller.
 _TOLERANCE = 0.06
-
-
-class KernelLinear(nn.Module):
-    """A linear layer with a quantized matrix. Several of one kind that read the same tensor may be joined into one."""
-
-    in_features: int
-    out_features: int
-    bias: torch.Tensor | None
-    joined: Callable[..., KernelLinear | None]  # see fused.pieces.JoinableKernel
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        out = self.product(rows).to(x.dtype)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.view(*x.shape[:-1], self.out_features)
-
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _keep(self, **tensors: torch.Tensor) -> None:
-        for name, tensor in tensors.items():
-            # It is a parameter, so that it counts as one of the model's weights.
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 class RowScaled(KernelLinear):

@@ -211,14 +211,7 @@ def load_head(
         raise refusal(f"needs the embeddings of {target.name}, which has none where a Llama has them")
     fc, bias = own.pop("fc.weight", None), own.pop("fc.bias", None)
     weights = {f"model.{name}": own[name] for name in own if name.startswith("layers.0.")}
-    with torch.device("meta"):
-        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=PAGED)
-        if third:
-            model.model.layers[0] = _ThirdLayer(model.config).to(dtype)
-            rows = own.get("lm_head.weight", head).shape[0]
-            norm = LlamaRMSNorm(hidden_size, config.rms_norm_eps)
-            choice = torch.nn.Linear(hidden_size, rows, bias=False)
-            model.lm_head = torch.nn.Sequential(norm, choice).to(dtype)
+    model: Any = _empty_model(config, dtype, own.get("lm_head.weight", head).shape[0] if third else 0)
     model.model.norm = torch.nn.Identity()
     if third:
         model.model.embed_tokens = _NoEmbeddings(2 * hidden_size, dtype, device)
@@ -252,6 +245,18 @@ def load_head(
         words,
         observed if third else None,
     )
+
+
+def _empty_model(config: LlamaConfig, dtype: torch.dtype, third_rows: int) -> LlamaForCausalLM:
+    """The head's layers without weights. `third_rows` are the tokens that an EAGLE-3 head chooses from; 0: it is an EAGLE-1 head."""
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=PAGED)
+        if third_rows:
+            model.model.layers[0] = _ThirdLayer(model.config).to(dtype)
+            norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            choice = torch.nn.Linear(config.hidden_size, third_rows, bias=False)
+            model.lm_head = torch.nn.Sequential(norm, choice).to(dtype)
+    return model
 
 
 def _words(differences: torch.Tensor | None, count: int, vocab_size: int) -> torch.Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tandem.engine.model.fused.find import fuse
 from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
-from tandem.engine.model.quantized import kernels, loading
+from tandem.engine.model.quantized import loading
 from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, KernelLinear, RowScaled
 from tandem.engine.model.source import find_source
 from tests.engine.model import quantized_files as files
@@ -224,7 +225,7 @@ def test_blocks_are_given_to_the_library_as_it_wants_them(
                 x.float() @ (weight.float() * spread[: weight.shape[0], : weight.shape[1]]).t()
             ).bfloat16()
 
-    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: Library)
+    monkeypatch.setitem(sys.modules, "flashinfer.gemm", Library)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
     quantized, _ = files.save("fp8-blocks", tmp_path, torch.bfloat16, **sizes)
     model = loaded(quantized, monkeypatch)

@@ -149,7 +149,8 @@ def test_what_the_grammar_refuses_is_not_drafted(path: Path) -> None:
     assert driver.drafts == {"r": [6, 7, 8]}, "a request without a grammar"
     runner._table.constrained[runner._requests.row("r")] = True
     output = ModelOutput({})
-    runner._propose({"r": 3}, output)
+    assert runner.drafter is not None
+    runner._propose(runner.drafter, {"r": 3}, output)
     assert output.draft_token_ids == {"r": [6, 7]}
     assert asked == [[6, 7, 8]]
 

@@ -1,0 +1,5 @@
+"""GGUF files: see README.md.
+
+format    finds out whether a model is a GGUF file, and joins the loader
+metadata  what a file says that transformers ignores
+"""

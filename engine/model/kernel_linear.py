@@ -1,0 +1,32 @@
+"""Linear layers that kernels compute, from a matrix in a form of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class KernelLinear(nn.Module):
+    """A linear layer with a quantized matrix. Several of one kind that read the same tensor may be joined into one."""
+
+    in_features: int
+    out_features: int
+    bias: torch.Tensor | None
+    joined: Callable[..., KernelLinear | None]  # see fused.pieces.JoinableKernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        out = self.product(rows).to(x.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _keep(self, **tensors: torch.Tensor) -> None:
+        for name, tensor in tensors.items():
+            # It is a parameter, so that it counts as one of the model's weights.
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,53 @@
+"""Quantized checkpoints as a format of weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem.engine.model.quantized.formats import QuantizedCheckpoint, read_checkpoint
+from tandem.engine.model.source import ModelSource
+from tandem.engine.model.weight_formats import WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def read_config(source: ModelSource) -> Any:
+    return None
+
+
+def weight_format(source: ModelSource, config: Any) -> WeightFormat | None:
+    if source.gguf_file is not None:
+        return None
+    found = read_checkpoint(source.name, source.folder, config)
+    return QuantizedMatrices(source, found) if found is not None else None
+
+
+class QuantizedMatrices(WeightFormat):
+    uncut = "is a quantized checkpoint, whose matrices are not cut"
+
+    def __init__(self, source: ModelSource, checkpoint: QuantizedCheckpoint) -> None:
+        self._source, self._checkpoint = source, checkpoint
+
+    def compute_dtype(self, stored: Callable[[], torch.dtype]) -> torch.dtype:
+        # The kernels for quantized matrices compute in bfloat16, on a CPU and on a GPU.
+        return torch.bfloat16 if (found := stored()) is torch.float16 else found
+
+    def plain(self, config: Any) -> Any:
+        plain = copy.deepcopy(config)
+        plain.quantization_config = None
+        return plain
+
+    def loading_options(self, config: Any) -> dict[str, Any]:
+        from tandem.engine.model.quantized.loading import loading_options
+
+        return loading_options(config, self._checkpoint)
+
+    def finish_loading(self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+        from tandem.engine.model.quantized.loading import finish_loading
+
+        finish_loading(self._source, model, dtype, device)
