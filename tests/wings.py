@@ -83,7 +83,8 @@ WINGS: dict[str, Wing] = {
     "trace and why": Wing(
         ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
     ),
-    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",)),
+    "step trace": Wing(("node/step_trace/",), ("tests/node/step_trace/",)),
+    "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",), ("step trace",)),
     "bench": Wing(
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
     ),
@@ -108,8 +109,10 @@ WINGS: dict[str, Wing] = {
         ),
     ),
     "speculation": Wing(
-        ("engine/model/speculation/",),
+        ("engine/model/speculation/", "engine/scheduling/drafting/"),
         (
+            "tests/engine/scheduling/test_drafting.py",
+            "tests/engine/scheduling/test_speculation.py",
             "tests/engine/test_draft_model.py",
             "tests/engine/test_eagle.py",
             "tests/engine/model/test_ngram.py",
