@@ -19,6 +19,7 @@ from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.rollouts import steps, watch
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, Membership
+from tandem.cluster.pools.turn import Turn
 
 
 def _recorded_after_the_act(right: Any) -> Any:
@@ -282,6 +283,10 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
     "departure-unrecorded": (
         "what has left stays in the record",
         (Departures, "_until_kept", _departed_not_recorded),
+    ),
+    "two-controllers": (
+        "a controller that was replaced wakes up and records",
+        (Turn, "_check", lambda right: lambda self, kept: None),
     ),
     "role-unrecorded": ("a change of role is not recorded", (Controller, "_keep_role", _role_not_recorded)),
 }

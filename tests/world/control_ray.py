@@ -60,6 +60,7 @@ class ControllerProcess:
         self.fatal: int | None = None  # the step at which it is killed
         self.steps = 0
         self.jumped_s = 0.0  # how far its clock is ahead
+        self.loaded: bytes | None = None  # the record that it read
         self.woke_at = 0.0  # when it last went on after it was stopped
         self.ended = ray.loop.create_future()
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -205,7 +206,16 @@ class KeptState:
         self.loses_answers = 0.0
         self.lost_answers = 0
         self.on_save: Callable[[ControllerProcess, bytes], None] = lambda process, state: None
+        self.on_turn: Callable[[ControllerProcess, ControllerProcess | None, bool], None] = (
+            lambda process, before, has_read: None
+        )
+        self.writer: ControllerProcess | None = None
         self.on_load: Callable[[bytes | None], None] = lambda state: None
+
+    def take_turn(self, process: ControllerProcess) -> None:
+        if process is not self.writer:
+            self.on_turn(process, self.writer, self.value == process.loaded)
+            self.writer = process
 
     def of(self, process: ControllerProcess) -> KeptStateOf:
         return KeptStateOf(self, self._ray, process)
@@ -220,6 +230,7 @@ class KeptStateOf:
     async def load(self) -> bytes | None:
         await self._ray.control_store(self._process)
         self._kept.on_load(self._kept.value)
+        self._process.loaded = self._kept.value
         return self._kept.value
 
     async def save(self, state: bytes, check: CheckKept | None = None) -> None:
@@ -228,6 +239,7 @@ class KeptStateOf:
             check(self._kept.value)
         if self._kept.is_full:
             raise Unavailable("no space left on device")
+        self._kept.take_turn(self._process)
         self._kept.value = state
         if self._ray.rng.random() < self._kept.loses_answers:
             self._kept.lost_answers += 1
