@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem.router.member import Member
 from tandem.router.node_metrics import labels_of
-from tandem.router.pool import Member, NodePool
+from tandem.router.pool import NodePool
 from tandem.wire.requests import STEP_TOKEN_BOUNDS, NodeCounters
 
 _LABELS = ["engine", "node", "role"]

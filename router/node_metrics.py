@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from tandem.base.tasks import Tasks
 from tandem.router.links import NodeLinks
-from tandem.router.pool import Member, NodePool
+from tandem.router.member import Member
+from tandem.router.pool import NodePool
 from tandem.router.prefixes import CachedBlocks
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import WAIT_BOUNDS_S, NodeCounters, TierStatus

@@ -144,9 +144,14 @@ async def render_chat(
     """Renders a chat, a long one in a thread, so that other streams go on. A chat whose texts certainly do not fit
     into the context is refused before anything looks into them. `context`: None when any length is allowed."""
 
+    given = (messages, tools, documents, extra)
+    is_short = len(messages) + len(tools or ()) <= INLINE_ITEMS and _is_short(*given)
+    # What is short has fewer characters than most contexts hold, so they need not be counted again.
+    surely_fits = is_short and tokenizer.most_characters(context or 0) >= INLINE_CHAT_CHARACTERS
+
     def render() -> str:
-        if context is not None:
-            _check_characters(tokenizer, context, messages, tools, documents, extra)
+        if context is not None and not surely_fits:
+            _check_characters(tokenizer, context, *given)
         return _render(
             template,
             guard,
@@ -158,9 +163,7 @@ async def render_chat(
             extra=extra,
         )
 
-    if len(messages) + len(tools or ()) <= INLINE_ITEMS and _is_short(messages, tools, documents, extra):
-        return render()
-    return await asyncio.to_thread(render)
+    return render() if is_short else await asyncio.to_thread(render)
 
 
 def _render(

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
@@ -59,11 +59,14 @@ class Controller:
         fix_model: FixModel = as_it_is,
     ) -> None:
         self._events = events
-        turn = Turn(store)
-        self._clock = TurnClock(clock or Clock(), turn)
+        self._turn = Turn(store)
+        self._clock = TurnClock(clock or Clock(), self._turn)
         self._tasks = Tasks()
+        self._has_begun = False
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(config, hosts, launcher, turn, events, self._clock, self._tasks, fix_model)
+        self._pools = Reconciler(
+            config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model
+        )
         self._fleet = self._pools.fleet
         self._wings = wings_of(self._pools, self._clock, self._tasks, self._resize)
         self._pools.on_config = self._configured
@@ -89,11 +92,16 @@ class Controller:
     async def start(self) -> None:
         """Starts all nodes and routers at once, or adopts those of an earlier controller. Returns when each one that has a machine is
         ready or left out and together they can answer requests. Raises Unavailable when they cannot."""
+        self._tasks.spawn(self._turn.over(), "its turn")
+        await self._begin()
+        await self._unless_it_fails(self._until_answering())
+
+    async def _begin(self) -> None:
         await self._pools.take_over()
+        self._has_begun = True
         self._tasks.spawn(self._pools.run(), "reconcile")
         for wing in self._wings:
             wing.begin()
-        await self._unless_it_fails(self._until_answering())
 
     def _configured(self, config: TandemConfig) -> None:
         for wing in self._wings:
@@ -106,7 +114,15 @@ class Controller:
     async def recovered(self) -> None:
         """Call this after `start` has raised. Returns when nodes and routers can answer requests: machines may still come, and an operator
         may start again what was left out."""
+        await self._unless_it_fails(self._until_begun())
         await self._unless_it_fails(self._until_ready())
+
+    async def _until_begun(self) -> None:
+        """Tries to take over until it succeeds: the record could not be written, or the model's hub did not answer."""
+        while not self._has_begun:
+            await self._clock.sleep(self._config.timeouts.heartbeat_s)
+            with contextlib.suppress(TandemError):
+                await self._begin()
 
     async def _unless_it_fails(self, work: Coroutine[Any, Any, None]) -> None:
         done, failed = await first_of(work, self._tasks.failed())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -40,6 +40,7 @@ class Fleet:
         keep_left_out: KeepLeftOut,
         admit_router: AdmitRouter,
         adapters: WantedAdapters,
+        confirm: Callable[[], Awaitable[object]],
     ) -> None:
         # `Reconciler` replaces the model's name in it by one commit before anything is launched.
         self.config = config
@@ -76,6 +77,7 @@ class Fleet:
             clock,
             changed.ring,
             lambda: self.pool_reports(),
+            confirm,
         )
         self._ending: set[NodeSupervisor | RouterSupervisor] = set()
 

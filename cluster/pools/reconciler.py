@@ -117,6 +117,7 @@ class Reconciler:
             self._keep_left_out,
             self._admit_router,
             self.adapters,
+            turn.confirm,
         )
         self.fleet.wake = self.wake
         self.fleet.pool_reports = lambda: pool_reports(
@@ -142,6 +143,8 @@ class Reconciler:
             try:
                 if kept is not None:
                     self.state = state.decode(kept)
+                    self._refused = None
+                    self.decisions.clear()
                     self.decisions.extend(self.state.decisions)
                     self.config = self._in_this_process(self.state.revision.config or self._given)
             except state.UnknownState as error:
@@ -149,9 +152,10 @@ class Reconciler:
                 raise
             finally:
                 self.has_read.set()
-            self._tasks.spawn(self._turn.over(), "its turn")
-            with contextlib.suppress(TandemError):  # what fails is recorded later
-                await self.keep(self.state)
+            try:
+                await self._save(self.state)  # from here on an earlier controller records nothing
+            except TandemError as error:
+                logger.warning("an earlier controller that still runs may not notice this one yet: %s", error)
             await self._fix_the_model()
             if kept is None:
                 return
@@ -162,19 +166,22 @@ class Reconciler:
             machines = {host.name: host for host in await self._machines_of(self.state)}
             self.machines = self.state.unseen_machines(machines)
             unseen = {host.name: host for host in self.machines}
-            for record in self.state.nodes:
+            known = self.state
+            for record in known.nodes:
+                if record.info is None and record.placement is not None and record.placement.host in unseen:
+                    # It never served: another node takes its place.
+                    await self.fleet.end_node(record.node_id)
+                    known = known.without(record.node_id)
+            if known is not self.state:
+                await self.keep(known)
+            for record in known.nodes:
                 placement = record.placement
                 host = (machines | unseen).get(placement.host) if placement else None
                 if placement is None or host is None:
                     continue
                 if record.info is not None:
                     await self.fleet.membership.announce(record.info)
-                    self.fleet.launch_node(record, placement, host, is_seen=host.name in machines)
-                elif host.name in machines:
-                    self.fleet.launch_node(record, placement, host)
-                else:  # it never served: another node takes its place
-                    await self.fleet.end_node(record.node_id)
-                    await self.keep(self.state.without(record.node_id))
+                self.fleet.launch_node(record, placement, host, is_seen=host.name in machines)
             for record in self.state.nodes:
                 if record.leaving:
                     self.departures.begin(record.node_id, self.config.timeouts.nodes.drain_s)
@@ -188,7 +195,8 @@ class Reconciler:
         resolved = await self._resolve(self.state)
         self._use(resolved)
         if resolved.commit:
-            await self.keep(_at_commit(self.state, resolved.commit))
+            if resolved.commit != self.state.revision.commit:
+                await self.keep(_at_commit(self.state, resolved.commit))
             self.note(f"serves {self.config.model.path} at commit {resolved.commit}")
 
     async def _resolve(self, kept: ClusterState) -> _Resolved:
@@ -271,15 +279,12 @@ class Reconciler:
         """Records the new state. If that fails, it raises and the state stays as it was. Requires `writing`."""
         if self._refused is not None:
             raise self._refused
-        new = msgspec.structs.replace(new, decisions=list(self.decisions), writer=self._turn.name)
+        new = msgspec.structs.replace(new, decisions=list(self.decisions))
         if new == self.state and not self._is_unsure:
             return
         self._is_unsure = True
         try:
-            await self._turn.save(state.encode(new))
-        except LaterController as error:
-            self._refused = error
-            raise
+            await self._save(new)
         except TandemError:
             self._record_soon()  # what stays as it was, or the next controller might do what was refused
             raise
@@ -287,6 +292,13 @@ class Reconciler:
         self.state = new
         await self.fleet.membership.pause(new.paused)
         self.changed.ring()
+
+    async def _save(self, new: ClusterState) -> None:
+        try:
+            await self._turn.save(state.encode(msgspec.structs.replace(new, writer=self._turn.name)))
+        except LaterController as error:
+            self._refused = error
+            raise
 
     async def _admit(self, info: NodeInfo) -> None:
         """Records a node before it is announced. The first node of a revision fixes its content. Raises ConfigurationError for a node

@@ -11,7 +11,7 @@ import abc
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -56,6 +56,7 @@ class SupervisorContext:
     clock: Clock
     on_change: Callable[[], None]  # called at every new phase, and when a router's adapters change
     pools: Callable[[], Sequence[PoolReport]]  # what routers show of their pools
+    confirm: Callable[[], Awaitable[object]]  # does not return once a later controller has taken over
 
 
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
@@ -146,6 +147,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         failures = 0
         self._enter(ProcessPhase.STARTING, self.detail)
         while True:
+            await self._context.confirm()  # a later controller may have ended it
             self.handle = handle = self._launch()
             try:
                 ready = await self._start_or_end(handle)

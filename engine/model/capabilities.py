@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
     from tandem.engine.model.parts import Drafter, RunnerPart
-    from tandem.engine.model.runner import Batch, Forward, ModelInfo
+    from tandem.engine.model.runner import Around, Forward, ModelInfo
     from tandem.engine.model.shard import ModelCut, Shard
     from tandem.engine.model.transformers_forward import ModelParts
 
@@ -40,10 +39,6 @@ class ModelLoad:
     progress: Progress
     native: bool = True  # the native library may compute the model
     shard: Shard | None = None  # this process's part of the model; None: all of it
-
-
-Around = Callable[["Batch"], AbstractContextManager[None]]
-"""What happens around a forward pass of the general path."""
 
 
 class Capability:

@@ -8,6 +8,8 @@ together. Longer chunks (prompts, and tokens with drafts) follow.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -231,3 +233,7 @@ class Batch:
     @property
     def num_requests(self) -> int:
         return self.context_lens.shape[0]
+
+
+Around = Callable[[Batch], AbstractContextManager[None]]
+"""What happens around a forward pass of the general path."""

@@ -26,11 +26,10 @@ from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
-from tandem.engine.model.capabilities import Around
 from tandem.engine.model.fused.rotary import take_rotary
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
-from tandem.engine.model.runner import Batch, LayerHooks
+from tandem.engine.model.runner import Around, Batch, LayerHooks
 
 # In steps of at most this many tokens, each of torch's operations is too small for two threads.
 _SHORT = 16

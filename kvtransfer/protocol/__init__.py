@@ -31,6 +31,7 @@ The consumer, which decodes:
     incoming    all its transfers, until they are handed over or have failed; those that it declines; when nothing can
                 write any more to the blocks of a failed one
     receiving   one transfer
+    generations which generation of its cache each producer's KV is of, and which producers must hear that theirs was wrong
     pulling     pull: posts the reads of all transfers, and handles broken connections
 
 Around both:

@@ -10,6 +10,7 @@ from tandem.kvtransfer.base import Handoff, LoadFailure
 from tandem.kvtransfer.config import MAX_LEASE_S
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
+from tandem.kvtransfer.protocol.generations import SourceGenerations
 from tandem.kvtransfer.protocol.incoming import (
     DeclinedTransfers,
     IncomingTransfers,
@@ -21,7 +22,6 @@ from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import (
     Answers,
-    BoundedMemory,
     LinkPace,
     NodeSide,
     Outcome,
@@ -30,11 +30,9 @@ from tandem.kvtransfer.protocol.side import (
     key_of,
 )
 from tandem.kvtransfer.protocol.transport import Activity, Direction
-from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
-    Envelope,
     HandoffAccepted,
     HandoffNotice,
     KVArrived,
@@ -42,16 +40,12 @@ from tandem.wire.handoff import (
     ProcessIdentity,
     Refusal,
     RefusalCode,
-    RenewLease,
     TransferClosed,
     TransferPace,
     Welcome,
 )
-from tandem.wire.nodes import PeerAddress
 
 logger = logging.getLogger(__name__)
-
-MOST_ACCUSED = 16  # producers are told again and again, until they confirm, that KV of theirs was wrong
 
 
 class Consumer:
@@ -69,15 +63,8 @@ class Consumer:
         self._side = side
         self._answers = Answers(me, send, side.recorder)
         self._ticked_at = clock()
-        self._distrusted = distrusted
-        self._sources = side.sources.handed_over
-        self._asked_sources_at = clock() - ASK_S
-        # Producers that have not confirmed yet that KV of theirs was found wrong, and how often it was.
-        self._accused: dict[PeerKey, tuple[PeerAddress, int]] = {}
-        self._found_wrong: BoundedMemory[int] = BoundedMemory(
-            settings.max_remembered, settings.keep_link_s, clock
-        )
         self._links = ProducerLinks(side)
+        self.generations = SourceGenerations(side, self._links, distrusted)
         self._declined = DeclinedTransfers(me, settings, send, clock)
         self._incoming = IncomingTransfers(
             side, self._links, self._declined, finished=finished, failed=failed, released=released
@@ -101,7 +88,7 @@ class Consumer:
         """True if nothing here has a deadline."""
         has_reads = self._pulling is not None and self._pulling.has_leaving
         is_empty = self._incoming.is_empty and self._declined.is_empty and not has_reads
-        return is_empty and not self._sources.awaits_confirmation
+        return is_empty and not self.generations.awaits_confirmation
 
     # ── commands of our own engine ──
 
@@ -146,47 +133,6 @@ class Consumer:
 
     def computes_at(self, command: commands.ComputesAt) -> None:
         self._tokens_per_s = command.tokens_per_s
-
-    def begin_generation(self) -> None:
-        self._sources.clear()
-
-    def found_wrong(self, peer: PeerAddress) -> None:
-        """What this producer handed over was computed wrongly. It counts as bytes that arrived wrong do."""
-        key = PeerKey(peer.node_id, peer.epoch)
-        times = (self._found_wrong.get(f"{key.epoch}/{key.node_id}") or 0) + 1
-        self._found_wrong.add(f"{key.epoch}/{key.node_id}", times)
-        self._accused[key] = peer, times
-        self._side.recorder.wrong_kv(peer.node_id)
-        self._links.found_wrong(key)
-        self._ask(peer)
-
-    # ── generations of caches ──
-
-    def hear_generation(self, envelope: Envelope) -> None:
-        key = key_of(envelope)
-        if self._sources.hear(key, envelope.generation):
-            self._sources.clear()  # the engine gives up everything
-            self._distrusted(f"{key.node_id} distrusts its own cache, from which KV was received")
-
-    @property
-    def seconds_until_ask(self) -> float:
-        return max(0.0, self._asked_sources_at + ASK_S - self._side.clock())
-
-    def _ask_sources(self) -> None:
-        """Asks every node that KV has come from for a sign, so that we hear of a new generation of its cache."""
-        if self.seconds_until_ask > 0:
-            return
-        self._asked_sources_at = self._side.clock()
-        accused = [peer for peer, _ in self._accused.values()][-MOST_ACCUSED:]
-        for peer in dict.fromkeys([*self._sources.to_ask(), *accused]):
-            self._ask(peer)
-
-    def _ask(self, peer: PeerAddress) -> None:
-        key = PeerKey(peer.node_id, peer.epoch)
-        _, times = self._accused.get(key, (peer, 0))
-        link = self._links.get(key)
-        stamp = link.stamp if link is not None else 0
-        self._side.send(peer.endpoint, RenewLease(self._side.me.envelope(peer.epoch), stamp, [], times))
 
     # ── messages of producers ──
 
@@ -236,9 +182,7 @@ class Consumer:
             return
         link.take_stamp(message.stamp, self._side.clock())
         link.tokens_per_s = message.tokens_per_s
-        _, times = self._accused.get(link.key, (None, 0))
-        if times and message.found_wrong >= times:
-            del self._accused[link.key]
+        self.generations.confirmed(link.key, message.found_wrong)
         for transfer_id in message.waiting:
             if (receiving := self._mine(transfer_id, link.key)) is not None:
                 receiving.deadline = self._side.clock() + self._side.settings.timeout_s
@@ -260,7 +204,7 @@ class Consumer:
         if receiving.outcome is Outcome.CORRUPTED:
             return  # nothing more of this transfer is trusted
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
-            self._sources.took(
+            self.generations.took(
                 receiving.command.peer, message.envelope.generation
             )  # used even if the rest fails
             self._verify(receiving, message.start, message.count, message.checksums)
@@ -314,7 +258,7 @@ class Consumer:
             self._finish(receiving, message)
 
     def _finish(self, receiving: IncomingTransfer, notice: HandoffNotice) -> None:
-        self._sources.took(receiving.command.peer, notice.envelope.generation)
+        self.generations.took(receiving.command.peer, notice.envelope.generation)
         self._incoming.finish(receiving, notice)
 
     def _difference(self, receiving: IncomingTransfer, notice: HandoffNotice) -> str | None:
@@ -481,7 +425,7 @@ class Consumer:
         # In a longer interval the process may have been stopped for a part of it.
         ran_s = min(since, settings.margin_s / 4)
         self._declined.tick()
-        self._ask_sources()
+        self.generations.ask_all()
         for link in self._links:
             self._registrar.tick(link)
         if self._pulling is not None:

@@ -205,7 +205,7 @@ class TransferEndpoint:
         if message.envelope.receiver_epoch != self._side.me.epoch:
             self._refuse_epoch(message)
             return
-        self.consumer.hear_generation(message.envelope)
+        self.consumer.generations.hear(message.envelope)
         match message:
             case Hello():
                 self.producer.on_hello(message)
@@ -259,10 +259,10 @@ class TransferEndpoint:
                 self.producer.abandon(command)
             case commands.BeginGeneration():
                 self._side.me.generation += 1
-                self.consumer.begin_generation()
+                self.consumer.generations.begin()
                 self.producer.begin_generation()
             case commands.FoundWrong():
-                self.consumer.found_wrong(command.peer)
+                self.consumer.generations.found_wrong(command.peer)
             case commands.VoidSend():
                 self.producer.void(command)
             case commands.BeginReceive():
@@ -299,7 +299,7 @@ class TransferEndpoint:
     @property
     def seconds_until_ask(self) -> float:
         """Until the peers from which KV came are asked for a sign again."""
-        return self.consumer.seconds_until_ask
+        return self.consumer.generations.seconds_until_ask
 
     def shutdown(self) -> bool:
         """Ends everything that can end now. False while a handle is in flight or a peer may write."""

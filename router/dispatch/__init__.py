@@ -5,11 +5,13 @@ admission    how many sequences run at once, which requests wait, and which one 
 ledger       a request's tokens, merged by index from two nodes, with log-probabilities; its timings and metrics
 life         one request from its first submission to its one end, across attempts
 placement    one attempt on one pair of nodes, and the tables of which request runs where
-dispatcher   starts the lives of one HTTP request, as its handler reads them, and finds the life that a node's message belongs to
+generation   the lives of one HTTP request, as its handler reads them
+dispatcher   starts the lives of HTTP requests, and finds the life that a node's message belongs to
 followed     answers that nodes keep and other routers began, as the dispatcher knows them
 """
 
-from tandem.router.dispatch.dispatcher import Dispatcher, Generation
+from tandem.router.dispatch.dispatcher import Dispatcher
+from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import LeftBehind, RequestLife
 
 __all__ = [

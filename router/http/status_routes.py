@@ -11,8 +11,8 @@ from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.page_figures import VERSION, page_of_all
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
+from tandem.router.member import Member
 from tandem.router.metrics import CONTENT_TYPE
-from tandem.router.pool import Member
 from tandem.wire.endpoints import shown
 from tandem.wire.versions import WIRE_VERSION
 

@@ -16,8 +16,8 @@ from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange, send_json, send_page
 from tandem.router.http.page_figures import page_of_all
 from tandem.router.http.services import Services
+from tandem.router.member import Member
 from tandem.router.page_state import NodeRow, PoolRow
-from tandem.router.pool import Member
 from tandem.wire.requests import NodeStatus
 
 _NO_STORE = ((b"cache-control", b"no-store"),)

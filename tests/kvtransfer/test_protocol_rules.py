@@ -552,7 +552,7 @@ def test_a_producer_confirms_that_its_kv_was_wrong_once_no_disk_would_bring_it_b
     pair.world.settle(1.0)
     assert len(pair.producer.distrusted) == 1
     pair.producer.endpoint.execute(BeginGeneration())
-    accused = pair.consumer.endpoint.consumer._accused
+    accused = pair.consumer.endpoint.consumer.generations.accused
     pair.world.settle(2 * ASK_S)
     assert accused
     is_on_disk = True

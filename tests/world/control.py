@@ -274,6 +274,9 @@ class Schedule:
         )
 
     def _start_controller(self) -> None:
+        if not self.ray.head_is_there.is_set():  # Ray starts nothing without its control store
+            self.loop.call_later(0.5, self._start_controller)
+            return
         if self.has_ended or (
             self.process is not None and self.process.is_alive and not self.process.is_stopped
         ):
@@ -391,7 +394,7 @@ class Schedule:
             return
         for name in re.findall(r"((?:prefill|decode|router)[-~\d.]*): (?:it is|\d+ of its)", why):
             bad = [actor for actor in self.ray.all if actor.name == name and _is_bad(actor)]
-            if not bad and name not in self.blamed:
+            if not bad and name not in self.blamed.keys() | self.ray.refused:
                 self.broken(f"a rollout is taken back for a reason that is not true: {why}")
 
     def _on_act(self, process: ControllerProcess, what: str, actor: Actor) -> None:

@@ -139,6 +139,7 @@ class SimulatedRay:
         self.cut: set[str] = set()  # machines that the controller cannot reach, though Ray does
         self.actors: dict[str, Actor] = {}  # by name, as Ray knows them
         self.all: list[Actor] = []
+        self.refused: set[str] = set()  # processes for which there was no machine
         self.late = 0.0  # the chance that a call takes seconds
         self.head_is_there = asyncio.Event()
         self.head_is_there.set()
@@ -561,6 +562,7 @@ class HandleOf:
                 pass
             await self._kill(running)
         if not self.ray.is_seen(self.machine):
+            self.ray.refused.add(self.name)
             raise Unavailable("no machine of the Ray cluster has room for this process")
         named = self.ray.actors.get(self.name)
         if named is not None and named.is_alive and not named.is_doomed:  # of another controller

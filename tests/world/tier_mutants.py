@@ -16,8 +16,8 @@ from tandem.kvtransfer.offload.disk import _CHECKSUM_BYTES, _HEADER, HEADER_BYTE
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler, _Load, _Store
 from tandem.kvtransfer.protocol import commands
-from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
+from tandem.kvtransfer.protocol.generations import SourceGenerations
 from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.sources import TierSources
 from tests.world.features import Features
@@ -204,11 +204,11 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "generation-not-heard": (
         "a reader does not compare generations",
-        ((Consumer, "hear_generation", _generation_not_heard),),
+        ((SourceGenerations, "hear", _generation_not_heard),),
     ),
     "accusation-not-sent": (
         "a node that finds wrong KV does not tell the one that sent it",
-        ((Consumer, "found_wrong", _accusation_not_sent),),
+        ((SourceGenerations, "found_wrong", _accusation_not_sent),),
     ),
     "in-flight-not-void": (
         "a handoff of the old generation is accepted after the new one has begun",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.capabilities import Around, Capability, ModelLoad
+from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.plain_config import PlainConfig
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tandem.engine.model.loaded import ForwardShape
     from tandem.engine.model.parts import RunnerPart
-    from tandem.engine.model.runner import ModelInfo
+    from tandem.engine.model.runner import Around, ModelInfo
     from tandem.engine.model.vision.tower import VisionTower
 
 

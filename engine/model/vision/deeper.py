@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tandem.engine.model.capabilities import Around
-from tandem.engine.model.runner import Batch
+from tandem.engine.model.runner import Around, Batch
 
 
 def deeper_rows(model: PreTrainedModel) -> Around | None:

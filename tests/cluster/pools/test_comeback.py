@@ -267,6 +267,54 @@ async def test_a_node_that_goes_on_a_machine_that_is_not_seen_ends(served: bool)
 
 
 @in_loop
+async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same() -> None:
+    async with Rig(*PD) as rig:
+        store = MemoryStore()
+        rig.store = store
+        rig.controller = rig.new_controller()
+        rig.commit = "1"
+        await rig.controller.start()
+        await rig.clock.advance(1.0)
+        await rig.kill_controller()
+
+        async def full(state: bytes, check: CheckKept | None = None) -> None:
+            raise Unavailable("no space left on device")
+
+        save, store.save = store.save, full  # type: ignore[method-assign]
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(5.0)
+        assert [node.node_id for node in (await rig.controller.view()).nodes if node.phase == "ready"] == [
+            "prefill-0",
+            "decode-0",
+        ]
+        store.save = save  # type: ignore[method-assign]
+        await rig.clock.advance(5.0)
+        await start
+        assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_controller_whose_start_failed_tries_to_take_over_again() -> None:
+    """No command is there any more that would end the deployment for it."""
+    async with Rig(*PD) as rig:
+
+        async def away(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+            raise Unavailable("the hub does not answer")
+
+        fix_model, rig.fix_model = rig.fix_model, away  # type: ignore[method-assign]
+        rig.controller = rig.new_controller()
+        with pytest.raises(Unavailable, match="the hub"):
+            await rig.controller.start()
+        recovered = asyncio.create_task(rig.controller.recovered())
+        await rig.clock.advance(5.0)
+        assert not recovered.done()
+        rig.controller._pools._fix_model = fix_model
+        await rig.clock.advance(5.0)
+        await recovered
+        assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
 async def test_what_was_being_drained_when_the_controller_was_killed_goes_all_the_same() -> None:
     async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         await rig.controller.start()

@@ -1,10 +1,9 @@
-"""How much begins in one pass of the event loop, and how much costly work an owner does at once."""
+"""How much begins in one pass of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tandem.base.shares import OneAtATime
 from tandem.http_server.turns import TURNS_A_PASS, Turns
 
 
@@ -44,24 +43,3 @@ def test_a_turn_that_was_cancelled_is_passed_over() -> None:
             await turns.turn()
 
     asyncio.run(work())
-
-
-def test_an_owner_does_one_costly_thing_at_a_time_and_others_do_not_wait_for_it() -> None:
-    async def work() -> list[str]:
-        one_each, begun, go = OneAtATime(), [], asyncio.Event()
-
-        async def do(owner: str) -> None:
-            async with one_each.turn(owner):
-                begun.append(owner)
-                await go.wait()
-
-        tasks = [asyncio.create_task(do(owner)) for owner in ("greedy", "greedy", "other", "", "")]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        before = list(begun)
-        go.set()
-        await asyncio.gather(*tasks)
-        assert len(begun) == 5
-        return before
-
-    assert asyncio.run(work()) == ["greedy", "other", "", ""]
