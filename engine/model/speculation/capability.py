@@ -28,12 +28,13 @@ log = logging.getLogger(__name__)
 
 
 def capability(loading: ModelLoad) -> Capability | None:
-    if not loading.scheduler.num_speculative_tokens:
-        return None
-    return NamedDrafts(loading) if loading.model.draft else TextDrafts()
+    named = loading.model.draft and loading.scheduler.num_speculative_tokens
+    return NamedDrafts(loading) if named else TextDrafts()
 
 
 class TextDrafts(Capability):
+    """Costs nothing until a step asks for drafts, so that an engine with other settings can take the runner over."""
+
     drafter = TextDrafter()
 
 
