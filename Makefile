@@ -63,13 +63,16 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# Tests that wait, for processes and for Ray, begin first, and those that compute fill the time. A file's tests stay in one process.
+# The quick tests compute. The others wait as much as they compute, for processes and for Ray; they need processes of their own, because
+# what one leaves behind in a process made tests of sockets fail there.
+QUICK = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 3
 TEST = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
-	$(TEST) -m "not own_cluster and not more" $(UNITS)
+	$(QUICK) -m "not slow and not integration and not more" $(UNITS)
+	$(TEST) -m "(slow or integration) and not own_cluster and not more" $(UNITS)
 
 test-more: install
 	@$(BIN)/tandem models fetch > /dev/null
