@@ -8,12 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
-import ray
-from ray.exceptions import ActorUnavailableError
 
-from tandem.cluster.on_ray import handles
-from tandem.cluster.on_ray.handles import RayRouter
+from tandem.cluster.on_ray.runtime import import_ray
 from tandem.wire.nodes import RouterInfo
+
+ray = import_ray()  # its environment is set first, or other tests of this run could not set it
+
+from ray.exceptions import ActorUnavailableError  # noqa: E402
+
+from tandem.cluster.on_ray import handles  # noqa: E402
+from tandem.cluster.on_ray.handles import RayRouter  # noqa: E402
 
 
 class FarActor:
