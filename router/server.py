@@ -154,7 +154,17 @@ class RouterServer:
             tokenizer=_digest(Path(config.tokenizer_path) / "tokenizer.json"),
             listener=self._probe.look,
         )
-
+        # Before any socket is opened: it may refuse the settings.
+        model = ServedModel(
+            config,
+            tokenizer,
+            template,
+            pool.max_model_len,
+            int(time.time()),
+            pool.vectors,
+            pool.adapters,
+            images,
+        )
         links = NodeLinks(config.inbox_host)
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
         dispatcher = Dispatcher(config, links, pool, chooser, metrics)
@@ -162,10 +172,6 @@ class RouterServer:
         metrics.registry.register(LinkCollector(pool, links, tasks, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))
         metrics.node_registry.register(EngineCollector(pool))
-        began = int(time.time())
-        model = ServedModel(
-            config, tokenizer, template, pool.max_model_len, began, pool.vectors, pool.adapters, images
-        )
         services = Services(
             config=config,
             model=model,

@@ -45,7 +45,11 @@ class RunningRouter:
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
         self.server = self.call(self._make())
-        self.url = self.call(self.server.start(door))
+        try:
+            self.url = self.call(self.server.start(door))
+        except BaseException:
+            self._end()
+            raise
         self.client = self.new_client()
 
     def new_client(self) -> httpx.Client:
@@ -164,6 +168,9 @@ class RunningRouter:
         self.call(self.server.stop())
         for node in self.nodes.values():
             node.kill()
+        self._end()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
