@@ -63,8 +63,7 @@ help:
 serve: install
 	@exec $(BIN)/tandem serve $(SERVE_FLAGS)
 
-# The quick tests compute. The others wait as much as they compute, for processes and for Ray; they need processes of their own, because
-# what one leaves behind in a process made tests of sockets fail there.
+# The quick tests compute. The others wait as much as they compute, for processes and for Ray. Of these a file's tests stay in one process.
 QUICK = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 3
 TEST = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
 UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
