@@ -11,7 +11,7 @@ import pytest
 from tandem.kvtransfer import sources
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.kvtransfer.offload import exchange
-from tandem.kvtransfer.protocol import consumer, endpoint
+from tandem.kvtransfer.protocol import endpoint, generations
 from tandem.wire.requests import CachePeers
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine, hand_over
@@ -33,7 +33,7 @@ class Reader:
     """Node r with a tier on disk, which takes its KV from node o."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (exchange, consumer, endpoint):
+        for module in (exchange, generations, endpoint):
             monkeypatch.setattr(module, "ASK_S", 0.05)
         self.folder = folder
         self.model = tiny.save("llama", folder)
