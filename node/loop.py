@@ -42,6 +42,10 @@ class Mailbox(Generic[T]):
     def wake(self) -> None:
         self._queue.put(None)
 
+    @property
+    def is_empty(self) -> bool:
+        return self._queue.empty()
+
     def take(self, wait_s: float) -> list[T]:
         """Returns all queued items. If there are none, waits up to `wait_s` for the first one; may return an empty list."""
         items: list[T] = []
@@ -154,6 +158,7 @@ class EngineLoop(Generic[T]):
         self._step_started: float | None = None
         # The start of the step that the log has already reported as too long
         self._told_of: float | None = None
+        self._rests = True  # nothing was done since the host last looked at its engine
         self.steps = 0
         self.step_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -177,6 +182,11 @@ class EngineLoop(Generic[T]):
         """Seconds that the current step has been running; 0 between steps and when idle."""
         started = self._step_started
         return 0.0 if started is None else max(0.0, self._clock() - started)
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether everything that has come by now was read, and nothing runs: what the last turn saw still holds."""
+        return self._rests and self._mailbox.is_empty
 
     def watch_step(self) -> None:
         """Logs the stack of a step that has run for `_LONG_STEP_S`, once per step. Called periodically from another thread."""
@@ -207,7 +217,9 @@ class EngineLoop(Generic[T]):
         wait; None: the loop was stopped. The step thread calls it again and again."""
         if self._stopping.is_set():
             return None
-        for item in self._mailbox.take(wait_s):
+        items = self._mailbox.take(wait_s)
+        self._rests = False
+        for item in items:
             self._host.handle(item)
         if self._stopping.is_set():
             return None
@@ -234,6 +246,7 @@ class EngineLoop(Generic[T]):
         if result.updates:
             self._host.publish(result.updates)
         self._host.after_step(result.progressed)
+        self._rests = not result.progressed
         if result.progressed:
             return 0.0
         return self._ASK_AGAIN_S if result.ask_again else self._IDLE_WAIT_S

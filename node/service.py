@@ -208,7 +208,7 @@ class NodeService(NodeLifecycle):
             left_out=tuple(transfer.left_out),
             adapters=(adapters.served if adapters is not None else None) or EMPTY_TABLE,
             replaced_adapters=(adapters.replaced if adapters is not None else None) or EMPTY_TABLE,
-            age_s=max(0.0, now - self._stats_of),
+            age_s=0.0 if self.loop.has_read_all else max(0.0, now - self._stats_of),
             slower=self._engine.runner.info.slower,
         )
 

@@ -266,6 +266,15 @@ def test_a_failed_step_answers_everybody_and_marks_the_node(node: Node) -> None:
     assert node.service.failure is not None
 
 
+def test_the_status_of_a_node_that_rests_is_of_now(node: Node) -> None:
+    """It counts everything that was sent before; a router that takes it for an old one goes on counting that as still to come."""
+    assert node.service.status().age_s == 0.0
+    node.submit("r", 10)
+    node.outgoing.until_finished("r")
+    until(lambda: node.service.status().age_s == 0.0)
+    assert node.service.status().waiting == 0
+
+
 def test_a_ping_is_answered_with_a_status(node: Node) -> None:
     node.service.receive(Ping(reply_to=ROUTER))
     status = node.outgoing.statuses.get(timeout=PATIENCE_S)
