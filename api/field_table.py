@@ -4,8 +4,8 @@ Obeyed are the fields of a path's request type. Refused is a field that would ch
 ignoring it would answer a different question. A field on no list is ignored and named in the answer, unless
 `router.unknown_fields` refuses it. docs/api.md shows the lists.
 
-What is so at every path stands here. Each path's own list stands beside its request type, and whoever serves the paths puts the
-table together.
+This module has the rules of all paths. Each path's own list stands beside its request type. The router joins the lists to one
+table.
 """
 
 from __future__ import annotations

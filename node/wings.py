@@ -41,9 +41,8 @@ Publish = Callable[[Sequence[KVEvent]], None]
 class PartContext:
     config: NodeConfig
     engine: Engine
-    in_step: Callable[
-        [Callable[[], None]], None
-    ]  # from any thread: calls it in the step thread, between two steps
+    # Called from any thread: runs the given function in the step thread, between two steps.
+    in_step: Callable[[Callable[[], None]], None]
     fail: Callable[[str, TandemError], None]  # ends a live request with this error
     clock: Callable[[], float] = time.monotonic
 

@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Of this run: the doors of each test function, and those functions of which a case failed or was left out.
 _DOORS: dict[str, set[Door]] = {}
 _INCOMPLETE: set[str] = set()
-# Of the files from which --share left tests out, how many.
+# How many tests --share left out of each file.
 _LEFT_OUT: dict[str, int] = {}
 
 

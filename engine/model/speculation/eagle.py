@@ -81,7 +81,7 @@ class EagleHead(RunnerPart):
         self._clock = clock
         self._progress: dict[int, _Progress] = {}
         self._most: dict[int, int] = {}  # the tokens that each row's request may get
-        # Of the pass that is computed, the requests that it makes drafts for; None when there is none.
+        # The requests that the present pass makes drafts for; None between passes.
         self._wanted: npt.NDArray[np.bool_] | None = None
         # The hash of each block's content; 0: the block is not complete.
         self._holds: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)

@@ -88,7 +88,7 @@ class OnePart(Capability):
         )
 
     def placed(self, loaded: LoadedModel, model: PreTrainedModel) -> LoadedModel:
-        """The layers of all stages, the heads of which this rank keeps keys and values, and the layers of its stage."""
+        """The layers of all stages, the heads whose keys and values this rank keeps, and the layers of its stage."""
         from tandem.engine.model.wide.cut import heads_kept, place_heads
         from tandem.engine.model.wide.stages import heads_of_all, layers_of_all
 

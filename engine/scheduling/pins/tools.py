@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-WEIGHT = 0.3  # of the newest time in a tool's average
+WEIGHT = 0.3  # how much the newest time counts in a tool's average
 MOST_TOOLS = 4096
 
 # The names of the tools that a turn called; empty when it called none. None: no router has told, or none parses calls.
