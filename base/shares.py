@@ -40,7 +40,7 @@ class Shares:
     def take(self, owner: str, size: int) -> None:
         """Counts an amount. A negative one is given back."""
         self.held += size
-        own = self.of(owner) + size
+        own = self._of.get(owner, 0) + size
         if own:
             self._of[owner] = own
         else:

@@ -98,12 +98,6 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     is_last_step: bool = False  # the job has no further turn
     embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
 
-    def as_fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _FACTS}
-
-
-_FACTS = RequestFacts.__struct_fields__
-
 
 class Submit(RequestFacts, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):
     """Start a request. With `transfer`, both nodes get a Submit at the same time, with the same request id."""

@@ -36,19 +36,21 @@ def _text_lengths(*values: Any) -> Iterator[int]:
     open_values: list[Iterator[Any]] = [iter(values)]
     while open_values:
         for value in open_values[-1]:
+            if value is None:
+                continue
             if isinstance(value, str):
                 yield len(value)
-            elif isinstance(value, Mapping):
-                open_values.append(chain.from_iterable(value.items()))
-                break
-            elif isinstance(value, list | tuple):
-                open_values.append(iter(value))
-                break
             elif isinstance(value, msgspec.Struct):
                 fields = (name for name in value.__struct_fields__ if name != "image_url")
                 open_values.append(map(functools.partial(getattr, value), fields))
                 break
-            elif value is not None:
+            elif isinstance(value, list | tuple):
+                open_values.append(iter(value))
+                break
+            elif isinstance(value, Mapping):
+                open_values.append(chain.from_iterable(value.items()))
+                break
+            else:
                 yield 1
         else:
             open_values.pop()

@@ -91,10 +91,11 @@ class GenerationPlan(msgspec.Struct, frozen=True):
             choices[first].life.cached_tokens or 0
             for first in range(0, len(choices), self.choices_per_prompt)
         )
+        prompts = self.prompt_tokens
         figures: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompts,
             "completion_tokens": completion,
-            "total_tokens": self.prompt_tokens + completion,
+            "total_tokens": prompts + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         if self.chat is not None and (reasoning := self.chat.reasoning_tokens(choices)) is not None:

@@ -304,11 +304,8 @@ class Admission:
         return self._capacity()
 
     def _fits(self, slots: Slots) -> bool:
-        return (
-            self.held < self._capacity()
-            and self._may_have_more(slots, self._capacity() - self.held)
-            and self._has_room(slots.tokens, self.promised)
-        )
+        free = self._capacity() - self.held
+        return free > 0 and self._may_have_more(slots, free) and self._has_room(slots.tokens, self.promised)
 
     def _may_have_more(self, slots: Slots, free: int) -> bool:
         """Whether the request may have one of `free` places, which a background answer of a tenant that has
@@ -452,13 +449,11 @@ class Admission:
     def _make_way(self) -> bool:
         """Pauses a sequence of a tenant that has more places than one that waits, and at least two more.
         Returns whether it did. Does nothing while no node serves at all."""
+        if not self._queues:
+            return False
         capacity, now = self._capacity(), self._clock()
         # Where places are free, blocks are missing. Those of a paused sequence are free with a node's next status.
-        if (
-            not self._queues
-            or not capacity
-            or (self.held != capacity and now < self._paused_at + BETWEEN_PAUSES_S)
-        ):
+        if not capacity or (self.held != capacity and now < self._paused_at + BETWEEN_PAUSES_S):
             return False
         waiting = next((slots for slots in self._turns() if self._may_have_more(slots, 1)), None)
         if waiting is None:

@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import msgspec
+
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
@@ -157,7 +159,7 @@ def submit_of(
         keep=keep,
         cache_peers=cache_peers,
         encoders=list(encoders),
-        **spec.facts.as_fields(),
+        **msgspec.structs.asdict(spec.facts),
     )
 
 
