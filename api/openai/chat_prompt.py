@@ -30,6 +30,11 @@ INLINE_ITEMS = 50
 INLINE_CHAT_CHARACTERS = 16 << 10
 
 
+@functools.cache
+def _text_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(name for name in kind.__struct_fields__ if name != "image_url")
+
+
 def _text_lengths(*values: Any) -> Iterator[int]:
     """Yields the lengths of all texts within the values of a request, however deep, and 1 for each other value.
     Images' addresses are no text of the prompt."""
@@ -41,8 +46,7 @@ def _text_lengths(*values: Any) -> Iterator[int]:
             if isinstance(value, str):
                 yield len(value)
             elif isinstance(value, msgspec.Struct):
-                fields = (name for name in value.__struct_fields__ if name != "image_url")
-                open_values.append(map(functools.partial(getattr, value), fields))
+                open_values.append(map(functools.partial(getattr, value), _text_fields(type(value))))
                 break
             elif isinstance(value, list | tuple):
                 open_values.append(iter(value))

@@ -113,7 +113,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        return sum([len(spec.facts.prompt_token_ids) for spec in self.specs[:: self.choices_per_prompt]])
 
 
 class StreamedUsage:
