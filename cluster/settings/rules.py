@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.wings import is_there
 from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, PoolConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
 from tandem.cluster.settings.names import Path
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import ENGINE_ROLES, Role
 
 Broken = tuple[Path, str]
 """The setting, and the end of a sentence about it: what is wrong, and what would be right."""
+
+# Settings that a wing reads, and nothing else: where it was deleted, they would be ignored.
+OF_WINGS: Mapping[Path, str] = {
+    ("cache", "events", "endpoint"): "tandem.node.kv_events",
+    ("model", "hidden_states_folder"): "tandem.engine.model.hidden_states",
+    **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
+    ("router", "other_models"): "tandem.router.other_models",
+    ("router", "processes"): "tandem.router.processes",
+    ("router", "tracing", "sample"): "tandem.router.tracing",
+    ("router", "tracing", "otlp_endpoint"): "tandem.router.tracing",
+    ("scheduler", "trace_folder"): "tandem.node.step_trace",
+}
 
 
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
@@ -34,10 +48,25 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     if wrong:
         yield from wrong  # the rules below need valid sections
         return
+    yield from _without_wings(config)
     yield from _pools(config)
     yield from _environment(("router", "env"), config.router.env)
     yield from _environment(("controller", "env"), config.controller.env)
     yield from _together(config)
+
+
+def _without_wings(config: TandemConfig) -> Iterator[Broken]:
+    for path, wing in OF_WINGS.items():
+        section, name = path[0], path[-1]
+        asking = [path] if reduce(getattr, path, config) != reduce(getattr, path, TandemConfig()) else []
+        for role in Role:
+            if name in getattr(config.pools.of(role), section, {}):
+                asking.append(("pools", role.value, section))
+        if asking and not is_there(wing):
+            folder = wing.removeprefix("tandem.").replace(".", "/")
+            for setting in asking:
+                what = "" if setting == path else f"has {name}, which "
+                yield setting, f"{what}needs {folder}/, which this installation does not have: leave it out"
 
 
 def _guesses_of_pools(config: TandemConfig) -> Iterator[object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -17,12 +18,15 @@ from tandem.base.settings import description_of
 from tandem.cluster.cli import main
 from tandem.cluster.config import DERIVED, OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import without_links
+from tandem.cluster.settings import rules
 from tandem.cluster.settings.combined import SettingsError, resolve
 from tandem.cluster.settings.layers import read_assignments, read_environment, read_file
 from tandem.cluster.settings.names import Path, dotted, known_settings, no_settings
+from tandem.cluster.settings.rules import OF_WINGS
 from tandem.cluster.settings.schema import FILE_NAME, json_schema
 from tests.documents import ROOT, Block, blocks
 from tests.doors import passes
+from tests.wings import WINGS
 
 SETTINGS = sorted(known_settings().keys() - DERIVED.keys())
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
@@ -256,6 +260,26 @@ def test_a_word_that_yaml_takes_for_a_truth_value_is_the_choice(
 ) -> None:
     (tmp_path / "tandem.yaml").write_text(text)
     assert getattr(resolve([read_file(tmp_path / "tandem.yaml")]).config.transfer, setting) == value
+
+
+@pytest.mark.parametrize("path", OF_WINGS, ids=dotted)
+def test_a_setting_whose_wing_was_deleted_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path
+) -> None:
+    folder = OF_WINGS[path].removeprefix("tandem.").replace(".", "/")
+    assert any(f"{folder}/" in wing.product for wing in WINGS.values())
+    monkeypatch.setattr(rules, "is_there", lambda wing: wing != OF_WINGS[path])
+    name, default = dotted(path), reduce(getattr, path, TandemConfig())
+    (value, *_) = (each for each in allowed(path) if each not in (default, 0))
+    ways = {name: as_typed(value)}
+    if path[0] == "scheduler":
+        ways["pools.decode.scheduler"] = as_typed({path[-1]: value})
+    for setting, text in ways.items():
+        assert main(["config", "--set", f"{setting}={text}"]) == 1
+        said = capsys.readouterr().err
+        assert f"--set: {setting} " in said
+        assert f"needs {folder}/, which this installation does not have" in said
+    assert main(["config"]) == 0
 
 
 def is_tandem_yaml(text: str) -> bool:
