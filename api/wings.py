@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tandem.api.answer_format import AnswerFormat, PlainText
 from tandem.api.settings import ApiSettings, ReasoningName, RequestLimits, ToolFormat
 from tandem.base.errors import ConfigurationError, InvalidRequest
-from tandem.base.wings import find_wings
+from tandem.base.wings import find_wing
 
 if TYPE_CHECKING:
     from tandem.api.openai.chat_request import ImagePart
@@ -68,7 +68,7 @@ class EmbedsWing(Protocol):
 
 def format_of(config: ApiSettings, template: ChatTemplate | None) -> AnswerFormat:
     """How the model writes its answers."""
-    for formats in find_wings([FORMATS]):
+    if formats := find_wing(FORMATS):
         return cast("FormatsWing", formats).format_of(config.tool_format, config.reasoning_format, template)
     for name, chosen in (("tool_format", config.tool_format), ("reasoning_format", config.reasoning_format)):
         if chosen not in ("auto", "none"):
@@ -80,7 +80,7 @@ def told_in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, has_system: bool
 ) -> Sequence[Mapping[str, Any]]:
     """Tells a model of tools whose template has none."""
-    for formats in find_wings([FORMATS]):
+    if formats := find_wing(FORMATS):
         return cast("FormatsWing", formats).told_in_words(messages, tools, has_system=has_system)
     raise no_calls()
 
@@ -93,7 +93,7 @@ def no_calls() -> InvalidRequest:
 
 def image_reader(folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> ImageReader | None:
     """A reader for the model in this folder. None when the model reads no images, or none are read here."""
-    for images in find_wings([IMAGES]):
+    if images := find_wing(IMAGES):
         return cast("ImagesWing", images).image_reader(folder, tokenizer, limits)
     return None
 
@@ -104,7 +104,7 @@ async def embeds_of(request: CompletionRequest, config: ApiSettings) -> list[Pro
         return None
     if not config.prompt_embeds:
         raise InvalidRequest("prompt_embeds: this server takes none (router.prompt_embeds)", "prompt_embeds")
-    for embeds in find_wings([EMBEDS]):
+    if embeds := find_wing(EMBEDS):
         return await cast("EmbedsWing", embeds).embeds_of(request, config)
     raise InvalidRequest(
         "prompt_embeds: this server takes none (it has no api/prompt_embeds)", "prompt_embeds"

@@ -18,6 +18,10 @@ def find_wings(names: Sequence[str]) -> list[ModuleType]:
     return [importlib.import_module(name) for name in names if is_there(name)]
 
 
+def find_wing(name: str) -> ModuleType | None:
+    return next(iter(find_wings((name,))), None)
+
+
 def is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tandem.base.errors import ConfigurationError, TandemError
 from tandem.base.progress import Report
-from tandem.base.wings import find_wings
+from tandem.base.wings import find_wing, find_wings
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.node.config import NodeConfig
@@ -129,7 +129,7 @@ class RanksWing(Protocol):
 
 
 def ranks_wing() -> RanksWing:
-    for module in find_wings([RANKS]):
+    if module := find_wing(RANKS):
         return cast("RanksWing", module)
     raise ConfigurationError(
         "tensor_parallel and pipeline_parallel must be 1: this installation has no node/ranks"

@@ -146,6 +146,10 @@ WINGS: dict[str, Wing] = {
         ("engine/model/vectors/", "router/vectors/", "api/vectors/"),
         ("tests/engine/model/test_vectors.py", "tests/router/vectors/"),
     ),
+    "grammars": Wing(
+        ("engine/structured/", "node/grammar/"),
+        ("tests/engine/structured/", "tests/engine/model/test_device_order.py"),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,6 @@ from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.staging import DeviceMark, HostCopy, to_device_together
 from tandem.engine.scheduling.output import BlockIds, ModelOutput
 from tandem.wire.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from tandem.engine.structured.grammars import GrammarPosition
 
 IntArray = npt.NDArray[np.int32]
 
@@ -153,8 +150,6 @@ class SamplingTable:
         self.params: dict[int, SamplingParams] = {}
         self.logprobs: dict[int, int] = {}
         self.prompt_logprobs: dict[int, int] = {}
-        # The position of each constrained row in its grammar, from its first sampled token on.
-        self.grammars: dict[int, GrammarPosition] = {}
 
     def _allocate(self, capacity: int) -> None:
         self.temperature = np.zeros(capacity, np.float32)
@@ -199,7 +194,6 @@ class SamplingTable:
         self.params.pop(row, None)
         self.logprobs.pop(row, None)
         self.prompt_logprobs.pop(row, None)
-        self.grammars.pop(row, None)
 
     def _grow(self, at_least: int) -> None:
         old = {name: array for name, array in vars(self).items() if isinstance(array, np.ndarray)}

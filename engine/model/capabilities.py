@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.attention.layers import CachePlan
     from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
-    from tandem.engine.model.parts import Drafter, RunnerPart
+    from tandem.engine.model.parts import Drafter, RunnerPart, TokenMasks
     from tandem.engine.model.runner import Around, Forward, ModelInfo
     from tandem.engine.model.shard import ModelCut, Shard
     from tandem.engine.model.transformers_forward import ModelParts
@@ -54,6 +54,7 @@ class Capability:
     updates: UpdatedLayers | None = None  # what it adds to linear layers
     adapters: Adapters | None = None
     drafter: Drafter | None = None
+    masks: TokenMasks | None = None
 
     def check(self, model: PreTrainedModel) -> None:
         """The model is loaded; raises a ConfigurationError if its attention cannot be found as it is. General path only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,6 @@ from tandem.engine.model.source import ModelSource, Progress, find_source
 from tandem.engine.model.staging import on
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wings import capabilities_for
-from tandem.engine.structured.grammars import Grammars, tokenizer_json
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tandem.machine.resources import usable_cores
@@ -107,7 +105,7 @@ def load_runner(
         block_size=cache.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
-        grammars=Grammars(functools.partial(tokenizer_json, source), info.vocab_size, info.eos_token_ids),
+        masks=next((each.masks for each in capabilities if each.masks is not None), None),
         adapters=next((each.adapters for each in capabilities if each.adapters is not None), None),
         parts=[EmbeddedPrompts(device), *parts] if info.embed_size else parts,
         drafter=next((each.drafter for each in capabilities if each.drafter is not None), None),

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.wings import find_wings
+from tandem.base.wings import find_wing
 from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.source import Progress
 from tandem.wire.embeds import PromptEmbeds
 
-ROWS = ("tandem.engine.model.vision.alone",)
+TOWER = "tandem.engine.model.vision.alone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,6 @@ class TowerLoader(Protocol):
 
 
 def tower_loader() -> TowerLoader:
-    for module in find_wings(ROWS):
+    if module := find_wing(TOWER):
         return cast("TowerLoader", module)
     raise ConfigurationError("images are not served by this installation: set pools.encode to 0")

@@ -10,8 +10,13 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.requests import RequestFacts
 
 if TYPE_CHECKING:
-    from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice
-    from tandem.engine.model.runner import Batch, Forward
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from tandem.base.errors import TandemError
+    from tandem.engine.model.batching import RequestRows, SamplingTable, ScheduledTokens, StepOnDevice
+    from tandem.engine.model.runner import Batch, Forward, Grammars
     from tandem.engine.scheduling.output import SchedulerOutput
 
 Drafts = dict[str, list[int]]
@@ -61,6 +66,32 @@ class RunnerPart:
         forward: Forward,
     ) -> None:
         """After the forward pass of this batch."""
+
+
+class TokenMasks(Protocol):
+    """Masks the logits of rows with a grammar, so that they choose only tokens that it allows. Only the step thread uses it."""
+
+    @property
+    def grammars(self) -> Grammars: ...
+
+    @property
+    def failed(self) -> dict[int, TandemError]:
+        """By row, why a request of the last `apply` cannot go on."""
+        ...
+
+    def apply(
+        self,
+        scores: torch.Tensor,  # [S, V] float32, changed in place
+        logits: torch.Tensor,  # [S, V], as they came from the model
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        requests: RequestRows,
+        table: SamplingTable,
+    ) -> None: ...
+
+    def num_allowed(self, row: int, drafts: list[int], requests: RequestRows, table: SamplingTable) -> int:
+        """How many of the leading `drafts` the row's grammar allows after its tokens."""
+        ...
 
 
 class Drafter(Protocol):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from tandem.engine.model.adapters import Adapters
-    from tandem.engine.structured.grammars import Grammars
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -92,6 +91,15 @@ class FinishedStep:
         return self._output
 
 
+class Grammars(Protocol):
+    """Compiles grammars for one model's tokenizer, and keeps them. Several threads use it."""
+
+    def is_prepared(self, grammar: str) -> bool: ...
+    def prepare(self, grammar: str) -> None:
+        """Compiles the grammar unless it is kept, which may take long. Raises an InvalidRequest for a text that is not a grammar."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Owns the weights and the KV cache tensor. Only the engine's step thread uses it."""
 
@@ -105,7 +113,7 @@ class ModelRunner(Protocol):
 
     @property
     def grammars(self) -> Grammars | None:
-        """Compiles grammars for this model's tokenizer; None when structured output is not served."""
+        """None when structured output is not served."""
         ...
 
     @property

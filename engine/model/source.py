@@ -59,3 +59,21 @@ def _in_folder(folder: Path, path: str) -> ModelSource:
     if files:
         raise ConfigurationError(f"{path} holds several .gguf files: name one of {', '.join(files)}")
     raise ConfigurationError(f"{path} holds no model: there is neither a config.json nor a .gguf file in it")
+
+
+def tokenizer_json(source: ModelSource) -> str:
+    """The tokenizer as one JSON document, converted if the checkpoint has it in another form."""
+    file = source.folder / "tokenizer.json"
+    try:
+        if source.gguf_file is None and file.is_file():
+            return file.read_text(encoding="utf-8")
+        from transformers import AutoTokenizer
+
+        options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+        backend = AutoTokenizer.from_pretrained(str(source.folder), **options).backend_tokenizer
+        text: str = backend.to_str()
+        return text
+    except Exception as error:  # transformers raises nearly everything for a tokenizer that it cannot convert
+        raise ConfigurationError(
+            f"{source.name} has no tokenizer that grammars can follow: {error}"
+        ) from error

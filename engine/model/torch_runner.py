@@ -22,14 +22,12 @@ from tandem.engine.model.batching import (
     cut_for_logits,
     hooks_of_pass,
 )
-from tandem.engine.model.parts import AskedRequest, Drafter, RunnerPart
-from tandem.engine.model.runner import Batch, Forward, LayerHooks, ModelInfo
+from tandem.engine.model.parts import AskedRequest, Drafter, RunnerPart, TokenMasks
+from tandem.engine.model.runner import Batch, Forward, Grammars, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
-from tandem.engine.structured.grammars import Grammars
-from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ class TorchRunner:
         block_size: int,
         max_num_seqs: int,
         num_speculative_tokens: int,
-        grammars: Grammars | None = None,
+        masks: TokenMasks | None = None,
         adapters: Adapters | None = None,
         parts: Sequence[RunnerPart] = (),
         drafter: Drafter | None = None,
@@ -70,10 +68,9 @@ class TorchRunner:
         num_groups = len(info.groups) - (state_blocks > 0)
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, num_groups, state_blocks)
         self._table = SamplingTable(max_num_seqs)
-        self._grammars = grammars
         self._adapters = adapters
-        self._masks = GrammarMasks(grammars) if grammars is not None else None
-        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, self._masks)
+        self._masks = masks
+        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._asked: dict[int, AskedRequest] = {}  # by row
         self._preempted: dict[str, AskedRequest] = {}  # of preempted requests, which have no row
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -89,7 +86,7 @@ class TorchRunner:
 
     @property
     def grammars(self) -> Grammars | None:
-        return self._grammars
+        return self._masks.grammars if self._masks is not None else None
 
     @property
     def adapters(self) -> Adapters | None:

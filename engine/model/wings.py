@@ -15,6 +15,7 @@ ROWS = (
     "tandem.engine.model.vectors.capability",
     "tandem.engine.model.speculation.capability",
     "tandem.engine.model.hidden_states.capability",
+    "tandem.engine.structured.capability",
 )
 
 

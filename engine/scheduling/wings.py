@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.wings import find_wings
+from tandem.base.wings import find_wing
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request
 from tandem.engine.scheduling.state import DraftLimits, Totals, TurnPins
@@ -35,6 +35,6 @@ def make_drafts(config: SchedulerConfig, *, computed_twice: bool) -> DraftLimits
 
 
 def _found(name: str, setting: str) -> ModuleType:
-    for module in find_wings([name]):
+    if module := find_wing(name):
         return module
     raise ConfigurationError(f"{setting}: this installation has no {name}")

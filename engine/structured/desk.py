@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.model.runner import Grammars
 
 _THREADS = 2  # so that one costly grammar does not delay all others
 

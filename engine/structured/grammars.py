@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.base.errors import ConfigurationError, InvalidRequest
-from tandem.engine.model.source import ModelSource
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -153,21 +152,3 @@ class Grammars:
                 except ValueError as error:
                     raise ConfigurationError(f"grammars cannot follow this tokenizer: {error}") from error
             return self._tokenizer
-
-
-def tokenizer_json(source: ModelSource) -> str:
-    """The tokenizer as one JSON document, converted if the checkpoint has it in another form."""
-    file = source.folder / "tokenizer.json"
-    try:
-        if source.gguf_file is None and file.is_file():
-            return file.read_text(encoding="utf-8")
-        from transformers import AutoTokenizer
-
-        options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-        backend = AutoTokenizer.from_pretrained(str(source.folder), **options).backend_tokenizer
-        text: str = backend.to_str()
-        return text
-    except Exception as error:  # transformers raises nearly everything for a tokenizer that it cannot convert
-        raise ConfigurationError(
-            f"{source.name} has no tokenizer that grammars can follow: {error}"
-        ) from error

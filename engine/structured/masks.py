@@ -8,6 +8,7 @@ import torch
 
 from tandem.base.errors import InternalError, TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
+from tandem.engine.model.parts import RunnerPart
 from tandem.engine.model.staging import to_device
 from tandem.engine.structured.grammars import BitMask, GrammarPosition, Grammars
 
@@ -22,13 +23,18 @@ def unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
     return bits.view(torch.bool).flatten(1)[:, :count]
 
 
-class GrammarMasks:
-    """The masks of one sampler. The table caches each row's position in its grammar; a position moves forward or back to match the
+class GrammarMasks(RunnerPart):
+    """The masks of one sampler (engine.model.parts.TokenMasks). Each row's position in its grammar moves forward or back to match the
     request's tokens before it is used, whatever happened to the request since."""
 
     def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
+        self.grammars = grammars
+        # Of each row with a grammar, from its first sampled token on.
+        self._positions: dict[int, GrammarPosition] = {}
         self.failed: dict[int, TandemError] = {}  # by row, why a request of the last `apply` cannot go on
+
+    def clear(self, row: int) -> None:
+        self._positions.pop(row, None)
 
     def apply(
         self,
@@ -71,7 +77,6 @@ class GrammarMasks:
         scores[chosen] = masked
 
     def num_allowed(self, row: int, drafts: list[int], requests: RequestRows, table: SamplingTable) -> int:
-        """How many of the leading `drafts` the row's grammar allows after its tokens."""
         answered = int(requests.num_tokens[row]) - int(requests.num_prompt_tokens[row])
         try:
             found = self._position(row, table)
@@ -90,9 +95,9 @@ class GrammarMasks:
         return allowed
 
     def _position(self, row: int, table: SamplingTable) -> GrammarPosition:
-        found = table.grammars.get(row)
+        found = self._positions.get(row)
         if found is None:
-            found = table.grammars[row] = self._grammars.begin(table.params[row].grammar or "")
+            found = self._positions[row] = self.grammars.begin(table.params[row].grammar or "")
         return found
 
     def _mask(self, row: int, position: int, requests: RequestRows, table: SamplingTable) -> BitMask | None:
@@ -111,6 +116,6 @@ class GrammarMasks:
             found.num_certain = wanted
         elif found.num_tokens < wanted:
             return None
-        mask: BitMask = self._grammars.empty_masks(1)[0]
+        mask: BitMask = self.grammars.empty_masks(1)[0]
         found.fill(mask)
         return mask

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.wings import find_wings
+from tandem.base.wings import find_wing
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.staging import StagedTransport
@@ -49,7 +49,7 @@ def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnect
 
 
 def transport_over(agent: NixlAgent, lines: Sequence[socket.socket]) -> Transport:
-    for module in find_wings([_RANKS]):
-        transport: Transport = module.ShardedTransport(agent, lines)
+    if ranks := find_wing(_RANKS):
+        transport: Transport = ranks.ShardedTransport(agent, lines)
         return transport
     return NixlTransport(agent)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tandem.engine.model.runner import Grammars
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
-from tandem.engine.structured.grammars import Grammars
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.requests import Submit
 

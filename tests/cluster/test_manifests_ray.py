@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.base.wings import find_wings
+from tandem.base.wings import is_there
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.settings.combined import resolve
 from tandem.cluster.settings.layers import read_file
@@ -23,7 +23,7 @@ from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig  # noqa:
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "manifests" / "ray").glob("*.yaml"))
-STATIC_HOSTS = find_wings(["tandem.cluster.static_hosts.config"])
+STATIC_HOSTS = is_there("tandem.cluster.static_hosts.config")
 CLUSTERS = [
     file for file in FILES if not file.name.startswith("tandem") and (STATIC_HOSTS or file.stem != "static")
 ]

@@ -23,8 +23,8 @@ from tandem.engine.model.lora import slots as slots_of_adapters
 from tandem.engine.model.lora.layers import AdaptedLayers
 from tandem.engine.model.lora.rows import StepRows
 from tandem.engine.model.lora.slots import AdapterSlots
+from tandem.engine.model.runner import Grammars
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.structured.grammars import Grammars
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.loop import Mailbox
 from tandem.node.requests import writes_states_here

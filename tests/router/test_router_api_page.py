@@ -11,7 +11,7 @@ import pytest
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.base.errors import Cancelled, ConfigurationError, TandemError
-from tandem.base.wings import find_wings, is_there
+from tandem.base.wings import find_wing, is_there
 from tandem.router.config import Heartbeat, PolicyName, Timeouts
 from tandem.router.engine_metrics import EngineCollector
 from tandem.router.http.app import make_app  # noqa: F401  every error that a route may raise is known by then
@@ -70,7 +70,7 @@ def published() -> set[str]:
     )
     for collector in (NodeCollector, EngineCollector):
         registry.register(collector(pool))
-    for module in find_wings(["tandem.router.processes.figures"]):
+    if module := find_wing("tandem.router.processes.figures"):
         registry.register(module.AllFigures([], {}))
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 

@@ -23,9 +23,9 @@ import torch
 
 from tandem.base.errors import TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
+from tandem.engine.model.parts import TokenMasks
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
 from tandem.engine.model.staging import to_device
-from tandem.engine.structured.masks import GrammarMasks
 
 # How many of the most likely tokens are looked at first. Restrictions usually leave fewer.
 _CANDIDATES = 128
@@ -328,7 +328,7 @@ class Sampler:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         device: torch.device,
-        masks: GrammarMasks | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         self._eos = eos_token_ids
         self._drawing = TokenDraw(vocab_size, device)

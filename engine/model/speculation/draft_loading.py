@@ -18,10 +18,9 @@ from tandem.engine.model.context import context_length
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.paths import load_general, load_native
-from tandem.engine.model.source import ModelSource, find_source
+from tandem.engine.model.source import ModelSource, find_source, tokenizer_json
 from tandem.engine.model.speculation.draft_model import DraftModel
 from tandem.engine.model.wings import capabilities_for
-from tandem.engine.structured.grammars import tokenizer_json
 
 if TYPE_CHECKING:
     from tandem.engine.model.observed import ObservedLayers

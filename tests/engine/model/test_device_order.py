@@ -32,6 +32,7 @@ from tandem.engine.model.wings import capabilities_for
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.masks import GrammarMasks
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -251,6 +252,7 @@ def engine_on(
         groups=plan.groups,
         num_blocks=NUM_BLOCKS,
     )
+    masks = GrammarMasks(Grammars(backend().to_str, loaded.vocab_size, frozenset({END})))
     runner = TorchRunner(
         info,
         cache,
@@ -258,9 +260,9 @@ def engine_on(
         block_size=BLOCK,
         max_num_seqs=CONFIG.max_num_seqs,
         num_speculative_tokens=drafts,
-        grammars=Grammars(backend().to_str, loaded.vocab_size, frozenset({END})),
+        masks=masks,
         adapters=slots,
-        parts=[part for each in capabilities for part in each.start(NUM_BLOCKS, shape)],
+        parts=[masks, *(part for each in capabilities for part in each.start(NUM_BLOCKS, shape))],
         drafter=TextDrafter() if drafts else None,
     )
     if slots is not None:

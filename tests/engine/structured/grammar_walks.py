@@ -78,7 +78,8 @@ class Model:
         self.seed = seed
         self.requests = RequestRows(2, ROOM, 16, 1)
         self.table = SamplingTable(2)
-        self.sampler = Sampler(vocabulary(), frozenset({END}), torch.device("cpu"), GrammarMasks(grammars()))
+        self.masks = GrammarMasks(grammars())
+        self.sampler = Sampler(vocabulary(), frozenset({END}), torch.device("cpu"), self.masks)
         self.row = self.requests.add("r", PROMPT + (output or []), len(PROMPT), [[]])
         self.table.set(self.row, params)
 

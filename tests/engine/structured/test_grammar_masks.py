@@ -123,6 +123,7 @@ def test_a_rows_next_request_knows_nothing_of_the_last() -> None:
     first = model.finish()
     model.requests.remove("r")
     model.table.clear(model.row)
+    model.masks.clear(model.row)
     assert model.requests.add("other", PROMPT, len(PROMPT), [[]]) == model.row
     model.table.set(model.row, params)
     assert model.finish() == first
@@ -161,7 +162,7 @@ def test_only_drafts_that_may_follow_are_made_and_asking_changes_nothing(
     model = Model(SamplingParams(temperature=0, grammar='start: "yes"'))
     tokens = [token for letter in answered for token in encode(letter)]
     model.requests.append_tokens(model.row, tokens)
-    masks = model.sampler._masks
+    masks = model.masks
     guessed = [token for letter in drafts for token in encode(letter)]
     for _ in range(2):
         assert masks.num_allowed(model.row, guessed, model.requests, model.table) == allowed
