@@ -4,8 +4,8 @@
     config        every setting; settings/ makes one of defaults, file, environment and flags, or reports all mistakes at once;
                   describe: sizes and counts in words; labels: of machines; roles: what each node package says of its own
     control, launcher, events   the contracts between the packages below; tasks, saving: helpers that several of them
-                  need; api_client: how a command calls a router; admin: what operators may do to a running cluster, one
-                  table for the command and the HTTP API
+                  need; api_client: how a command calls a router; orders: what may be ordered of a running cluster, one
+                  table for commands, the HTTP API and the controller
     pools/        keeps every pool as configured: controller, placement, supervision. Knows no Ray
     on_ray/       implements the contracts on Ray: machines, processes, kept state, and the controller as an actor
     static_hosts/ makes pools of machines that exist already, for `ray up`

@@ -1,17 +1,11 @@
-"""What an operator can ask of a running cluster, and what it answers. Plain types: the controller returns them, its actor
-carries them as msgspec bytes, the commands show them.
-"""
+"""What a controller answers to orders. Plain types, which commands show."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from tandem.base.logs import ClusterLogs, LogsQuery
-from tandem.cluster.config import TandemConfig
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
@@ -118,69 +112,3 @@ class AppliedChange(msgspec.Struct, frozen=True):
     routers: list[str] = []  # settings that routers read at their start
     controller: list[str] = []  # settings that the controller's process reads at its start
     exchange: str = ""  # the id of the controller's exchange, as a view shows it; "" if it is not exchanged
-
-
-class Control(Protocol):
-    """Every method raises errors of `base.errors` only, and has no effect the second time it is asked for the same."""
-
-    async def view(self) -> ClusterView: ...
-
-    async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        """Sets the sizes of these pools until the next change. Returns what will be done, one line each, once that is decided
-        and recorded; `view` shows the progress. A pool that shrinks drains the nodes that it loses."""
-        ...
-
-    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        """Drains the node and ends it; its pool shrinks by one. Returns True when the node's requests ended in time."""
-        ...
-
-    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
-        """Empties the machine with this address, which is about to go away. Nothing new is placed there, its nodes are drained and
-        ended while others start on other machines, and its router takes no new requests. Returns for each node whether its
-        requests ended in time."""
-        ...
-
-    async def configuration(self) -> TandemConfig:
-        """Returns the configuration as it is wanted now, which a rollout may not have completed yet."""
-        ...
-
-    async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
-        """Changes the configuration. What can change at once does. Nodes and routers that read a changed setting at their start
-        are replaced one by one in the background; `view` shows the progress. Returns what changes, once it is recorded.
-        `dry_run` returns the same and changes nothing."""
-        ...
-
-    async def go_back(self) -> None:
-        """Takes back the running rollout: nodes and routers are replaced again, with the configuration from before it."""
-        ...
-
-    async def pause(self, names: list[str]) -> list[str]:
-        """Gives these pools and nodes no new requests until they are resumed; without names, all pools. Running requests go on.
-        While all decode and aggregated nodes are paused, new requests wait in the routers' lines. Returns the names of all that
-        are paused now."""
-        ...
-
-    async def resume(self, names: list[str]) -> list[str]:
-        """Ends the pauses of these names; without names, every pause. Returns the names that are still paused."""
-        ...
-
-    async def reset_cache(self, names: list[str]) -> list[str]:
-        """Empties the prefix caches, in every tier, of these nodes and of all nodes of these pools; without names, of all nodes.
-        Running requests keep their blocks. Returns the names of the nodes that did it. Raises Unavailable if one did not
-        answer."""
-        ...
-
-    async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
-        """Loads and unloads adapters on all nodes, or on none if that fails. Returns the location of every adapter by name once
-        all routers serve them. Without arguments it only returns them. Raises ConfigurationError for an adapter that a node
-        cannot serve."""
-        ...
-
-    async def logs(self, query: LogsQuery) -> ClusterLogs:
-        """Returns lines of the processes' logs, and for each process that did not answer the reason."""
-        ...
-
-    async def change_role(self, node_id: str, role: Role) -> None:
-        """Drains the node and brings it back as a node of another role with the weights that it has loaded. The sizes of both
-        pools change by one. Returns when it is ready in its new role."""
-        ...

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.admin import LOADING_S
 from tandem.cluster.commands.operate import CommandTarget
 from tandem.cluster.commands.options import add_operated, target_of
 from tandem.cluster.commands.output import print_json, wants_json
+from tandem.cluster.orders import AdaptersOrder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +35,7 @@ def run(options: argparse.Namespace) -> int:
 def adapters(target: CommandTarget, load: Sequence[str], unload: Sequence[str]) -> dict[str, str]:
     """`load` has NAME=FOLDER, or NAME=OWNER/NAME on the hub. Nodes get the absolute path of a folder on this machine."""
     places = dict(map(_adapter_of, load))
-    there = target.run(
-        lambda cluster: cluster.adapters(places, unload, LOADING_S), silently=not load and not unload
-    )
+    there = target.ask(AdaptersOrder(places, list(unload)), silently=not load and not unload)
     for name, where in sorted(there.items()):
         target.say(f"{name}: {where}")
     if not there:

@@ -30,7 +30,7 @@ class AdapterDesk:
         self._clock = clock
 
     async def change(self, load: AdapterPlaces, unload: Sequence[str]) -> dict[str, str]:
-        """Changes all nodes or none. Returns the location of every adapter by name once all routers serve them. See `Control.adapters`."""
+        """Changes all nodes or none. Returns the location of every adapter by name once all routers serve them. See `cluster.orders.Adapters`."""
         pools = self._pools
         async with pools.adapters.changing:
             await pools.has_read.wait()

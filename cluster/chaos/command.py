@@ -42,6 +42,7 @@ from tandem.cluster.chaos.report import (
 from tandem.cluster.commands.options import add_address
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.control import ClusterView
+from tandem.cluster.orders import TimeoutsOrder, ViewOrder
 from tandem.cluster.saving import results_folder, write_json
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class RayProcessAccess:
 
     async def view(self) -> ClusterView:
         """Looks the controller up each time, because it may be one of the victims."""
-        return await self._controller(self._name).view()
+        return await self._controller(self._name).ask(ViewOrder())
 
     async def find(self, name: str) -> Process:
         from tandem.cluster.on_ray.processes import find_process
@@ -183,7 +184,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         raise Unavailable(f"the cluster has failed, and cannot be tested: {view.failure}")
     kinds = chosen_kinds(rules, view)
     plan = make_plan(rules, kinds)
-    unresponsive_s = (await the_controller(name).configuration()).timeouts.unresponsive_s
+    unresponsive_s = (await the_controller(name).ask(TimeoutsOrder())).unresponsive_s
     stops = rules.stop_s if any(strike.blow is Blow.STOP for strike in plan) else 0.0
     risks = dangers(view, kinds, unresponsive_s, stops)
     for line in describe(view, plan, risks, options.traffic, options.users):

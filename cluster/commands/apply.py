@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 
 from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
-from tandem.cluster.admin import OperatedCluster
 from tandem.cluster.commands.operate import CommandTarget, Say
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
@@ -16,6 +15,7 @@ from tandem.cluster.describe import counted
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
+from tandem.cluster.orders import ApplyOrder, GoBackOrder, OperatedCluster, ViewOrder
 from tandem.cluster.tasks import Clock
 
 LOOK_S = 1.0
@@ -35,7 +35,7 @@ def apply(
         wanted = with_model(config, model)
         if url is not None:
             wanted = await _as_it_is_called(cluster, config, wanted)
-        change = await cluster.apply(wanted, dry_run)
+        change = await cluster.ask(ApplyOrder(wanted, dry_run))
         for line in described(change, dry_run=dry_run):
             say(line)
         replaces = bool(change.nodes or change.routers)
@@ -61,8 +61,8 @@ def go_back(target: CommandTarget) -> bool:
     """Takes the rollout back. Returns whether all nodes run the old configuration again."""
 
     async def work(cluster: OperatedCluster) -> bool:
-        await cluster.go_back()
-        return await follow(cluster, (await cluster.view()).revision, target.say)
+        await cluster.ask(GoBackOrder())
+        return await follow(cluster, (await cluster.ask(ViewOrder())).revision, target.say)
 
     return target.run(work)
 
@@ -93,7 +93,7 @@ async def follow_exchange(
     said = ""
     while True:
         try:
-            seen = (await cluster.view()).exchange
+            seen = (await cluster.ask(ViewOrder())).exchange
         except (Unavailable, NodeLost, DeadlineExceeded) as error:
             line, seen = f"{_AWAY}: {error}", None
         else:
@@ -119,7 +119,7 @@ async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock
     said, away, told_until = "", False, 0.0
     while True:
         try:
-            view = await cluster.view()
+            view = await cluster.ask(ViewOrder())
         except Unavailable as error:
             if not away:
                 say(f"{_AWAY}: {error}")
@@ -157,9 +157,9 @@ async def _as_it_is_called(
 ) -> TandemConfig:
     """A router does not tell where the cluster's model is. If the cluster has it in the same place as this machine, it is the same model."""
     here = await asyncio.to_thread(find_model, config.model.path)
-    if here is not None and "model.path" in (await cluster.apply(wanted, True)).nodes:
+    if here is not None and "model.path" in (await cluster.ask(ApplyOrder(wanted, True))).nodes:
         same = with_model(config, here)
-        if "model.path" not in (await cluster.apply(same, True)).nodes:
+        if "model.path" not in (await cluster.ask(ApplyOrder(same, True))).nodes:
             return same
     return wanted
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from tandem.cluster.commands.options import add_address, add_operated, add_router, target_of
 from tandem.cluster.commands.output import add_output, print_json, wants_json
-from tandem.cluster.commands.parser import CHANGE, Command
+from tandem.cluster.commands.parser import CHANGE, Command, Run
 from tandem.cluster.commands.setting_options import add_settings, read_settings
 
 
@@ -50,12 +51,6 @@ def _describe_scale(parser: argparse.ArgumentParser) -> None:
     add_operated(parser)
 
 
-def _scale(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import scale
-
-    return _printed(options, "changes", scale(target_of(options), options.sizes))
-
-
 def _describe_drain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "nodes", nargs="+", metavar="NODE", help="a node's name, or the address of its machine"
@@ -64,24 +59,10 @@ def _describe_drain(parser: argparse.ArgumentParser) -> None:
     add_operated(parser)
 
 
-def _drain(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import drain
-
-    finished = drain(target_of(options), options.nodes, _limit_s(options))
-    return _printed(options, "finished", finished, whole=all(finished.values()))
-
-
 def _describe_evacuate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("machine", metavar="ADDRESS")
     _add_limit(parser)
     add_operated(parser)
-
-
-def _evacuate(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import evacuate
-
-    finished = evacuate(target_of(options), options.machine, _limit_s(options))
-    return _printed(options, "finished", finished, whole=all(finished.values()))
 
 
 def _add_limit(parser: argparse.ArgumentParser) -> None:
@@ -93,25 +74,10 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _limit_s(options: argparse.Namespace) -> float:
-    from tandem.cluster.control import DRAIN_S
-
-    return DRAIN_S if options.timeout is None else float(options.timeout)
-
-
 def _describe_role(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE")
     parser.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
     add_operated(parser)
-
-
-def _role(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import change_role
-
-    role = change_role(target_of(options), options.node, options.role)
-    if wants_json(options):
-        print_json({"node": options.node, "role": role})
-    return 0
 
 
 def _describe_names(parser: argparse.ArgumentParser) -> None:
@@ -124,40 +90,30 @@ def _describe_names(parser: argparse.ArgumentParser) -> None:
     add_operated(parser)
 
 
-def _pause(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import pause
+def _order(name: str) -> Run:
+    """The function of this name in `operate`, as a command."""
 
-    return _printed(options, "paused", pause(target_of(options), options.names))
+    def run(options: argparse.Namespace) -> int:
+        from tandem.cluster.commands import operate
 
+        printed: dict[str, Any] = getattr(operate, name)(target_of(options), options)
+        if wants_json(options):
+            print_json(printed)
+        return 0 if all(printed.get("finished", {}).values()) else 1
 
-def _resume(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import resume
-
-    return _printed(options, "paused", resume(target_of(options), options.names))
-
-
-def _reset_cache(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.operate import reset_cache
-
-    return _printed(options, "reset", reset_cache(target_of(options), options.names))
-
-
-def _printed(options: argparse.Namespace, name: str, result: object, *, whole: bool = True) -> int:
-    """Prints the result where it is to be JSON. Returns the exit status."""
-    if wants_json(options):
-        print_json({name: result})
-    return 0 if whole else 1
+    return run
 
 
 COMMANDS = (
     Command("apply", "give a running cluster another configuration, while it serves", CHANGE, _describe_apply, _apply),
-    Command("scale", "change how many nodes the pools have", CHANGE, _describe_scale, _scale),
-    Command("drain", "let nodes finish their requests, then end them", CHANGE, _describe_drain, _drain),
-    Command("evacuate", "empty a machine that is about to go away; other machines take over", CHANGE, _describe_evacuate, _evacuate),
-    Command("role", "move a node to another pool, with the weights that it has loaded", CHANGE, _describe_role, _role),
-    Command("pause", "hold back new requests; running ones go on", CHANGE, _describe_names, _pause),
-    Command("resume", "end a pause", CHANGE, _describe_names, _resume),
+    Command("scale", "change how many nodes the pools have", CHANGE, _describe_scale, _order("scale")),
+    Command("drain", "let nodes finish their requests, then end them", CHANGE, _describe_drain, _order("drain")),
+    Command("evacuate", "empty a machine that is about to go away; other machines take over", CHANGE, _describe_evacuate, _order("evacuate")),
+    Command("role", "move a node to another pool, with the weights that it has loaded", CHANGE, _describe_role, _order("change_role")),
+    Command("pause", "hold back new requests; running ones go on", CHANGE, _describe_names, _order("pause")),
+    Command("resume", "end a pause", CHANGE, _describe_names, _order("resume")),
     Command(
-        "reset-cache", "empty prefix caches, in every tier; running requests keep their blocks", CHANGE, _describe_names, _reset_cache
+        "reset-cache", "empty prefix caches, in every tier; running requests keep their blocks", CHANGE, _describe_names,
+        _order("reset_cache"),
     ),
 )  # fmt: skip

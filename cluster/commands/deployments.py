@@ -13,6 +13,7 @@ from tandem.base.errors import TandemError
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import joined
 from tandem.cluster.control import ClusterView
+from tandem.cluster.orders import ViewOrder
 
 _COLUMNS = ("name", "model", "address", "nodes ready", "state")
 
@@ -36,7 +37,7 @@ def list_deployments(which: WhichCluster) -> list[StandingDeployment]:
 
         async def look(name: str) -> StandingDeployment:
             try:
-                return described(name, await the_controller(name).view())
+                return described(name, await the_controller(name).ask(ViewOrder()))
             except TandemError as error:
                 return StandingDeployment(name, trouble=str(error))
 

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.base.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition, LogsQuery
-from tandem.cluster.admin import OperatedCluster
+from tandem.base.logs import KEPT_LINES, ClusterLogs, LogLine, LogPosition
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.operate import with_controller
 from tandem.cluster.commands.output import print_json, print_json_line
+from tandem.cluster.orders import LogsOrder, OperatedCluster
 
 USUAL_LINES = 100
 # How long to wait between two looks if the last one got everything.
@@ -94,7 +94,7 @@ class LogReader:
         new: list[ShownLine] = []
         remarks: list[Remark] = []
         for _ in range(_MOST_LOOKS):
-            found = await cluster.logs(LogsQuery(self._filter.names, self._after, self._filter.last))
+            found = await cluster.ask(LogsOrder(self._filter.names, self._after, self._filter.last))
             new += self._take(found, remarks)
             if not any(page.more for page in found.pages.values()):
                 break

@@ -13,7 +13,7 @@ from tandem.cluster.commands.output import add_output, print_json, print_json_li
 from tandem.cluster.commands.parser import LOOK, Command
 
 if TYPE_CHECKING:
-    from tandem.cluster.admin import OperatedCluster
+    from tandem.cluster.orders import OperatedCluster
 
 LEVELS = ("debug", "info", "warning", "error")
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
@@ -76,8 +76,9 @@ def _status(options: argparse.Namespace) -> int:
         return 1 if seen["router"]["unhealthy"] else 0
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import answers_now, overview, show_overview
+    from tandem.cluster.orders import ViewOrder
 
-    view = with_controller(which_cluster(options), lambda controller: controller.view())
+    view = with_controller(which_cluster(options), lambda cluster: cluster.ask(ViewOrder()))
     if wants_json(options):
         plain = overview(view, key)
         print_json(plain)
@@ -112,6 +113,7 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import overview, show_overview
     from tandem.cluster.commands.status import fetch_status, show_status
+    from tandem.cluster.orders import ViewOrder
 
     if not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
         raise ConfigurationError(
@@ -135,9 +137,9 @@ def _watch_status(options: argparse.Namespace, key: str | None) -> int:
 
         return asyncio.run(watch(look_at_router))
 
-    async def watch_cluster(controller: OperatedCluster) -> int:
+    async def watch_cluster(cluster: OperatedCluster) -> int:
         async def look() -> Callable[[], object]:
-            view = await controller.view()
+            view = await cluster.ask(ViewOrder())
             if as_lines:
                 return lambda: print_json_line(overview(view, key))
             return lambda: show_overview(view, key, console)

@@ -1,8 +1,8 @@
-"""Commands that change a running cluster: scale, drain, role, pause, reset, down. They call its controller through Ray, or with --url through
-one of its routers."""
+"""What the commands that change a running cluster do. They call its controller through Ray, or with --url through one of its routers."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -12,13 +12,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.base.errors import ConfigurationError, TandemError
 from tandem.base.settings import LONGEST_S
-from tandem.cluster.admin import LOADING_S, OperatedCluster
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
+from tandem.cluster.control import DRAIN_S
 from tandem.cluster.on_ray.runtime import connect_to_ray, own_address, stop_ray
+from tandem.cluster.orders import (
+    ChangeRoleOrder,
+    DrainOrder,
+    EvacuateOrder,
+    OperatedCluster,
+    Order,
+    PauseOrder,
+    ResetCacheOrder,
+    ResumeOrder,
+    ScaleOrder,
+    TimeoutsOrder,
+    ViewOrder,
+)
 from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:
@@ -53,6 +66,9 @@ class CommandTarget:
     def run(self, work: Callable[[OperatedCluster], Awaitable[T]], *, silently: bool = False) -> T:
         """Says first which deployment it is, unless nothing will be changed."""
         return with_controller(self.which, work, self.url, None if silently else self.say)
+
+    def ask(self, order: Order[T], *, silently: bool = False) -> T:
+        return self.run(lambda cluster: cluster.ask(order), silently=silently)
 
 
 def with_controller(
@@ -89,7 +105,7 @@ def with_controller(
 async def _named(controller: RemoteController) -> str:
     """Returns the deployment's name and where its router listens."""
     url = url_of(own_address(), controller.name) or next(
-        (router.url for router in (await controller.view()).routers if router.phase == "ready"), ""
+        (router.url for router in (await controller.ask(ViewOrder())).routers if router.phase == "ready"), ""
     )
     return f"{controller.name} at {url}" if url else f"{controller.name} (no router is ready)"
 
@@ -142,25 +158,28 @@ def parse_role(name: str) -> Role:
         raise ConfigurationError(f"there is no pool {name!r}: it must be one of {roles}") from None
 
 
-def scale(target: CommandTarget, words: Sequence[str]) -> list[str]:
-    """Returns what will be done, one line each."""
-    sizes = parse_sizes(words)
-    lines = target.run(lambda cluster: cluster.scale(sizes))
+# --- commands: each returns what `-o json` prints
+
+Printed = dict[str, Any]
+
+
+def scale(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    lines = target.ask(ScaleOrder(parse_sizes(options.sizes)))
     for line in lines:
         target.say(line)
-    return lines
+    return {"changes": lines}
 
 
-def drain(target: CommandTarget, names: Sequence[str], timeout_s: float) -> dict[str, bool]:
-    """`names` are nodes, or addresses of machines for all of their nodes. Returns for each node whether its requests ended in time."""
-    _check_timeout(timeout_s)
-    return target.run(lambda cluster: drain_nodes(cluster, names, timeout_s, target.say))
+def drain(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    """`nodes` are names, or addresses of machines for all of their nodes."""
+    limit_s = _limit_s(options)
+    return {"finished": target.run(lambda cluster: drain_nodes(cluster, options.nodes, limit_s, target.say))}
 
 
 async def drain_nodes(
-    controller: OperatedCluster, names: Sequence[str], timeout_s: float, say: Say
+    cluster: OperatedCluster, names: Sequence[str], timeout_s: float, say: Say
 ) -> dict[str, bool]:
-    nodes = (await controller.view()).nodes
+    nodes = (await cluster.ask(ViewOrder())).nodes
     chosen = [node.node_id for node in nodes if any(name in (node.node_id, node.host) for name in names)]
     unknown = [name for name in names if not any(name in (node.node_id, node.host) for node in nodes)]
     if unknown:
@@ -169,25 +188,27 @@ async def drain_nodes(
 
     async def one(node_id: str) -> bool:
         finished = await told_of(
-            controller.drain_node(node_id, timeout_s),
+            cluster.ask(DrainOrder(node_id, timeout_s)),
             lambda: say(f"{node_id}: finishing what it has (up to {timeout_s:.0f} s)"),
         )
-        say(f"{node_id}: {'everything was finished' if finished else 'ended before everything was finished'}")
+        say(_ended(node_id, finished))
         return finished
 
     return dict(zip(chosen, await asyncio.gather(*map(one, chosen)), strict=True))
 
 
-def evacuate(target: CommandTarget, machine: str, timeout_s: float) -> dict[str, bool]:
-    """Returns for each of the machine's nodes whether its requests ended in time. Without a name, it evacuates the machine in all
-    deployments."""
-    _check_timeout(timeout_s)
-    say = target.say
+def _ended(node_id: str, finished: bool) -> str:
+    return f"{node_id}: {'everything was finished' if finished else 'ended before everything was finished'}"
+
+
+def evacuate(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    """Without a name, it evacuates the machine in all deployments."""
+    machine, limit_s, say = options.machine, _limit_s(options), target.say
 
     def empty(cluster: OperatedCluster) -> Awaitable[dict[str, bool]]:
         return told_of(
-            cluster.evacuate(machine, timeout_s),
-            lambda: say(f"{machine}: its nodes finish what they have (up to {timeout_s:.0f} s)"),
+            cluster.ask(EvacuateOrder(machine, limit_s)),
+            lambda: say(f"{machine}: its nodes finish what they have (up to {limit_s:.0f} s)"),
         )
 
     if target.url is not None or target.which.name is not None:
@@ -195,9 +216,9 @@ def evacuate(target: CommandTarget, machine: str, timeout_s: float) -> dict[str,
     else:
         finished = _of_every_deployment(target.which, empty)
     for node_id, done in finished.items():
-        say(f"{node_id}: {'everything was finished' if done else 'ended before everything was finished'}")
+        say(_ended(node_id, done))
     say(f"{machine} can go")
-    return finished
+    return {"finished": finished}
 
 
 def _of_every_deployment(
@@ -227,48 +248,49 @@ def _of_every_deployment(
         return asyncio.run(run())
 
 
-def _check_timeout(timeout_s: float) -> None:
-    if not 0 <= timeout_s <= LONGEST_S:
-        raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {timeout_s:g}")
+def _limit_s(options: argparse.Namespace) -> float:
+    limit_s = DRAIN_S if options.timeout is None else float(options.timeout)
+    if not 0 <= limit_s <= LONGEST_S:
+        raise ConfigurationError(f"--timeout must be seconds from 0 to {LONGEST_S:.0f}, not {limit_s:g}")
+    return limit_s
 
 
-def change_role(target: CommandTarget, node_id: str, role_name: str) -> Role:
-    role = parse_role(role_name)
-    target.run(lambda cluster: change_role_of(cluster, node_id, role, target.say))
+def change_role(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    node_id, role = options.node, parse_role(options.role)
+    done = target.run(lambda cluster: change_role_of(cluster, node_id, role, target.say))
     target.say(f"{node_id} is ready as a {role.value} node")
-    return role
+    return done
 
 
-async def change_role_of(controller: OperatedCluster, node_id: str, role: Role, say: Say) -> None:
-    timeouts = await controller.timeouts()
-    limit = timeouts.nodes.drain_s
-    await told_of(
-        controller.change_role(node_id, role, LOADING_S),
+async def change_role_of(cluster: OperatedCluster, node_id: str, role: Role, say: Say) -> Printed:
+    limit = (await cluster.ask(TimeoutsOrder())).nodes.drain_s
+    return await told_of(
+        cluster.ask(ChangeRoleOrder(node_id, role)),
         lambda: say(f"{node_id}: finishing what it has (up to {limit:.0f} s), to become a {role.value} node"),
     )
 
 
-def pause(target: CommandTarget, names: Sequence[str]) -> list[str]:
-    return _say_paused(target, target.run(lambda cluster: cluster.pause(list(names))))
+def pause(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    return _say_paused(target, target.ask(PauseOrder(options.names)))
 
 
-def resume(target: CommandTarget, names: Sequence[str]) -> list[str]:
-    return _say_paused(target, target.run(lambda cluster: cluster.resume(list(names))))
+def resume(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    return _say_paused(target, target.ask(ResumeOrder(options.names)))
 
 
-def _say_paused(target: CommandTarget, paused: list[str]) -> list[str]:
+def _say_paused(target: CommandTarget, paused: list[str]) -> Printed:
     target.say(f"no new requests: {', '.join(paused)}" if paused else "nothing is paused")
-    return paused
+    return {"paused": paused}
 
 
-def reset_cache(target: CommandTarget, names: Sequence[str]) -> list[str]:
-    done = target.run(lambda cluster: cluster.reset_cache(list(names)))
-    target.say(
-        f"the prefix cache is empty: {', '.join(done)}"
-        if done
-        else "no node serves: there was nothing to empty"
-    )
-    return done
+def reset_cache(target: CommandTarget, options: argparse.Namespace) -> Printed:
+    done = target.ask(ResetCacheOrder(options.names))
+    said = f"the prefix cache is empty: {', '.join(done)}"
+    target.say(said if done else "no node serves: there was nothing to empty")
+    return {"reset": done}
+
+
+# --- the end
 
 
 def down(which: WhichCluster, *, now: bool, say: Say = say_line) -> bool:
@@ -299,7 +321,7 @@ async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> b
     finished = False
     if not now:
         try:
-            limit = (await controller.configuration()).timeouts.nodes.drain_s
+            limit = (await controller.ask(TimeoutsOrder())).nodes.drain_s
             say(f"finishing what is running (up to {limit:.0f} s)")
             finished = await controller.drain(limit)
         except TandemError as error:

@@ -11,6 +11,7 @@ from tandem.cluster.commands.address import RAY_ADDRESS, WhichCluster, several
 from tandem.cluster.commands.operate import with_controller
 from tandem.cluster.commands.running import running
 from tandem.cluster.on_ray.runtime import AUTO
+from tandem.cluster.orders import ViewOrder
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _CONNECT_S = 1.0
@@ -39,7 +40,9 @@ def choose_url(named: str | None, environ: Mapping[str, str] = os.environ) -> st
 def _url_on_ray(environ: Mapping[str, str]) -> str:
     """Returns the URL of a router of the deployment on the Ray cluster that the environment names, or that this machine is part of."""
     try:
-        view = with_controller(WhichCluster(environ.get(RAY_ADDRESS)), lambda cluster: cluster.view())
+        view = with_controller(
+            WhichCluster(environ.get(RAY_ADDRESS)), lambda cluster: cluster.ask(ViewOrder())
+        )
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; or a router with --url") from error
     except Unavailable as error:

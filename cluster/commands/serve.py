@@ -35,6 +35,7 @@ from tandem.cluster.on_ray.runtime import (
     start_ray,
     stop_ray,
 )
+from tandem.cluster.orders import ViewOrder
 from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
 from tandem.cluster.saving import as_json
@@ -257,7 +258,7 @@ class _Serving:
             if not is_new:
                 await self._reconfigure(controller, config)
             account = await self._unless_stopped(follower.until_serving())
-            view = await controller.view()
+            view = await controller.ask(ViewOrder())
             if not self._where.detach:
                 record_serving(address, config.name, account.model, account.url)
             self._display.stop()

@@ -1,4 +1,4 @@
-"""The controller of a deployment as other processes call it. Implements `cluster.control.Control` and what commands need besides."""
+"""The controller of a deployment as other processes call it. Implements `cluster.orders.OperatedCluster` and what commands need besides."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 import ray
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
-from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.settings import without_defaults
-from tandem.cluster.config import DEFAULT_NAME, ClusterTimeouts, TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView
+from tandem.cluster.config import DEFAULT_NAME, TandemConfig
+from tandem.cluster.control import ClusterEnd
 from tandem.cluster.on_ray.controller_actor import make_controller
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
@@ -29,16 +28,14 @@ from tandem.cluster.on_ray.exchange import (
 from tandem.cluster.on_ray.neighbours import stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
+from tandem.cluster.orders import Order
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange
-from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0
 _ANSWER_S = 30.0  # long enough for a controller that Ray is just restarting
-_RESET_S = 60.0  # a node empties its cache between two steps
 _ASK_AGAIN_S = 0.2
-_LONGER_THAN_ASKED_S = 15.0  # what the controller needs beyond the time that it was given
 T = TypeVar("T")
 
 
@@ -223,9 +220,6 @@ class RemoteController:
         )
         return msgspec.msgpack.decode(config, type=TandemConfig)
 
-    async def timeouts(self) -> ClusterTimeouts:
-        return (await self.configuration()).timeouts
-
     async def configure(self, config: TandemConfig) -> ConfigChange:
         encoded = msgspec.msgpack.encode(without_defaults(config))
         change = await self._ask(
@@ -233,77 +227,17 @@ class RemoteController:
         )
         return msgspec.msgpack.decode(change, type=ConfigChange)
 
-    async def view(self) -> ClusterView:
-        view = await self._ask(_ANSWER_S, "return its view", lambda actor: actor.view.remote())
-        return msgspec.msgpack.decode(view, type=ClusterView)
-
-    async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        encoded = msgspec.msgpack.encode(wanted)
-        return list(await self._ask(_ANSWER_S, "accept the sizes", lambda actor: actor.scale.remote(encoded)))
-
-    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        return bool(
-            await self._ask(
-                timeout_s + _LONGER_THAN_ASKED_S,
-                f"drain {node_id}",
-                lambda actor: actor.drain_node.remote(node_id, timeout_s),
-            )
+    async def ask(self, order: Order[T]) -> T:
+        limit_s = order.limit_s + _ANSWER_S
+        done = await self._ask(
+            limit_s,
+            f"carry out {order.action!r}",
+            lambda actor: actor.order.remote(order.action, order.body()),
         )
-
-    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
-        return dict(
-            await self._ask(
-                timeout_s + _LONGER_THAN_ASKED_S,
-                f"evacuate {address}",
-                lambda actor: actor.evacuate.remote(address, timeout_s),
-            )
-        )
-
-    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
-        encoded = msgspec.msgpack.encode(without_defaults(config))
-        change = await self._ask(
-            _ANSWER_S, "accept the configuration", lambda actor: actor.apply.remote(encoded, dry_run)
-        )
-        return msgspec.msgpack.decode(change, type=AppliedChange)
-
-    async def go_back(self) -> None:
-        await self._ask(_ANSWER_S, "take back the rollout", lambda actor: actor.go_back.remote())
-
-    async def pause(self, names: list[str]) -> list[str]:
-        return list(await self._ask(_ANSWER_S, "pause", lambda actor: actor.pause.remote(names)))
-
-    async def resume(self, names: list[str]) -> list[str]:
-        return list(await self._ask(_ANSWER_S, "resume", lambda actor: actor.resume.remote(names)))
-
-    async def reset_cache(self, names: list[str]) -> list[str]:
-        return list(
-            await self._ask(_RESET_S, "reset the prefix cache", lambda actor: actor.reset_cache.remote(names))
-        )
-
-    async def adapters(
-        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
-    ) -> dict[str, str]:
-        changed = await self._ask(
-            timeout_s,
-            "change the adapters",
-            lambda actor: actor.adapters.remote(dict(load), list(unload)),
-        )
-        return dict(changed)
-
-    async def logs(self, query: LogsQuery) -> ClusterLogs:
-        encoded = msgspec.msgpack.encode(query)
-        lines = await self._ask(_ANSWER_S, "collect log lines", lambda actor: actor.logs.remote(encoded))
-        return msgspec.msgpack.decode(lines, type=ClusterLogs)
-
-    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
-        await self._ask(
-            timeout_s, f"change {node_id}", lambda actor: actor.change_role.remote(node_id, role.value)
-        )
+        return order.decoded(done)
 
     async def drain(self, timeout_s: float) -> bool:
-        return bool(
-            await self._ask(timeout_s + _LONGER_THAN_ASKED_S, "drain", lambda actor: actor.drain.remote())
-        )
+        return bool(await self._ask(timeout_s + _ANSWER_S, "drain", lambda actor: actor.drain.remote()))
 
     # --- ending
 

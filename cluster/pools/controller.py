@@ -45,7 +45,7 @@ _WORTH_SAYING_S = 1.0  # a longer wait is reported
 
 
 class Controller:
-    """Implements `cluster.control.Control`. Must be constructed inside a running event loop. Its owner calls `start`, waits for `failed`
+    """Implements `cluster.orders.Control`. Must be constructed inside a running event loop. Its owner calls `start`, waits for `failed`
     while it serves, calls `drain` if there is time, and then `stop`."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Controller:
             self._events.progress("machines", "waiting for one with room for a node that decodes", 0.0)
         return bool(writers)
 
-    # --- cluster.control.Control
+    # --- cluster.orders.Control
 
     async def view(self) -> ClusterView:
         return cluster_view(

@@ -9,24 +9,21 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from tandem.base.errors import InternalError, TandemError, Unavailable, WireError
-from tandem.base.logs import LogsQuery
+from tandem.base.errors import InternalError, RequestError, TandemError, Unavailable, WireError
 from tandem.base.settings import without_defaults
-from tandem.cluster.admin import act
-from tandem.cluster.config import ClusterTimeouts, TandemConfig
-from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, Control, ExchangeView
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, ExchangeView
 from tandem.cluster.events import Events, LoggedEvents
 from tandem.cluster.launcher import StateStore
+from tandem.cluster.orders import LOADING_S, AdaptersOrder, ApplyOrder, Control, Order, act, read_order
 from tandem.cluster.pools.changes import compare, with_sizes
 from tandem.cluster.pools.event_log import EventLog, LoggedEvent
 from tandem.cluster.pools.over_http import check_adapters, check_config
 from tandem.cluster.tasks import Clock, cancel
-from tandem.wire.nodes import Role
 
 logger = logging.getLogger(__name__)
 
@@ -114,63 +111,18 @@ class Platform(Protocol):
         ...
 
 
-class _OperatorControl:
-    """The cluster as `cluster.admin.act` calls it for an operator's HTTP request, which may not change everything."""
-
-    def __init__(
-        self,
-        control: Control,
-        timeouts: ClusterTimeouts,
-        clock: Clock,
-        view: Callable[[], Awaitable[ClusterView]],
-        apply: Callable[[TandemConfig, bool], Awaitable[AppliedChange]],
-    ) -> None:
-        self._timeouts = timeouts
-        self._clock = clock
-        self._control = control
-        self._view = view
-        self._apply = apply
-        self.scale = control.scale
-        self.drain_node = control.drain_node
-        self.evacuate = control.evacuate
-        self.pause = control.pause
-        self.resume = control.resume
-        self.reset_cache = control.reset_cache
-        self.go_back = control.go_back
-        self.logs = control.logs
-
-    async def timeouts(self) -> ClusterTimeouts:
-        return self._timeouts
-
-    async def adapters(
-        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
-    ) -> dict[str, str]:
-        if load:
-            running = await self._control.configuration()
-            check_adapters(running.controller, await self._control.adapters({}, []), load)
-        changing = self._control.adapters(load, unload)
-        return await self._clock.within(timeout_s, changing, "changing the adapters")
-
-    async def view(self) -> ClusterView:
-        return await self._view()
-
-    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
-        check_config(await self._control.configuration(), config, dry_run=dry_run)
-        return await self._apply(config, dry_run)
-
-    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
-        changing = self._control.change_role(node_id, role)
-        await self._clock.within(timeout_s, changing, f"changing the role of {node_id}")
-
-
 def _understood(config: bytes) -> TandemConfig:
     try:
         return msgspec.msgpack.decode(config, type=TandemConfig)
     except msgspec.ValidationError as error:
-        raise Unavailable(
-            f"this cluster runs another version of Tandem, which cannot read this command's configuration ({error}): use the cluster's "
-            "version, or restart the cluster with `tandem down` and `tandem serve`"
-        ) from error
+        raise _of_another_version(error) from error
+
+
+def _of_another_version(error: Exception) -> Unavailable:
+    return Unavailable(
+        f"this cluster runs another version of Tandem, which cannot read this command's configuration ({error}): use the cluster's "
+        "version, or restart the cluster with `tandem down` and `tandem serve`"
+    )
 
 
 class ControllerHost:
@@ -283,8 +235,36 @@ class ControllerHost:
         change = await self._control().apply(with_sizes(running, sizes), dry_run=False)
         return _encode(ConfigChange(change.at_once, refused))
 
-    async def apply(self, config: bytes, dry_run: bool) -> bytes:
-        return _encode(await self._apply(_understood(config), dry_run))
+    async def order(self, action: str, body: bytes) -> bytes:
+        """Carries out the order of a command that joined this process's Ray cluster."""
+        try:
+            order = read_order(action, body)
+        except RequestError as error:
+            raise _of_another_version(error) from error
+        return order.encoded(await self._done(order))
+
+    async def act(self, action: str, body: bytes) -> bytes:
+        """Carries out an operator's request that came through a router, in JSON."""
+        return await act(self._allowed, action, body)
+
+    async def _allowed(self, order: Order[Any]) -> Any:
+        """Carries out the order of an HTTP key, which may not change everything."""
+        if isinstance(order, ApplyOrder):
+            check_config(await self._running(), order.config, dry_run=order.dry_run)
+        elif isinstance(order, AdaptersOrder) and order.load:
+            known = await self._control().adapters({}, [])
+            check_adapters((await self._running()).controller, known, order.load)
+        return await self._done(order)
+
+    async def _done(self, order: Order[Any]) -> Any:
+        """Carries out the order. This process also knows of the controller's exchange."""
+        if isinstance(order, ApplyOrder):
+            return await self._apply(order.config, order.dry_run)
+        work = order.do(self._control())
+        done = await self._clock.within(LOADING_S + order.limit_s, work, f"the order {order.action!r}")
+        if isinstance(done, ClusterView):
+            return msgspec.structs.replace(done, exchange=await self._platform.exchange())
+        return done
 
     async def _apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
         """Changes and records everything but the controller's environment first; a controller with the new environment then takes over."""
@@ -304,49 +284,6 @@ class ControllerHost:
             replace(running, controller=replace(wanted, env=before.env)), replace(running, controller=wanted)
         )
         return replace(change, exchange=exchange)
-
-    async def go_back(self) -> None:
-        await self._control().go_back()
-
-    async def view(self) -> bytes:
-        return _encode(await self._view())
-
-    async def _view(self) -> ClusterView:
-        view = await self._control().view()
-        return msgspec.structs.replace(view, exchange=await self._platform.exchange())
-
-    async def scale(self, wanted: bytes) -> list[str]:
-        return await self._control().scale(msgspec.msgpack.decode(wanted, type=dict[Role, int]))
-
-    async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        return await self._control().drain_node(node_id, timeout_s)
-
-    async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
-        return await self._control().evacuate(address, timeout_s)
-
-    async def pause(self, names: list[str]) -> list[str]:
-        return await self._control().pause(names)
-
-    async def resume(self, names: list[str]) -> list[str]:
-        return await self._control().resume(names)
-
-    async def reset_cache(self, names: list[str]) -> list[str]:
-        return await self._control().reset_cache(names)
-
-    async def adapters(self, load: dict[str, str], unload: list[str]) -> dict[str, str]:
-        return await self._control().adapters(load, unload)
-
-    async def logs(self, query: bytes) -> bytes:
-        return _encode(await self._control().logs(msgspec.msgpack.decode(query, type=LogsQuery)))
-
-    async def change_role(self, node_id: str, role: str) -> None:
-        await self._control().change_role(node_id, Role(role))
-
-    async def act(self, action: str, body: bytes) -> bytes:
-        """Serves an operator's request that came through a router, in JSON."""
-        timeouts = (await self._running()).timeouts
-        operated = _OperatorControl(self._control(), timeouts, self._clock, self._view, self._apply)
-        return await act(operated, action, body)
 
     def _control(self) -> Control:
         if self._stage is ClusterStage.STOPPED:

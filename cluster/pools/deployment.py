@@ -9,9 +9,9 @@ import httpx
 
 from tandem.base.errors import DeadlineExceeded
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import Control
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
+from tandem.cluster.orders import Control
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.tasks import Clock
 

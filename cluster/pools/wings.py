@@ -25,7 +25,7 @@ ROWS = (
 
 
 class ChangeAdapters(Protocol):
-    """See `Control.adapters`."""
+    """See `cluster.orders.Adapters`."""
 
     def __call__(
         self, load: Mapping[str, str], unload: Sequence[str]

@@ -12,14 +12,29 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError, TandemError, Unavailable
 from tandem.base.logs import ClusterLogs, LogLine, LogPage, LogPosition, LogsQuery
-from tandem.cluster.admin import ACTIONS, LOADING_S, UnknownAction, act
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
 from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView, PoolView, SupervisedNode
+from tandem.cluster.orders import (
+    ORDERS,
+    AdaptersOrder,
+    ApplyOrder,
+    EvacuateOrder,
+    GoBackOrder,
+    LogsOrder,
+    PauseOrder,
+    ResetCacheOrder,
+    ResumeOrder,
+    ScaleOrder,
+    UnknownAction,
+    ViewOrder,
+    act,
+)
 from tandem.wire.nodes import Role
+from tests.cluster.asked import Asked
 
 VIEW = ClusterView(
     "model",
@@ -30,7 +45,7 @@ VIEW = ClusterView(
 )
 
 
-class FakeCluster:
+class FakeCluster(Asked):
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.error: TandemError | None = None
@@ -43,8 +58,8 @@ class FakeCluster:
     async def view(self) -> ClusterView:
         return VIEW
 
-    async def timeouts(self) -> ClusterTimeouts:
-        return ClusterTimeouts(start_s=7.0)
+    async def configuration(self) -> TandemConfig:
+        return TandemConfig(timeouts=ClusterTimeouts(start_s=7.0))
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         self._note("scale", wanted)
@@ -58,8 +73,8 @@ class FakeCluster:
         self._note("evacuate", address, timeout_s)
         return {"decode-0": True}
 
-    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
-        self._note("role", node_id, role, timeout_s)
+    async def change_role(self, node_id: str, role: Role) -> None:
+        self._note("role", node_id, role)
 
     async def pause(self, names: list[str]) -> list[str]:
         self._note("pause", names)
@@ -73,13 +88,11 @@ class FakeCluster:
         self._note("reset", names)
         return ["decode-0"]
 
-    async def adapters(
-        self, load: Mapping[str, str], unload: Sequence[str], timeout_s: float
-    ) -> dict[str, str]:
-        self._note("adapters", load, unload, timeout_s)
+    async def adapters(self, load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
+        self._note("adapters", load, unload)
         return dict(load)
 
-    async def apply(self, config: TandemConfig, dry_run: bool) -> AppliedChange:
+    async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
         self._note("apply", config, dry_run)
         return AppliedChange(["slo.ttft_s"], [], [], [], 3)
 
@@ -99,7 +112,7 @@ def cluster() -> FakeCluster:
 
 def acted(cluster: FakeCluster, action: str, body: Any = None) -> Any:
     return json.loads(
-        asyncio.run(act(cluster, action, json.dumps(body).encode() if body is not None else b""))
+        asyncio.run(act(cluster.ask, action, json.dumps(body).encode() if body is not None else b""))
     )
 
 
@@ -130,14 +143,14 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("scale", {Role.DECODE: 2}),
         ("drain", "decode-0", 60.0),
         ("evacuate", "10.0.0.2", 9.0),
-        ("role", "decode-0", Role.PREFILL, LOADING_S),
+        ("role", "decode-0", Role.PREFILL),
         ("pause", ["decode"]),
         ("resume", []),
         ("reset", []),
-        ("adapters", {"sql": "/sql"}, ["law"], LOADING_S),
+        ("adapters", {"sql": "/sql"}, ["law"]),
         ("apply", TandemConfig(slo=SloConfig(ttft_s=1)), True),
         ("back",),
-        ("logs", LogsQuery(["decode"], {"decode-0": LogPosition("a1", 6)}, 5)),
+        ("logs", LogsOrder(["decode"], {"decode-0": LogPosition("a1", 6)}, 5)),
     ]
 
 
@@ -181,7 +194,7 @@ def through_http(cluster: FakeCluster) -> HttpControl:
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["authorization"] == "Bearer key"
         try:
-            done = asyncio.run(act(cluster, request.url.path.removeprefix("/admin/"), request.content))
+            done = asyncio.run(act(cluster.ask, request.url.path.removeprefix("/admin/"), request.content))
         except TandemError as error:
             return httpx.Response(error.http_status, json={"error": {"message": str(error)}})
         return httpx.Response(200, content=done)
@@ -192,23 +205,23 @@ def through_http(cluster: FakeCluster) -> HttpControl:
 def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
     async def work() -> None:
         control = through_http(cluster)
-        assert await control.view() == VIEW
-        assert await control.scale({Role.DECODE: 2}) == ["decode: from 1 to 2"]
+        assert await control.ask(ViewOrder()) == VIEW
+        assert await control.ask(ScaleOrder({Role.DECODE: 2})) == ["decode: from 1 to 2"]
         assert await drain_nodes(control, ["10.0.0.2"], 5.0, lambda line: None) == {"decode-0": False}
-        assert await control.evacuate("10.0.0.2", 5.0) == {"decode-0": True}
+        assert await control.ask(EvacuateOrder("10.0.0.2", 5.0)) == {"decode-0": True}
         await change_role_of(control, "decode-0", Role.PREFILL, lambda line: None)
-        assert await control.pause(["decode"]) == ["decode"]
-        assert await control.resume([]) == []
-        assert await control.reset_cache([]) == ["decode-0"]
-        assert await control.adapters({"sql": "/sql"}, [], 9.0) == {"sql": "/sql"}
+        assert await control.ask(PauseOrder(["decode"])) == ["decode"]
+        assert await control.ask(ResumeOrder()) == []
+        assert await control.ask(ResetCacheOrder()) == ["decode-0"]
+        assert await control.ask(AdaptersOrder({"sql": "/sql"})) == {"sql": "/sql"}
         wanted = TandemConfig(debug=True)
-        assert (await control.apply(wanted, dry_run=False)).at_once == ["slo.ttft_s"]
+        assert (await control.ask(ApplyOrder(wanted))).at_once == ["slo.ttft_s"]
         assert cluster.asked[-1] == ("apply", wanted, False)
-        await control.go_back()
-        assert (await control.logs(LogsQuery())).pages["decode-0"].lines[0].number == 7
+        await control.ask(GoBackOrder())
+        assert (await control.ask(LogsOrder())).pages["decode-0"].lines[0].number == 7
         cluster.error = ConfigurationError("pools.decode.max is 1")
         with pytest.raises(RequestError, match=r"pools\.decode\.max is 1"):
-            await control.scale({Role.DECODE: 3})
+            await control.ask(ScaleOrder({Role.DECODE: 3}))
         control.close()
 
     asyncio.run(work())
@@ -231,17 +244,17 @@ def test_a_command_takes_one_way_to_the_cluster(
     monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster
 ) -> None:
     monkeypatch.setattr(operate, "HttpControl", lambda url, key: through_http(cluster))
-    assert with_controller(WhichCluster(), lambda known: known.view(), "http://router") == VIEW
+    assert with_controller(WhichCluster(), lambda known: known.ask(ViewOrder()), "http://router") == VIEW
     for both in (WhichCluster("10.0.0.1:6379"), WhichCluster(name="chat")):
         with pytest.raises(ConfigurationError, match="leave one out"):
-            with_controller(both, lambda known: known.view(), "http://router")
+            with_controller(both, lambda known: known.ask(ViewOrder()), "http://router")
 
 
 def test_the_page_lists_every_action() -> None:
     from tests.test_documents import PAGES
 
     page = PAGES["operations.md"].partition("### From anywhere")[2].partition("## Lose a node")[0]
-    for action, kind in ACTIONS.items():
+    for action, kind in ORDERS.items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{action}` |"))
         for field in kind.__struct_fields__:
             assert f'"{field}"' in row

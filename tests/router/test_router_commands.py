@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from tandem.base.wings import is_there
-from tandem.cluster.admin import act
 from tandem.cluster.cli import main
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.orders import act
 from tandem.router.config import ApiKey
 from tandem.wire.nodes import Role
 from tests.cluster.test_admin import FakeCluster
@@ -28,7 +28,7 @@ class RealActions:
         self.cluster = FakeCluster()
 
     async def act(self, action: str, body: bytes) -> bytes:
-        return await act(self.cluster, action, body)
+        return await act(self.cluster.ask, action, body)
 
 
 @pytest.fixture

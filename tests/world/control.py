@@ -36,6 +36,18 @@ from tandem.cluster.config import (
 from tandem.cluster.control import ExchangeView
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host
+from tandem.cluster.orders import (
+    ApplyOrder,
+    ChangeRoleOrder,
+    DrainOrder,
+    EvacuateOrder,
+    GoBackOrder,
+    Order,
+    PauseOrder,
+    ResetCacheOrder,
+    ResumeOrder,
+    ScaleOrder,
+)
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.controller_host import ClusterStage, ControllerHost
@@ -171,6 +183,10 @@ class _Platform:
     async def end(self) -> None:
         await self._process.step()
         self._schedule.clear_away(self._process)
+
+
+def _sent(order: Order[Any]) -> Callable[[ControllerHost], Coroutine[Any, Any, bytes]]:
+    return lambda host: host.order(order.action, order.body())
 
 
 class _Order:
@@ -536,28 +552,26 @@ class Schedule:
             await self._scale({rng.choice(ROLES): rng.randint(0, 4)})
         elif kind == "role":
             name, role = rng.choice(names), rng.choice(ROLES)
-            await self._ordered(
-                _Order(f"role {name} {role.value}"), lambda host: host.change_role(name, role.value)
-            )
+            await self._ordered(_Order(f"role {name} {role.value}"), _sent(ChangeRoleOrder(name, role)))
         elif kind == "drain":
             name, limit_s = rng.choice(names), rng.choice([1.0, 20.0])
-            await self._ordered(_Order(f"drain {name}"), lambda host: host.drain_node(name, limit_s))
+            await self._ordered(_Order(f"drain {name}"), _sent(DrainOrder(name, limit_s)))
         elif kind == "apply":
             await self._apply()
         elif kind == "back":
-            await self._ordered(_Order("go back"), lambda host: host.go_back())
+            await self._ordered(_Order("go back"), _sent(GoBackOrder()))
         elif kind == "pause":
             name = rng.choice([*names, "prefill", "decode"])
             await self._ordered(
-                _Order(f"pause {name}", lambda kept: name in kept.paused), lambda host: host.pause([name])
+                _Order(f"pause {name}", lambda kept: name in kept.paused), _sent(PauseOrder([name]))
             )
         elif kind == "resume":
-            await self._ordered(_Order("resume", lambda kept: not kept.paused), lambda host: host.resume([]))
+            await self._ordered(_Order("resume", lambda kept: not kept.paused), _sent(ResumeOrder()))
         elif kind == "reset":
-            await self._ordered(_Order("reset"), lambda host: host.reset_cache([]))
+            await self._ordered(_Order("reset"), _sent(ResetCacheOrder()))
         elif kind == "evacuate" and self.has_places:
             address = rng.choice(self.ray.machines).address
-            await self._ordered(_Order(f"evacuate {address}"), lambda host: host.evacuate(address, 20.0))
+            await self._ordered(_Order(f"evacuate {address}"), _sent(EvacuateOrder(address, 20.0)))
 
     async def _scale(self, sizes: dict[Role, int]) -> bool:
         scaled = self.config.pools.decode.max is not None
@@ -568,7 +582,7 @@ class Schedule:
                 if scaled
                 else lambda kept: all(kept.sizes[role] == size for role, size in sizes.items()),
             ),
-            lambda host: host.scale(msgspec.msgpack.encode(sizes)),
+            _sent(ScaleOrder(sizes)),
         )
 
     async def _apply(self) -> None:
@@ -587,9 +601,7 @@ class Schedule:
             )
         if what == "at once":
             config = replace(config, slo=replace(config.slo, ttft_s=rng.choice([1.0, 2.0, 3.0])))
-        await self._ordered(
-            _Order(f"apply {what} {number}"), lambda host: host.apply(msgspec.msgpack.encode(config), False)
-        )
+        await self._ordered(_Order(f"apply {what} {number}"), _sent(ApplyOrder(config)))
 
     # ── faults ──
 

@@ -15,11 +15,12 @@ from tandem.base.logs import ClusterLogs, LogsQuery, RecentLines
 from tandem.cluster.commands import logs
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.logs import LogFilter, LogReader, looks, parse_age, show_logs
+from tests.cluster.asked import Asked
 
 ATTEMPT = "req-" + "0af3" * 8
 
 
-class Processes:
+class Processes(Asked):
     """A cluster that has logs."""
 
     def __init__(self, *names: str) -> None:
@@ -48,7 +49,7 @@ class Processes:
 
 
 def look(cluster: Processes, reader: LogReader) -> tuple[list[str], list[str]]:
-    lines, remarks = asyncio.run(reader.look(cluster))  # type: ignore[arg-type]
+    lines, remarks = asyncio.run(reader.look(cluster))
     return [f"{line.process}: {line.message}" for line in lines], [
         f"{one.process}: {one.text}" for one in remarks
     ]
@@ -126,7 +127,7 @@ def test_a_cluster_that_is_followed_may_be_away_for_a_while(monkeypatch: pytest.
 
     async def follow() -> list[Any]:
         heard: list[Any] = []
-        async for lines, remarks in looks(cluster, LogReader(LogFilter()), follow=True):  # type: ignore[arg-type]
+        async for lines, remarks in looks(cluster, LogReader(LogFilter()), follow=True):
             heard.append(([line.message for line in lines], [one.text for one in remarks]))
             cluster.away = len(heard) in (1, 2)
             if len(heard) == 2:
@@ -148,7 +149,7 @@ def test_without_following_an_absent_cluster_is_an_error() -> None:
     cluster.away = True
 
     async def once() -> None:
-        async for _ in looks(cluster, LogReader(LogFilter()), follow=False):  # type: ignore[arg-type]
+        async for _ in looks(cluster, LogReader(LogFilter()), follow=False):
             pass
 
     with pytest.raises(Unavailable):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import json
+from argparse import Namespace
 from typing import Any
 
 import msgspec
@@ -26,12 +27,12 @@ from tandem.cluster.commands.operate import (
     parse_sizes,
 )
 from tandem.cluster.commands.overview import answers_now, overview, show_overview
-from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
+from tests.cluster.asked import Asked
 from tests.cluster.pools.helpers import in_loop, settle
 
 STATUS = NodeStatus(
@@ -152,7 +153,7 @@ def test_sizes_that_make_no_sense_are_refused(words: list[str], why: str) -> Non
 @pytest.mark.parametrize("timeout_s", [-5.0, float("nan"), float("inf")])
 def test_a_limit_that_makes_no_sense_drains_nobody(timeout_s: float) -> None:
     with pytest.raises(ConfigurationError, match="--timeout must be seconds from 0 to 1000000, not"):
-        drain(WhichCluster(), ["decode-0"], timeout_s)
+        drain(CommandTarget(WhichCluster()), Namespace(nodes=["decode-0"], timeout=timeout_s))
 
 
 def test_a_role_that_does_not_exist_is_refused() -> None:
@@ -160,7 +161,7 @@ def test_a_role_that_does_not_exist_is_refused() -> None:
         parse_role("decoder")
 
 
-class FakeController:
+class FakeController(Asked):
     name = "chat"
 
     def __init__(self) -> None:
@@ -182,7 +183,7 @@ class FakeController:
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         return {}
 
-    async def change_role(self, node_id: str, role: Role, timeout_s: float) -> None:
+    async def change_role(self, node_id: str, role: Role) -> None:
         await self.may_finish.wait()
 
     async def configuration(self) -> Any:
@@ -191,9 +192,6 @@ class FakeController:
         if self.silent:
             raise DeadlineExceeded("the controller did not say what it runs")
         return TandemConfig()
-
-    async def timeouts(self) -> ClusterTimeouts:
-        return ClusterTimeouts()
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         return [f"{role.value}: to {size}" for role, size in wanted.items()]
@@ -349,5 +347,6 @@ def test_a_command_that_changes_a_deployment_says_first_which(
     monkeypatch.setattr(remote_controller, "standing", lambda: ["chat"])
     monkeypatch.setattr(remote_controller, "the_controller", lambda name: controller)
     said: list[str] = []
-    drain(CommandTarget(WhichCluster(), say=said.append), ["decode-0"], 1.0)
+    options = Namespace(nodes=["decode-0"], timeout=1.0)
+    drain(CommandTarget(WhichCluster(), say=said.append), options)
     assert said == [f"chat at {url or 'http://10.0.0.1:8000'}:", "decode-0: everything was finished"]

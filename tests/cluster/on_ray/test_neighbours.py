@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import time
@@ -20,6 +21,7 @@ from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, 
 from tandem.cluster.pools import state
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.nodes import Role
+from tests.cluster.asked import Asked
 from tests.cluster.pools.helpers import in_loop
 
 import_ray()  # its environment is set first, or other tests of this run could not set it
@@ -144,7 +146,7 @@ async def test_a_deployment_that_is_alone_waits_for_no_other(store: MemoryKv) ->
         assert (NAMESPACE.encode(), b"placing") not in store.values
 
 
-class EvacuatedDeployment:
+class EvacuatedDeployment(Asked):
     def __init__(self, answer: dict[str, bool] | TandemError) -> None:
         self.answer = answer
 
@@ -161,7 +163,10 @@ def evacuate(
     monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
     monkeypatch.setattr(remote_controller, "standing", lambda: sorted(controllers))
     monkeypatch.setattr(remote_controller, "the_controller", controllers.__getitem__)
-    return operate.evacuate(operate.CommandTarget(WhichCluster(), say=said.append), "10.0.0.3", 1.0)
+    options = argparse.Namespace(machine="10.0.0.3", timeout=1.0)
+    target = operate.CommandTarget(WhichCluster(), say=said.append)
+    finished: dict[str, bool] = operate.evacuate(target, options)["finished"]
+    return finished
 
 
 def test_a_machine_is_emptied_of_the_nodes_of_every_deployment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -21,12 +22,23 @@ from tandem.cluster.control import (
     PoolView,
 )
 from tandem.cluster.events import Events
+from tandem.cluster.orders import (
+    AdaptersOrder,
+    ApplyOrder,
+    ChangeRoleOrder,
+    DrainOrder,
+    Order,
+    ScaleOrder,
+    ViewOrder,
+)
 from tandem.cluster.pools.changes import difference
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
 from tests.cluster.pools.memory_store import MemoryStore
+
+T = TypeVar("T")
 
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.decode
@@ -253,7 +265,7 @@ async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follo
         await ending
         assert (await over).why == "`tandem down`"
         with pytest.raises(Unavailable, match="has been stopped"):
-            await rig.host.view()
+            await ordered(rig, ViewOrder())
 
 
 @in_loop
@@ -294,16 +306,16 @@ async def test_a_controller_whose_store_is_away_waits_for_it() -> None:
 async def test_what_is_asked_reaches_the_controller() -> None:
     async with Rig() as rig:
         control = rig.made.control
-        assert await rig.host.scale(encode({Role.DECODE: 3})) == ["decode: 3"]
-        assert await rig.host.drain_node("decode-0", 5.0)
-        await rig.host.change_role("prefill-0", "decode")
+        assert await ordered(rig, ScaleOrder({Role.DECODE: 3})) == ["decode: 3"]
+        assert await ordered(rig, DrainOrder("decode-0", 5.0))
+        await ordered(rig, ChangeRoleOrder("prefill-0", Role.DECODE))
         assert control.drained == [("decode-0", 5.0)]
         assert control.roles == [("prefill-0", Role.DECODE)]
         changes = await rig.host.act("scale", b'{"pools": {"decode": 3}}')
         assert changes == b'{"changes":["decode: 3"]}'
         await rig.host.act("role", b'{"node": "prefill-1", "role": "decode"}')
         assert control.roles[1:] == [("prefill-1", Role.DECODE)]
-        view = decode(await rig.host.view(), type=ClusterView)
+        view = await ordered(rig, ViewOrder())
         assert {pool.role: pool.wanted for pool in view.pools}[Role.DECODE] == 3
         assert not await rig.host.drain(), "it does not serve yet"
         rig.made.may_start.set()
@@ -322,30 +334,30 @@ async def test_an_operators_request_over_http_sets_no_environment_and_a_command_
         with pytest.raises(InvalidRequest, match=r"'/home/x' is in none of the folders"):
             await rig.host.act("adapters", b'{"load": {"x": "/home/x"}}')
         assert rig.made.control.config == TandemConfig()
-        await rig.host.apply(encode(wanted), False)
+        await ordered(rig, ApplyOrder(wanted))
         assert rig.made.control.config == wanted
         await rig.host.act("apply", msgspec.json.encode({"config": wanted}))
-        assert await rig.host.adapters({"x": "/home/x"}, []) == {"x": "/home/x"}
+        assert await ordered(rig, AdaptersOrder({"x": "/home/x"})) == {"x": "/home/x"}
 
 
 @in_loop
 async def test_another_environment_for_the_controller_begins_an_exchange_and_one_at_a_time() -> None:
     async with Rig() as rig:
         wanted = TandemConfig(controller=ControllerConfig(env={"PYTHONPATH": "/later"}))
-        told = decode(await rig.host.apply(encode(wanted), True), type=AppliedChange)
+        told = await ordered(rig, ApplyOrder(wanted, dry_run=True))
         assert (told.exchange, rig.exchanges) == ("", [])
 
         rig.made.control.config = TandemConfig()
         rig.exchanged = ExchangeView("another", ExchangePhase.REPLACING)
         with pytest.raises(Unavailable, match="is being replaced"):
-            await rig.host.apply(encode(wanted), False)
+            await ordered(rig, ApplyOrder(wanted))
         assert rig.made.control.config == TandemConfig(), "nothing of it was applied"
 
         rig.exchanged = ExchangeView("another", ExchangePhase.FAILED, "it did not serve")
-        told = decode(await rig.host.apply(encode(wanted), False), type=AppliedChange)
+        told = await ordered(rig, ApplyOrder(wanted))
         assert told.exchange == "exchange 1"
         assert rig.exchanges == [({}, {"PYTHONPATH": "/later"})]
-        view = decode(await rig.host.view(), type=ClusterView)
+        view = await ordered(rig, ViewOrder())
         assert view.exchange == rig.exchanged
 
 
@@ -361,7 +373,7 @@ async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_
 @in_loop
 async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_again() -> None:
     async with Rig() as rig:
-        await rig.host.scale(encode({Role.DECODE: 3}))
+        await ordered(rig, ScaleOrder({Role.DECODE: 3}))
         assert await configure(rig, TandemConfig()) == ConfigChange([], [])
         assert rig.made.control.sizes[Role.DECODE] == 3
 
@@ -392,10 +404,16 @@ async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
 @in_loop
 async def test_a_command_of_another_version_is_told_so() -> None:
     async with Rig() as rig:
-        newer = encode({**msgspec.to_builtins(TandemConfig()), "invented_later": 1})
+        newer = {**msgspec.to_builtins(TandemConfig()), "invented_later": 1}
         with pytest.raises(Unavailable, match=r"another version of Tandem.*invented_later"):
-            await rig.host.configure(newer)
+            await rig.host.configure(encode(newer))
+        with pytest.raises(Unavailable, match=r"another version of Tandem.*invented_later"):
+            await rig.host.order("apply", msgspec.json.encode({"config": newer}))
 
 
 async def configure(rig: Rig, config: TandemConfig) -> ConfigChange:
     return decode(await rig.host.configure(encode(config)), type=ConfigChange)
+
+
+async def ordered(rig: Rig, order: Order[T]) -> T:
+    return order.decoded(await rig.host.order(order.action, order.body()))
