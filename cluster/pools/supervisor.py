@@ -238,6 +238,8 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         await self._lost()
         if self.handle is not None:
             await self.handle.stop()
+        else:  # `run` had no time to find the process that an earlier controller started
+            await self._context.launcher.end(self.name)
         self._ended("")
 
     def _ended(self, reason: str) -> None:

@@ -19,7 +19,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import msgspec
@@ -55,7 +55,7 @@ from tandem.cluster.pools.state import ClusterState
 from tandem.node.config import NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.simulator.clock import VirtualLoop
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import NodeInfo, Role
 from tests.world.control_ray import (
     Actor,
     ControllerClock,
@@ -74,6 +74,10 @@ UNDER_WAY_S = 6.0  # an older controller looks at the record at least every 5 s
 QUIET_S = 240.0  # after the faults, everything is as it was ordered within this time
 PROBE_S = 15.0
 ROLES = (Role.PREFILL, Role.DECODE)
+DOWN = "down"  # an operator ends the deployment
+
+OnMessage = Callable[[float, str, str, str], None]
+"""Told of each message: when, who, whom, what."""
 
 TIMEOUTS = ClusterTimeouts(
     start_s=30.0,
@@ -99,17 +103,26 @@ class _Broken(Exception):
     """A promise was broken: the schedule ends here."""
 
 
-def run(seed: int, *, with_faults: bool = True) -> Outcome:
+def run(
+    seed: int,
+    *,
+    with_faults: bool = True,
+    without: Collection[str] = (),
+    on_message: OnMessage | None = None,
+) -> Outcome:
+    """`without`: what the seed's schedule has and this one leaves out: orders (o1, o2 ...), faults (f1 ...), machines (m2 ...), deaths of
+    controllers at one of their steps (c1 ...), bad luck of processes that start (NAME.1 ...), and DOWN."""
     rng = random.Random(f"control {seed}")
     loop = VirtualLoop()
     loop.set_task_factory(new_task)  # type: ignore[arg-type]
-    outcome = Outcome(seed)
+    outcome = Outcome(seed, columns=["operator", "record"])
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that a killed controller never began
     before = random.getstate()
     random.seed(seed)
     try:
-        schedule = Schedule(loop, rng, outcome, with_faults and rng.random() < 0.8)
+        schedule = Schedule(loop, rng, outcome, with_faults and rng.random() < 0.8, frozenset(without))
+        schedule.on_message = on_message or schedule.on_message
         loop.run_until_complete(schedule.run())
     except _Broken as broken:
         outcome.violations.append(f"control plane: {broken}")
@@ -196,10 +209,18 @@ class _Order:
 
 
 class Schedule:
-    def __init__(self, loop: VirtualLoop, rng: random.Random, outcome: Outcome, with_faults: bool) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: random.Random,
+        outcome: Outcome,
+        with_faults: bool,
+        without: frozenset[str],
+    ) -> None:
         self.loop, self.rng, self.outcome = loop, rng, outcome
-        self.with_faults = with_faults
-        self.ray = SimulatedRay(loop, rng, self.note)
+        self.with_faults, self.without = with_faults, without
+        self.on_message: OnMessage = lambda at, source, target, text: None
+        self.ray = SimulatedRay(loop, self._drawn_for, self.note)
         self.ray.store.on_save = self._on_save
         self.ray.store.on_load = self._on_load
         self.ray.store.on_turn = self._on_turn
@@ -219,7 +240,25 @@ class Schedule:
         self.is_healed = False
         self.machines_made = 0
         self.hub_is_away = False
+        self._planned: Counter[str] = Counter()
+        self._made: Counter[str] = Counter()  # processes, by their names
         self.config = self._first_config()
+
+    def _drawn_for(self, name: str) -> random.Random:
+        """Each part is drawn by itself, so that it stays the same when another one is left out."""
+        return random.Random(f"control {self.outcome.seed} {name}")
+
+    def _has(self, part: str) -> bool:
+        """Whether the schedule has this part, which may be left out."""
+        if part not in self.outcome.parts:
+            self.outcome.parts.append(part)
+        return part not in self.without
+
+    def tell(self, source: object, target: object, text: str) -> None:
+        for name in (str(source), str(target)):
+            if name not in self.outcome.columns:
+                self.outcome.columns.append(name)
+        self.on_message(self.loop.time(), str(source), str(target), text)
 
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
@@ -239,7 +278,7 @@ class Schedule:
         rng = self.rng
         self.has_places = rng.random() < 0.6
         for _ in range(rng.randint(1, 3) if self.has_places else 1):
-            self._join()
+            self._join(rng)
         decode = PoolConfig(nodes=rng.randint(1, 3))
         if rng.random() < 0.4:
             decode = replace(decode, min=1, max=4)
@@ -259,15 +298,14 @@ class Schedule:
             timeouts=TIMEOUTS,
         )
 
-    def _join(self, room: int = 0) -> None:
+    def _join(self, rng: random.Random, room: int = 0) -> None:
         self.machines_made += 1
         number = self.machines_made
         slots = None
         if self.has_places:
-            slots = {
-                Role.PREFILL: room or self.rng.randint(1, 2),
-                Role.DECODE: room or self.rng.randint(1, 3),
-            }
+            slots = {Role.PREFILL: room or rng.randint(1, 2), Role.DECODE: room or rng.randint(1, 3)}
+        if number > 1 and not room and not self._has(f"m{number}"):
+            return
         host = Host(f"m{number}", f"10.0.0.{number}", tuple(range(16)), slots=slots, head=number == 1)
         self.ray.machines.append(host)
         self.ray.change_machines()
@@ -275,7 +313,7 @@ class Schedule:
     def new_controller(self, process: ControllerProcess, config: TandemConfig, events: Events) -> Controller:
         async def fix_model(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
             await process.step()
-            await self.ray.delay()
+            await self.ray.delay(f"{process} asks the hub")
             if self.hub_is_away and not commit:
                 raise Unavailable("the hub did not tell the current commit")
             await process.step()
@@ -303,8 +341,9 @@ class Schedule:
         process = self.process = ControllerProcess(self.ray, self.newest)
         self.processes.append(process)
         self.note(f"{process} begins")
-        if self.with_faults and not self.is_healed and self.rng.random() < 0.3:
-            process.fatal = self.rng.randint(1, 150)
+        rng = self._drawn_for(str(process))
+        if self.with_faults and not self.is_healed and rng.random() < 0.3 and self._has(f"c{self.newest}"):
+            process.fatal = rng.randint(1, 150)
 
         async def begin() -> None:
             self.host = ControllerHost(
@@ -316,10 +355,13 @@ class Schedule:
 
     def _on_controller_end(self, process: ControllerProcess) -> None:
         if process is self.process and not process.is_last:
-            self.loop.call_later(self.rng.uniform(0.1, 3.0), self._start_controller)
+            again_s = self._drawn_for(f"the end of {process}").uniform(0.1, 3.0)
+            self.loop.call_later(again_s, self._start_controller)
 
     def _on_new(self, actor: Actor) -> None:
-        rng = self.rng
+        self._made[actor.name] += 1
+        name = f"{actor.name}.{self._made[actor.name]}"
+        rng = self._drawn_for(name)
         actor.start_s = rng.uniform(1.0, 8.0) if isinstance(actor, NodeActor) else rng.uniform(0.5, 3.0)
         actor.work_s = rng.choice([0.0, 0.5, 4.0, 15.0])
         setting = (
@@ -343,7 +385,7 @@ class Schedule:
             actor.finished = {"stop": rng.randint(0, 20), "error": actor.client_errors}
         if actor.machine in self.ray.cut:
             self.blamed[actor.name] = f"{actor.machine} is out of reach"
-        if self.with_faults and not self.is_healed and rng.random() < 0.08:
+        if self.with_faults and not self.is_healed and rng.random() < 0.08 and self._has(name):
             self._blame(actor, "does not start")
             if rng.random() < 0.5:
                 actor.start_error = Unavailable("not now")
@@ -356,9 +398,9 @@ class Schedule:
 
     # ── what must hold at every step ──
 
-    def _on_load(self, data: bytes | None) -> None:
-        """A record whose answer was lost counts once it was read."""
-        if data is not None:
+    def _on_load(self, process: ControllerProcess, data: bytes | None) -> None:
+        """A record whose answer was lost counts once another controller has read it."""
+        if data is not None and process is not self.ray.store.writer:
             self.kept = state.decode(data)
 
     def _on_turn(self, process: ControllerProcess, before: ControllerProcess | None, has_read: bool) -> None:
@@ -372,6 +414,8 @@ class Schedule:
     def _on_save(self, process: ControllerProcess, data: bytes) -> None:
         new, old = state.decode(data), self.kept
         self.kept = new
+        if changed := _changed(old, new):
+            self.tell(process, "record", changed)
         for decision in new.decisions:
             if decision.text not in self.said[-40:]:
                 self.said.append(decision.text)
@@ -423,6 +467,8 @@ class Schedule:
         since = max(process.woke_at, self.replaced.get(process, self.loop.time()))
         if not process.is_stopped and self.loop.time() - since > UNDER_WAY_S:
             self.broken(f"{process} acts ({what} {actor}) although another controller has taken over")
+        if what not in ("set members", "admit"):
+            self.tell(process, actor.name, what)
         if what == "create" and isinstance(actor, NodeActor):
             self._check_room(actor)
         kept = self.kept
@@ -442,7 +488,7 @@ class Schedule:
             if actor.silent_s == 0 and not changes_role and not _is_bad(actor) and not self.with_faults:
                 self.broken(f"{process} kills {actor}, which serves")
         if isinstance(actor, RouterActor) and what == "set members":
-            self.loop.call_soon(self._check_members, actor)
+            self.loop.call_soon(self._check_members, actor, process, [*actor.members])
 
     def _check_room(self, new: NodeActor) -> None:
         here = [
@@ -458,7 +504,10 @@ class Schedule:
             ):
                 self.broken(f"{host.name} has no room for {', '.join(map(str, here))}")
 
-    def _check_members(self, router: RouterActor) -> None:
+    def _check_members(self, router: RouterActor, process: ControllerProcess, before: list[NodeInfo]) -> None:
+        if router.members != before:
+            names = ", ".join(info.node_id for info in router.members)
+            self.tell(process, router.name, f"members: {names}")
         kept = self.kept
         if kept is None or self.with_faults or self.has_ended or self.ray.endings.value is not None:
             return
@@ -495,6 +544,7 @@ class Schedule:
             return False
         self.outcome.requests += 1
         self.note(f"order: {order.text}")
+        self.tell("operator", process, order.text)
         self.orders[order] = None
         before = (self.kept, process, len(self.orders), self.ray.store.lost_answers)
         working = process.run(call(host))
@@ -510,10 +560,12 @@ class Schedule:
                 name = type(error).__name__
                 self.outcome.errors[name] = self.outcome.errors.get(name, 0) + 1
                 self.note(f"{order.text}: {name}: {error}")
+                self.tell(process, "operator", f"refused: {order.text}")
                 self._check_refused(order, before)
                 return False
             self.outcome.answered += 1
             self.note(f"{order.text}: done")
+            self.tell(process, "operator", f"done: {order.text}")
             if order.is_kept is None or self.kept is None or len(self.orders) > 1:
                 return True
             if not order.is_kept(self.kept) and self.kept.rollout is None:
@@ -538,8 +590,8 @@ class Schedule:
         if whole and not scaled and kept.sizes != self.kept.sizes:
             self.broken(f"{order.text} was refused, and the sizes become {_sizes(self.kept)}")
 
-    async def _order(self) -> None:
-        rng, kept = self.rng, self.kept
+    async def _order(self, rng: random.Random) -> None:
+        kept = self.kept
         if kept is None or self.has_ended:
             return
         names = [record.node_id for record in kept.nodes] or ["decode-0"]
@@ -557,7 +609,7 @@ class Schedule:
             name, limit_s = rng.choice(names), rng.choice([1.0, 20.0])
             await self._ordered(_Order(f"drain {name}"), _sent(DrainOrder(name, limit_s)))
         elif kind == "apply":
-            await self._apply()
+            await self._apply(rng)
         elif kind == "back":
             await self._ordered(_Order("go back"), _sent(GoBackOrder()))
         elif kind == "pause":
@@ -585,10 +637,9 @@ class Schedule:
             _sent(ScaleOrder(sizes)),
         )
 
-    async def _apply(self) -> None:
-        rng = self.rng
+    async def _apply(self, rng: random.Random) -> None:
         config = self.config if self.kept is None else self.kept.revision.config or self.config
-        number = 100 * rng.choice(KINDS) + self.outcome.requests % 100
+        number = 100 * rng.choice(KINDS) + rng.randrange(100)
         what = rng.choice(["nodes", "nodes", "routers", "both", "sizes", "at once"])
         if what in ("nodes", "both"):
             config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=number))
@@ -605,8 +656,7 @@ class Schedule:
 
     # ── faults ──
 
-    def _fault(self) -> None:
-        rng = self.rng
+    def _fault(self, rng: random.Random) -> None:
         if self.has_ended:
             return
         self.outcome.faults += 1
@@ -704,7 +754,7 @@ class Schedule:
             self.note(f"{machine} is gone")
             self.ray.lose_machine(machine)
         elif kind == "join" and self.has_places and len(self.ray.machines) < 4:
-            self._join()
+            self._join(rng)
             self.note(f"{self.ray.machines[-1].name} joins")
         elif kind == "hub":
             self._for(lasts, "the hub is away", lambda: setattr(self, "hub_is_away", True), self._hub_is_back)
@@ -716,10 +766,10 @@ class Schedule:
                 router.is_ending = True
                 self.loop.call_later(20.0, router.end, "it ended after SIGTERM")
         elif kind == "load":
-            self._load()
+            self._load(rng)
 
-    def _load(self) -> None:
-        load = self.rng.choice([0.0, 0.05, 0.95])
+    def _load(self, rng: random.Random) -> None:
+        load = rng.choice([0.0, 0.05, 0.95])
         self.note(f"the load is {load}")
         for actor in self.ray.living():
             if isinstance(actor, NodeActor):
@@ -772,7 +822,7 @@ class Schedule:
         self.ray.unseen.clear()
         self.ray.change_machines()
         if self.has_places:
-            self._join(room=6)  # what no machine had room for finds it
+            self._join(self.rng, room=6)  # what no machine had room for finds it
         for actor in self.ray.living():
             actor.go_on()
             if isinstance(actor, NodeActor):
@@ -789,18 +839,18 @@ class Schedule:
         await asyncio.sleep(rng.choice([1.0, 12.0, 12.0, 12.0]))
         end = self.loop.time() + FAULTS_S
         for _ in range(rng.choice([1, 3, 6, 10])):
-            self.loop.call_later(rng.uniform(0.0, FAULTS_S), lambda: self.loop.create_task(self._order()))
+            self._plan(rng.uniform(0.0, FAULTS_S), "o", self._order)
         if rng.random() < 0.5:  # many at once, in the middle of a rollout
             at = rng.uniform(0.0, FAULTS_S / 2)
-            self.loop.call_later(at, lambda: self.loop.create_task(self._apply()))
+            self._plan(at, "o", self._apply)
             for _ in range(rng.randint(1, 4)):
-                self.loop.call_later(at + rng.expovariate(0.1), lambda: self.loop.create_task(self._order()))
+                self._plan(at + rng.expovariate(0.1), "o", self._order)
         if self.with_faults:
             for _ in range(rng.randint(1, 10)):
-                self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._fault)
+                self._plan(rng.uniform(0.0, FAULTS_S), "f", self._fault)
         else:
-            self.loop.call_later(rng.uniform(0.0, FAULTS_S), self._load)
-        ends = rng.random() < 0.12
+            self._plan(rng.uniform(0.0, FAULTS_S), "f", self._load)
+        ends = rng.random() < 0.12 and self._has(DOWN)
         if ends:
             self.loop.call_later(
                 rng.uniform(0.3, 1.0) * FAULTS_S, lambda: self.loop.create_task(self._down())
@@ -825,6 +875,17 @@ class Schedule:
         else:
             await self._until(self._is_quiet, "quiet")
         self.outcome.steps = self.process.steps if self.process is not None else 0
+
+    def _plan(self, at: float, kind: str, do: Callable[[random.Random], Any]) -> None:
+        """Has an order or a fault happen `at` seconds from now, if it is not left out."""
+        self._planned[kind] += 1
+        name = f"{kind}{self._planned[kind]}"
+        if self._has(name):
+            self.loop.call_later(at, self._begin, do, self._drawn_for(name))
+
+    def _begin(self, do: Callable[[random.Random], Any], rng: random.Random) -> None:
+        if asyncio.iscoroutine(work := do(rng)):
+            self.loop.create_task(work)
 
     async def _down(self) -> None:
         """As the command: the controller ends what it knows, then the command ends the controller and what is left."""
@@ -949,3 +1010,38 @@ def _is_bad(actor: Actor) -> bool:
 
 def _sizes(kept: ClusterState) -> str:
     return ", ".join(f"{role.value}={size}" for role, size in kept.sizes.items() if size)
+
+
+def _changed(old: ClusterState | None, new: ClusterState) -> str:
+    """What a record says that the one before it did not, in a few words."""
+    if old is None:
+        return "the first"
+    before = {record.node_id: record for record in old.nodes}
+    now = {record.node_id: record for record in new.nodes}
+    words = [f"-{name}" for name in before if name not in now]
+    for name, record in now.items():
+        was = before.get(name)
+        if was is None:
+            words.append(f"+{name}")
+        elif record != was:
+            facts = (
+                ("leaves", record.leaving and not was.leaving),
+                ("left out", bool(record.left_out) and not was.left_out),
+                (f"becomes {record.role.value}", record.role is not was.role),
+                ("placed", record.placement != was.placement),
+                ("serves", record.info is not None and record.info != was.info),
+            )
+            words += [f"{name} {fact}" for fact, is_so in facts if is_so]
+    known = [(record.name, record.leaving) for record in old.routers]
+    for router in new.routers:
+        if (router.name, router.leaving) not in known:
+            words.append(f"{router.name} leaves" if router.leaving else f"+{router.name}")
+    words += [f"-{name}" for name, _ in known if new.router(name) is None]
+    if old.sizes != new.sizes:
+        words.append(f"sizes {_sizes(new)}")
+    if old.paused != new.paused:
+        words.append(f"paused {', '.join(new.paused) or 'nothing'}")
+    if old.rollout != new.rollout:
+        back = new.rollout is not None and new.rollout.going_back
+        words.append("rollout over" if new.rollout is None else "goes back" if back else "rollout")
+    return ", ".join(words)

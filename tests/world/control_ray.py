@@ -133,8 +133,11 @@ class ControllerClock(Clock):
 class SimulatedRay:
     """The machines, the control store, and every process that was ever started."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, note: Callable[[str], None]) -> None:
-        self.loop, self.rng, self.note = loop, rng, note
+    def __init__(
+        self, loop: VirtualLoop, drawn_for: Callable[[str], random.Random], note: Callable[[str], None]
+    ) -> None:
+        self.loop, self.note = loop, note
+        self._drawn_for, self._calls = drawn_for, dict[str, random.Random]()
         self.machines: list[Host] = []
         self.unseen: set[str] = set()  # machines that Ray does not see, though they run
         self.cut: set[str] = set()  # machines that the controller cannot reach, though Ray does
@@ -185,13 +188,20 @@ class SimulatedRay:
 
     # ── calls ──
 
-    async def delay(self) -> None:
-        slow = self.rng.random() < self.late
-        await asyncio.sleep(self.rng.uniform(0.5, 6.0) if slow else self.rng.uniform(0.0005, 0.01))
+    def calls(self, caller: str) -> random.Random:
+        """What is drawn for one caller's calls stays the same when another one calls less often."""
+        if caller not in self._calls:
+            self._calls[caller] = self._drawn_for(caller)
+        return self._calls[caller]
 
-    async def control_store(self, process: ControllerProcess) -> None:
+    async def delay(self, caller: str) -> None:
+        rng = self.calls(caller)
+        slow = rng.random() < self.late
+        await asyncio.sleep(rng.uniform(0.5, 6.0) if slow else rng.uniform(0.0005, 0.01))
+
+    async def control_store(self, process: ControllerProcess, what: str) -> None:
         await process.step()
-        await self.delay()
+        await self.delay(f"{process} {what}")
         await self.head_is_there.wait()
         await process.step()
 
@@ -210,7 +220,7 @@ class KeptState:
             lambda process, before, has_read: None
         )
         self.writer: ControllerProcess | None = None
-        self.on_load: Callable[[bytes | None], None] = lambda state: None
+        self.on_load: Callable[[ControllerProcess, bytes | None], None] = lambda process, state: None
 
     def take_turn(self, process: ControllerProcess) -> None:
         if process is not self.writer:
@@ -228,20 +238,20 @@ class KeptStateOf:
         self._kept, self._ray, self._process = kept, ray, process
 
     async def load(self) -> bytes | None:
-        await self._ray.control_store(self._process)
-        self._kept.on_load(self._kept.value)
+        await self._ray.control_store(self._process, "reads")
+        self._kept.on_load(self._process, self._kept.value)
         self._process.loaded = self._kept.value
         return self._kept.value
 
     async def save(self, state: bytes, check: CheckKept | None = None) -> None:
-        await self._ray.control_store(self._process)
+        await self._ray.control_store(self._process, "records")
         if check is not None:
             check(self._kept.value)
         if self._kept.is_full:
             raise Unavailable("no space left on device")
         self._kept.take_turn(self._process)
         self._kept.value = state
-        if self._ray.rng.random() < self._kept.loses_answers:
+        if self._ray.calls(f"{self._process} hears").random() < self._kept.loses_answers:
             self._kept.lost_answers += 1
             raise Unavailable("Ray's control store did not answer in time")
         self._kept.on_save(self._process, state)
@@ -257,7 +267,7 @@ class SimulatedHosts:
 
     async def present(self) -> list[Host]:
         await self._process.step()
-        await self._ray.delay()
+        await self._ray.delay(f"{self._process} looks")
         await self._process.runs()
         if not self._ray.head_is_there.is_set():
             raise Unavailable("Ray's control store does not answer")
@@ -320,7 +330,7 @@ class SimulatedLauncher:
         return handle
 
     async def end(self, name: str) -> None:
-        await self._ray.control_store(self._process)
+        await self._ray.control_store(self._process, f"ends {name}")
         if (running := self._ray.actors.get(name)) is not None:
             self._ray.end(self._process, running)
         await self._process.step()
@@ -559,11 +569,12 @@ class HandleOf:
     ) -> None:
         self.ray, self.process, self.name, self.machine = ray, process, name, machine
         self._is_wanted, self._create, self._stop_s = is_wanted, create, stop_s
+        self._caller = f"{process} {name}"
         self._serves = False
         self._actor = asyncio.ensure_future(self._find_or_create())
 
     async def _find_or_create(self) -> Actor:
-        await self.ray.control_store(self.process)
+        await self.ray.control_store(self.process, self.name)
         running = self.ray.actors.get(self.name)
         if running is not None and running.is_alive and not running.is_doomed:
             try:
@@ -595,14 +606,14 @@ class HandleOf:
                 await asyncio.sleep(_REACH_AGAIN_S)
 
     async def _kill(self, actor: Actor) -> None:
-        await self.ray.control_store(self.process)
+        await self.ray.control_store(self.process, self.name)
         self.ray.end(self.process, actor)
         await self.process.step()
 
     async def call(self, actor: Actor, work: Callable[[], Awaitable[T]]) -> T:
         """The work goes on in the process if the caller gives up."""
         await self.process.step()
-        await self.ray.delay()
+        await self.ray.delay(self._caller)
         await actor.answers.wait()
         if actor.machine in self.ray.cut:
             await asyncio.sleep(1.0)
@@ -621,7 +632,7 @@ class HandleOf:
             working.cancel()
             await self._until_seen(actor)
             raise NodeLost(f"{self.name} has ended: {actor.ended.result()}")
-        await self.ray.delay()
+        await self.ray.delay(self._caller)
         await actor.answers.wait()
         await self.process.step()
         return working.result()
@@ -780,7 +791,7 @@ class RouterHandleOf(HandleOf):
 
     async def answers_clients(self) -> bool:
         await self.process.step()
-        await self.ray.delay()
+        await self.ray.delay(self._caller)
         actor = self._actor.result() if self._actor.done() and not self._actor.cancelled() else None
         return actor is not None and actor.is_alive and actor.has_started and actor.answers.is_set()
 

@@ -46,6 +46,8 @@ def _about(body: dict[str, Any]) -> list[str]:
 
 
 class Diagram:
+    """`on_frame` reads what the cluster's processes send; `on_message` takes what the control plane's world tells."""
+
     def __init__(self) -> None:
         self._messages: list[_Message] = []
         self._transfers: dict[str, str] = {}  # their requests
@@ -59,6 +61,9 @@ class Diagram:
                 self._transfers[transfer["transfer_id"]] = body["request_id"]
             for about in _about(body):
                 self._add(_Message(at, source, target, kind, about))
+
+    def on_message(self, at: float, source: str, target: str, text: str) -> None:
+        self._add(_Message(at, source, target, text, ""))
 
     def _add(self, message: _Message) -> None:
         """Counts a message that follows one of its like."""
@@ -75,14 +80,8 @@ class Diagram:
 
     def drawn(self, outcome: Outcome) -> str:
         happened = [(float(line[:8]), line[9:]) for line in outcome.history if line[:8].strip()[:1].isdigit()]
-        columns = list(
-            dict.fromkeys(
-                name
-                for _, text in happened
-                for name in text.split(maxsplit=1)[:1]
-                if name.rpartition("-")[2].isdigit()
-            )
-        )
+        there = {name for message in self._messages for name in (message.source, message.target)}
+        columns = [name for name in outcome.columns if name in there]
         rows: list[tuple[float, int, str]] = [(at, 0, f"── {text}") for at, text in happened]
         for message in self._messages:
             request = self._transfers.get(message.about, message.about)
@@ -104,10 +103,10 @@ def _arrow(columns: list[str], source: str, target: str, label: str) -> str:
     low, high = min(start, end), max(start, end)
     if low == high:
         return "".join(text).rstrip() + f"  {source}: {label}"
-    middle = f" {label} ".center(high - low - 1, "─")[: high - low - 1]
-    text[low + 1 : high] = list(middle)
+    fits = len(label) + 4 < high - low
+    text[low + 1 : high] = list((f" {label} " if fits else "").center(high - low - 1, "─"))
     if end > start:
         text[high - 1] = "▶"
     else:
         text[low + 1] = "◀"
-    return "".join(text).rstrip()
+    return "".join(text).rstrip() + ("" if fits else f"  {label}")

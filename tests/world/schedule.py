@@ -65,7 +65,8 @@ class Outcome:
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     digest: str = ""  # of every frame, with its time
-    nodes: list[str] = dataclasses.field(default_factory=list)
+    parts: list[str] = dataclasses.field(default_factory=list)  # what can be left out, the largest first
+    columns: list[str] = dataclasses.field(default_factory=list)  # of its diagram: who sends messages
     names: dict[str, str] = dataclasses.field(default_factory=dict)  # of requests, by their ids on nodes
 
 
@@ -211,6 +212,7 @@ class Schedule:
             on_broken=self._on_broken,
         )
         self.nodes[name] = node
+        self._add_column(name)
         self.note(f"{name} starts on {process.machine}")
         return node
 
@@ -223,8 +225,13 @@ class Schedule:
         router = WorldRouter(process, self.network, **self._router_settings)
         self.routers.append(router)
         self.features.join(router)
+        self._add_column(process.name)
         self.note(f"{process.name} starts")
         return router
+
+    def _add_column(self, name: str) -> None:
+        if name not in self.outcome.columns:
+            self.outcome.columns.append(name)
 
     def _infos(self) -> list[NodeInfo]:
         return [node.info for node in self.nodes.values() if node.process.is_alive]
@@ -512,7 +519,7 @@ class Schedule:
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
         for name, role in self._layout():
-            self.outcome.nodes.append(name)
+            self.outcome.parts.append(name)
             if name not in self.without:
                 self._start_node(name, role)
         for _ in range(rng.randint(1, 2)):
@@ -550,6 +557,12 @@ class Schedule:
         self.look()
 
     def count(self) -> None:
+        self.outcome.parts = [
+            AWAY,
+            *self.outcome.parts,
+            *(f"f{number}" for number in range(1, self.outcome.faults + 1)),
+            *(f"r{number}" for number in range(1, self.outcome.requests + 1)),
+        ]
         self.outcome.digest = self.network.digest.hexdigest()
         self.outcome.frames = self.network.frames
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())

@@ -19,4 +19,5 @@ FOUND_IN_CONTROL = {
     800073: "what was drained on a machine that was not seen was forgotten, and ran on",
     800202: "a new router started before the others were known, so it got no socket, and the rollout was taken back",
     800245: "the new one of two nodes that decode was drained, and the rollout took the other",
+    840291: "a node that was leaving before it had served ran on when its controller died",
 }

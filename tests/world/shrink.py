@@ -1,5 +1,6 @@
-"""Makes a seed that breaks a promise smaller: leaves out requests, faults and nodes as long as the same promise is broken, and draws
-what is left. `python -m tests.world.shrink 17`, or with `--mutant NAME`, or `--without r3 f2` to draw what was found before.
+"""Makes a seed that breaks a promise smaller: leaves out requests, orders, faults and nodes as long as the same promise is broken, and
+draws what is left. `python -m tests.world.shrink 17`, or with `--world control`, `--mutant NAME`, or `--without r3 f2` to draw what was
+found before.
 """
 
 from __future__ import annotations
@@ -9,27 +10,20 @@ import contextlib
 import re
 from collections.abc import Callable, Collection
 
+from tests.world import control, schedule
+from tests.world.control_mutants import CONTROL_MUTANTS
 from tests.world.diagram import Diagram
 from tests.world.mutants import mutant
-from tests.world.schedule import AWAY, Outcome, run
-from tests.world.search import fix_hashes
+from tests.world.schedule import Outcome
+from tests.world.search import WORLDS, fix_hashes
 
-_VARIES = re.compile(r"\w*\d[\w.-]*")
+_VARIES = re.compile(r"[\w~-]*\d[\w.~-]*")
 
 
 def promise(outcome: Outcome) -> str:
     """What was broken, without names and numbers; empty if nothing was."""
-    return _VARIES.sub("#", outcome.violations[0]) if outcome.violations else ""
-
-
-def parts(outcome: Outcome) -> list[str]:
-    """All that can be left out, the largest first."""
-    return [
-        AWAY,
-        *outcome.nodes,
-        *(f"f{number}" for number in range(1, outcome.faults + 1)),
-        *(f"r{number}" for number in range(1, outcome.requests + 1)),
-    ]
+    said = _VARIES.sub("#", outcome.violations[0]) if outcome.violations else ""
+    return re.sub(r"#(?:(?:, | and | \()#\)?)+", "#", said)  # some of a list may be left out
 
 
 def shrink(every: list[str], is_broken: Callable[[Collection[str]], bool]) -> set[str]:
@@ -54,8 +48,10 @@ def main() -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("--mutant", help="with this bug put in")
     parser.add_argument("--without", nargs="*", help="draw it without these parts")
+    parser.add_argument("--world", choices=WORLDS, help="a control plane's mutant is put into that world")
     asked = parser.parse_args()
     fix_hashes("tests.world.shrink")
+    run = WORLDS[asked.world or ("control" if asked.mutant in CONTROL_MUTANTS else "cluster")]
     with mutant(asked.mutant) if asked.mutant else contextlib.nullcontext():
         without = set(asked.without or ())
         if asked.without is None:
@@ -63,11 +59,12 @@ def main() -> int:
             if not (broken := promise(first)):
                 print(f"seed {asked.seed} breaks no promise")
                 return 1
-            without = shrink(
-                parts(first), lambda without: promise(run(asked.seed, without=without)) == broken
-            )
+            without = shrink(first.parts, lambda without: promise(run(asked.seed, without=without)) == broken)
         diagram = Diagram()
-        outcome = run(asked.seed, without=without, on_frame=diagram.on_frame)
+        if run is control.run:
+            outcome = control.run(asked.seed, without=without, on_message=diagram.on_message)
+        else:
+            outcome = schedule.run(asked.seed, without=without, on_frame=diagram.on_frame)
     print(diagram.drawn(outcome))
     print(f"seed {asked.seed} --without {' '.join(sorted(without))}")
     return 0

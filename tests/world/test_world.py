@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.world import control
-from tests.world.mutants import hunt
+from tests.world.diagram import Diagram
+from tests.world.mutants import hunt, mutant
 from tests.world.schedule import Outcome, run
 from tests.world.search import Sums
 from tests.world.seeds import FOUND, FOUND_IN_CONTROL
-from tests.world.shrink import shrink
+from tests.world.shrink import promise, shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,3 +77,17 @@ def test_a_search_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 def test_a_broken_schedule_is_made_small() -> None:
     assert shrink(list("abcdefgh"), lambda without: not {"c", "g"} & set(without)) == set("abdefh")
+
+
+def test_a_broken_schedule_of_the_control_plane_is_drawn_without_what_it_does_not_need() -> None:
+    diagram = Diagram()
+    with mutant("half-a-rollout"):
+        first = control.run(0)
+        without = {part for part in first.parts if part[0] in "fc" or part in ("o2", "o3")}
+        outcome = control.run(0, without=without, on_message=diagram.on_message)
+    assert promise(outcome) == promise(first) == "control plane: a rollout is over, and # did not take part"
+    assert outcome.faults == 0
+    drawn = diagram.drawn(outcome)
+    assert "─ apply both 137 ─" in drawn
+    assert "rollout over" in drawn
+    assert sum("── order" in line for line in drawn.splitlines()) == 1

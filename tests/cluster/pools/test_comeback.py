@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import ControllerConfig, TandemConfig
 from tandem.cluster.launcher import CheckKept
-from tandem.cluster.pools.state import UnknownState, decode
+from tandem.cluster.pools.state import UnknownState, decode, encode
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeState, Role
@@ -331,6 +332,33 @@ async def test_what_was_being_drained_when_the_controller_was_killed_goes_all_th
         await settle()
         assert going.stopped
         assert rig.routed == {"decode-0"}
+
+
+@in_loop
+async def test_a_node_that_left_before_it_served_ends_though_the_controller_was_killed() -> None:
+    """The next controller has not found its process yet when it ends it."""
+    async with Rig(*PD) as rig:
+        rig.store = store = MemoryStore()
+        rig.controller = rig.new_controller()
+        await rig.controller.start()
+        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
+        await rig.controller.scale({Role.DECODE: 2})
+        await settle()
+        await rig.kill_controller()
+        starting = rig.launcher.node("decode-1")
+        assert store.state is not None
+        kept = decode(store.state).with_sizes({Role.DECODE: 1})
+        store.state = encode(kept.with_node(replace(kept.known("decode-1"), leaving=True)))
+
+        async def slow(load: Callable[[], Awaitable[bytes | None]] = store.load) -> bytes | None:
+            await asyncio.sleep(0)
+            return await load()
+
+        store.load = slow  # type: ignore[method-assign]
+        await rig.controller.start()
+        await settle()
+        assert starting.stopped
+        assert rig.routed == {"prefill-0", "decode-0"}
 
 
 @in_loop
