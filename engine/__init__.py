@@ -1,5 +1,6 @@
 """One inference engine: a scheduler, a paged KV cache, a model. No Ray, no HTTP, no sockets.
 
+contract    what a node needs of an engine, whichever it is
 config      the engine's settings
 request     a request: its inputs, its tokens so far, its status
 cache/      the block pool, the prefix cache, and which request owns which block

@@ -11,31 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from tandem.base.errors import InternalError
-from tandem.engine.model.runner import FinishedStep, ModelRunner, StartedStep, memory_of
+from tandem.base.errors import InternalError, TandemError
+from tandem.engine.contract import StepResult as StepResult
+from tandem.engine.model.runner import FinishedStep, ModelInfo, ModelRunner, StartedStep, memory_of
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import StepTimes, Tracer
-from tandem.kvtransfer.base import ConnectorOutput, WorkerConnector
-from tandem.wire.requests import TokenChunk
+from tandem.kvtransfer.base import ConnectorOutput, TransferStats, WorkerConnector
+from tandem.wire.kv_events import KVEvent
+from tandem.wire.tracing import TransferTrace
+
+if TYPE_CHECKING:
+    from tandem.engine.model.adapters import Adapters
 
 _NO_TRANSFERS = ConnectorOutput()
-
-
-@dataclasses.dataclass(slots=True)
-class StepResult:
-    """What one call of `Engine.step` has done. `updates` go to the routers in order."""
-
-    updates: list[TokenChunk]
-    # False when the step changed nothing. Another step would change nothing either, until something arrives from outside.
-    progressed: bool
-    # The step changed nothing, but another one is due: a connector asked to be polled again, or its scheduler half has
-    # something to send to its worker half.
-    ask_again: bool = False
 
 
 class IdleCheck(Protocol):
@@ -70,8 +64,7 @@ class _StepInFlight:
 
 
 class Engine:
-    """Joins a scheduler, a runner and the worker half of a connector. Only the step thread uses it. An exception from `step` leaves
-    its state unknown, so the caller must not step again."""
+    """Joins a scheduler, a runner and the worker half of a connector. It is a `NodeEngine`, whose docstrings say what its methods are."""
 
     def __init__(
         self,
@@ -101,7 +94,6 @@ class Engine:
             worker.register_kv_caches(memory_of(runner))
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; a check gives its blocks back first. Raises a RequestError for a request that can never run here."""
         if self.idle_check is not None:
             self.idle_check.stand_aside()
         self.scheduler.add_request(request)
@@ -109,8 +101,10 @@ class Engine:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    def fail_request(self, request_id: str, error: TandemError) -> None:
+        self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ERROR, error)
+
     def step(self) -> StepResult:
-        """Plans and starts one step. Books the step before it, this step, or both."""
         began = self._now()
         plan = self.scheduler.schedule()
         before, self._open = self._open, None
@@ -183,14 +177,13 @@ class Engine:
                 check.received(request)
 
     def use_idle_time(self) -> bool:
-        """Computes a part of a check. Returns False when there is none or the engine is not idle."""
         return self.idle_check is not None and self.is_idle and self.idle_check.step()
 
-    def end_checks(self) -> None:
-        """Drops the check and starts no other one: the node is shutting down."""
+    def wind_down(self) -> None:
         check, self.idle_check = self.idle_check, None
         if check is not None:
             check.stand_aside()
+        self.scheduler.end_pins()
 
     @property
     def is_idle(self) -> bool:
@@ -209,3 +202,60 @@ class Engine:
         finally:
             if self.worker is not None:
                 self.worker.shutdown()
+
+    # --- what a node asks besides
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.runner.info
+
+    @property
+    def adapters(self) -> Adapters | None:
+        return self.runner.adapters
+
+    @property
+    def follows_grammars(self) -> bool:
+        return self.runner.grammars is not None
+
+    @property
+    def states_wait(self) -> bool:
+        return self.runner.states_wait
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return self.scheduler.block_hasher is not None
+
+    @property
+    def lora_in_check(self) -> str | None:
+        return self.idle_check.lora if self.idle_check is not None else None
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def transfer_stats(self) -> TransferStats:
+        return self.worker.stats() if self.worker is not None else TransferStats()
+
+    def trace_of(self, request_id: str) -> TransferTrace | None:
+        return self.worker.trace_of(request_id) if self.worker is not None else None
+
+    def holds_blocks_of(self, request_id: str) -> bool:
+        return self.scheduler.holds_blocks_of(request_id)
+
+    def turn_ended(self, job_id: str, request_id: str, called: list[str] | None) -> None:
+        self.scheduler.turn_ended(job_id, request_id, called)
+
+    def tell_cache_events(self) -> None:
+        self.scheduler.tell_cache_events()
+
+    def take_cache_events(self) -> Sequence[KVEvent]:
+        return self.scheduler.take_cache_events()
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    @property
+    def has_forgotten(self) -> bool:
+        return self.scheduler.has_forgotten
+
+    def seconds_until_due(self) -> float | None:
+        return self.scheduler.seconds_until_sweep()

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from tandem.engine.core import Engine
+from tandem.engine.contract import NodeEngine
 from tandem.machine.resources import bind, states_of_threads
 from tandem.wire.lines import Position
 from tandem.wire.requests import TokenChunk, ToNode
@@ -142,7 +142,7 @@ class EngineLoop(Generic[T]):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: NodeEngine,
         mailbox: Mailbox[T],
         host: LoopHost[T],
         clock: Callable[[], float] = time.monotonic,

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.base.errors import AdapterMissing, InvalidRequest, WireError
-from tandem.engine.cache.hashing import BlockHasher
 from tandem.engine.model.runner import ModelInfo
 from tandem.engine.request import Request
 from tandem.wire.adapters import name_of
@@ -54,7 +53,6 @@ def request_of(
     sampling: SamplingParams,
     now: float,
     eos_token_ids: frozenset[int],
-    block_hasher: BlockHasher | None,
 ) -> Request:
     """Makes the engine's Request. `sampling`: the parameters for this node's part of the request."""
     if sampling.grammar is not None:
@@ -67,7 +65,6 @@ def request_of(
         transfer=submit.transfer,
         cache_peers=submit.cache_peers,
         eos_token_ids=eos_token_ids,
-        block_hasher=block_hasher,
     )
 
 

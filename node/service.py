@@ -31,11 +31,9 @@ from tandem.base.errors import (
     TandemError,
     Unavailable,
 )
-from tandem.engine.core import Engine
-from tandem.engine.request import RequestStatus
+from tandem.engine.contract import NodeEngine
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import FinishedTrace, Tracer
-from tandem.kvtransfer.base import TransferStats
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
@@ -102,7 +100,7 @@ class NodeService(NodeLifecycle):
         config: NodeConfig,
         epoch: int,
         rules: RoleRules,
-        engine: Engine,
+        engine: NodeEngine,
         mailbox: Mailbox[Item],
         line: RouterLine,
         clock: Callable[[], float] = time.monotonic,
@@ -114,9 +112,8 @@ class NodeService(NodeLifecycle):
         self._rules = rules
         self._engine = engine
         self._mailbox = mailbox
-        self._block_hasher = engine.scheduler.block_hasher
-        self._eos = engine.runner.info.eos_token_ids
-        self._adapters = engine.runner.adapters
+        self._eos = engine.info.eos_token_ids
+        self._adapters = engine.adapters
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
         self._live = LiveRequests()
         self._parts: list[ServicePart] = []
@@ -127,17 +124,14 @@ class NodeService(NodeLifecycle):
         except BaseException:
             self._stop_parts()
             raise
-        self._scheduler_stats: SchedulerStats = engine.scheduler.stats()
+        self._scheduler_stats: SchedulerStats = engine.stats()
         self._stats_taken = clock()
         # When the mailbox was last read; and when it had been read at the time the stats were taken, so how old the stats are.
         self._read_at = self._stats_of = self._stats_taken
         self._quiet = threading.Event()  # set while no request is live and no block is held
         self._quiet.set()
         self._resets: list[ResetCache] = []  # that are done here, and not yet on every tier's disk
-        worker = engine.worker
-        self._tracer = Tracer(
-            clock, worker.trace_of if worker is not None else lambda request_id: None, self._send_trace
-        )
+        self._tracer = Tracer(clock, engine.trace_of, self._send_trace)
         self.loop: EngineLoop[Item] = EngineLoop(engine, mailbox, self, clock, config.cores)
 
     def _add_parts(self, wings: Iterable[NodeWing]) -> None:
@@ -186,8 +180,7 @@ class NodeService(NodeLifecycle):
         self._mailbox.put(ListRequests(reply_to, self._line.received(reply_to)))
 
     def status(self) -> NodeStatus:
-        scheduler, worker, now = self._scheduler_stats, self._engine.worker, self._clock()
-        transfer = worker.stats() if worker is not None else TransferStats()
+        scheduler, transfer, now = self._scheduler_stats, self._engine.transfer_stats(), self._clock()
         own, adapters = moved(transfer), self._adapters
         own["malformed_frames"] += self.malformed_frames
         for part in self._parts:
@@ -209,7 +202,7 @@ class NodeService(NodeLifecycle):
             adapters=(adapters.served if adapters is not None else None) or EMPTY_TABLE,
             replaced_adapters=(adapters.replaced if adapters is not None else None) or EMPTY_TABLE,
             age_s=0.0 if self.loop.has_read_all else max(0.0, now - self._stats_of),
-            slower=self._engine.runner.info.slower,
+            slower=self._engine.info.slower,
         )
 
     def _come_to_rest(self, timeout_s: float) -> bool:
@@ -275,12 +268,11 @@ class NodeService(NodeLifecycle):
             case ListRequests():
                 self._tell_what_is_held(item)
             case TurnEnded():
-                self._engine.scheduler.turn_ended(item.job_id, item.request_id, item.called)
+                self._engine.turn_ended(item.job_id, item.request_id, item.called)
             case Drain():
-                self._engine.end_checks()
-                self._engine.scheduler.end_pins()
+                self._engine.wind_down()
             case ResetCache():
-                self._engine.scheduler.reset_prefix_cache()
+                self._engine.reset_prefix_cache()
                 self._resets.append(item)
             case SetAdapters():
                 self._set_adapters(item)
@@ -291,7 +283,7 @@ class NodeService(NodeLifecycle):
 
     def before_step(self, now: float) -> None:
         self._read_at = now
-        if self._resets and self._engine.scheduler.has_forgotten:
+        if self._resets and self._engine.has_forgotten:
             for reset in self._resets:
                 reset.done.set()
             self._resets.clear()
@@ -307,7 +299,7 @@ class NodeService(NodeLifecycle):
     def seconds_until_due(self, now: float) -> float | None:
         dues = (
             self._live.seconds_until_due(now),
-            self._engine.scheduler.seconds_until_sweep(),
+            self._engine.seconds_until_due(),
             *(part.seconds_until_due(now) for part in self._parts),
             self._adapters.seconds_until_look(now) if self._adapters is not None else None,
         )
@@ -331,7 +323,7 @@ class NodeService(NodeLifecycle):
         self._end_traces(update.request_id for update in updates if update.finish is not None)
 
     def after_step(self, progressed: bool) -> None:
-        if self._news is not None and (events := self._engine.scheduler.take_cache_events()):
+        if self._news is not None and (events := self._engine.take_cache_events()):
             self._news.happened(events)
         if self._engine.tracer is not None and not self._tracer.active:
             self._engine.tracer = None
@@ -343,7 +335,7 @@ class NodeService(NodeLifecycle):
             return
         self._stats_taken, self._stats_of = now, self._read_at
         self._forget_adapters()
-        self._scheduler_stats = stats = self._engine.scheduler.stats()
+        self._scheduler_stats = stats = self._engine.stats()
         if not self._live and stats.free_blocks == stats.total_blocks:
             self._quiet.set()
 
@@ -370,19 +362,19 @@ class NodeService(NodeLifecycle):
             )
         check_submit(
             submit,
-            self._engine.runner.info,
+            self._engine.info,
             adapters=self._adapters,
             writes_hidden_states=bool(self._config.engine.model.hidden_states_folder),
-            follows_grammars=self._engine.runner.grammars is not None,
+            follows_grammars=self._engine.follows_grammars,
         )
-        if self._engine.runner.states_wait and writes_states_here(submit):
+        if self._engine.states_wait and writes_states_here(submit):
             raise Overloaded(
                 "hidden_states: the folder takes files more slowly than they come; try again later"
             )
         now = self._clock()
         if submit.lora is not None and self._adapters is not None:
             self._adapters.asked_for(submit.lora, now)
-        request = request_of(submit, self._rules.sampling_for(submit), now, self._eos, self._block_hasher)
+        request = request_of(submit, self._rules.sampling_for(submit), now, self._eos)
         if keeps_here(submit):
             self._kept.begin(submit)
         for part in self._parts:
@@ -399,7 +391,7 @@ class NodeService(NodeLifecycle):
 
     def _fail_request(self, request_id: str, error: TandemError) -> None:
         if (live := self._live.end(request_id)) is not None:
-            self._engine.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ERROR, error)
+            self._engine.fail_request(request_id, error)
             self._kept.end(request_id, error)
             self._refuse(live.submit, error)
             self._end_traces([request_id])
@@ -415,8 +407,8 @@ class NodeService(NodeLifecycle):
         """Forgets adapters that are no longer served, nor used by a request or a canary check, nor kept because they were replaced."""
         if self._adapters is not None and self._adapters.has_others:
             used = {live.submit.lora for live in self._live if live.submit.lora is not None}
-            if (check := self._engine.idle_check) is not None and check.lora is not None:
-                used.add(check.lora)
+            if (lora := self._engine.lora_in_check) is not None:
+                used.add(lora)
             self._adapters.forget_others(used, self._clock())
 
     def _refuse(self, submit: Submit, error: TandemError) -> None:
@@ -451,7 +443,7 @@ class NodeService(NodeLifecycle):
         """Called after the requests' tokens are sent, so that tokens never wait for a trace."""
         if self._engine.tracer is not None:
             for request_id in request_ids:
-                self._tracer.ended(request_id, is_held=self._engine.scheduler.holds_blocks_of(request_id))
+                self._tracer.ended(request_id, is_held=self._engine.holds_blocks_of(request_id))
 
     def _send_trace(self, done: FinishedTrace) -> None:
         submit = done.submit

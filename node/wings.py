@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tandem.base.errors import ConfigurationError, TandemError
 from tandem.base.progress import Report
 from tandem.base.wings import find_wing, find_wings
-from tandem.engine.core import Engine
+from tandem.engine.contract import NodeEngine
 from tandem.engine.request import Request
 from tandem.node.config import NodeConfig
 from tandem.wire.kv_events import KVEvent
@@ -40,7 +40,7 @@ Publish = Callable[[Sequence[KVEvent]], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartContext:
     config: NodeConfig
-    engine: Engine
+    engine: NodeEngine
     # Called from any thread: runs the given function in the step thread, between two steps.
     in_step: Callable[[Callable[[], None]], None]
     fail: Callable[[str, TandemError], None]  # ends a live request with this error

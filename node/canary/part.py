@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from tandem.engine.core import Engine
 from tandem.node.canary.canary import CanaryChecks, CanaryFindings
 from tandem.node.status import copied
 from tandem.node.wings import PartContext, ServicePart
@@ -12,7 +13,9 @@ from tandem.node.wings import PartContext, ServicePart
 
 def make(context: PartContext) -> ServicePart | None:
     config, engine = context.config, context.engine
-    if config.transfer is None or not config.role.writes_answers or not config.transfer.canary_share:
+    if not isinstance(engine, Engine) or config.transfer is None:
+        return None
+    if not config.role.writes_answers or not config.transfer.canary_share:
         return None
     engine.idle_check = checks = CanaryChecks(engine.scheduler, engine.runner, config.transfer.canary_share)
     return CanaryPart(checks.findings)

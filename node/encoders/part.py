@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.node.encoders.desk import EncoderDesk, RowsCame
 from tandem.node.status import copied
@@ -13,14 +14,16 @@ from tandem.wire.requests import Submit
 
 
 def make(context: PartContext) -> ServicePart | None:
-    info = context.engine.runner.info
-    return EncodersPart(context) if info.images is not None and info.dtype in TYPES else None
+    engine = context.engine
+    if not isinstance(engine, Engine) or engine.info.images is None or engine.info.dtype not in TYPES:
+        return None
+    return EncodersPart(context, engine)
 
 
 class EncodersPart(ServicePart):
-    def __init__(self, context: PartContext) -> None:
-        config, info = context.config, context.engine.runner.info
-        self._scheduler = context.engine.scheduler
+    def __init__(self, context: PartContext, engine: Engine) -> None:
+        config, info = context.config, engine.info
+        self._scheduler = engine.scheduler
         self._in_step = context.in_step
         self._desk = EncoderDesk(
             config.host,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from tandem.engine.core import Engine
 from tandem.engine.model.runner import Grammars
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
@@ -10,13 +13,16 @@ from tandem.wire.requests import Submit
 
 
 def make(context: PartContext) -> ServicePart | None:
-    grammars = context.engine.runner.grammars
-    return GrammarPart(context, grammars) if grammars is not None else None
+    engine = context.engine
+    if not isinstance(engine, Engine) or engine.runner.grammars is None:
+        return None
+    return GrammarPart(context, engine.scheduler.wake, engine.runner.grammars)
 
 
 class GrammarPart(ServicePart):
-    def __init__(self, context: PartContext, grammars: Grammars) -> None:
+    def __init__(self, context: PartContext, wake: Callable[[str], object], grammars: Grammars) -> None:
         self._context = context
+        self._wake = wake
         self._grammars = grammars
         self._desk: GrammarDesk | None = None  # made for the first request with a grammar
 
@@ -60,6 +66,6 @@ class GrammarPart(ServicePart):
         if self._desk is None or not self._desk.forget(ready.request_id):
             return  # the request has ended, or was overdue
         if ready.error is None:
-            self._context.engine.scheduler.wake(ready.request_id)
+            self._wake(ready.request_id)
         else:
             self._context.fail(ready.request_id, ready.error)

@@ -8,7 +8,7 @@ from tandem.node.wings import PartContext, ServicePart
 
 def make(context: PartContext) -> ServicePart | None:
     events = context.config.engine.cache.events
-    if context.engine.scheduler.block_hasher is None or not events.endpoint:
+    if not context.engine.caches_prefixes or not events.endpoint:
         return None
     return KVEventsPart(
         KVEventPublisher(events.endpoint, events.replay_endpoint, events.topic, events.buffer_steps)
