@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.checkpoint import eos_tokens
 from tandem.engine.model.source import tokenizer_json
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import TokenizerGrammars
 from tandem.engine.structured.masks import GrammarMasks
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class StructuredOutput(Capability):
 
     def planned(self, loaded: LoadedModel, plan: CachePlan) -> None:
         text = functools.partial(tokenizer_json, self._source)
-        self.masks = GrammarMasks(Grammars(text, loaded.vocab_size, self._eos))
+        self.masks = GrammarMasks(TokenizerGrammars(text, loaded.vocab_size, self._eos))
 
     def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
         return (self.masks,) if self.masks is not None else ()

@@ -83,7 +83,7 @@ class GrammarPosition:
         return _PLAIN.get(lines[0], lines[0][:300])
 
 
-class Grammars:
+class TokenizerGrammars:
     """Compiles and keeps the grammars used last. Several threads use it. `prepare` may take long; a prepared grammar is available at
     once until newer ones replace it."""
 

@@ -10,7 +10,7 @@ from tandem.base.errors import InternalError, TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.parts import RunnerPart
 from tandem.engine.model.staging import to_device
-from tandem.engine.structured.grammars import BitMask, GrammarPosition, Grammars
+from tandem.engine.structured.grammars import BitMask, GrammarPosition, TokenizerGrammars
 
 _BANNED = float("-inf")
 
@@ -27,7 +27,7 @@ class GrammarMasks(RunnerPart):
     """The masks of one sampler (engine.model.parts.TokenMasks). Each row's position in its grammar moves forward or back to match the
     request's tokens before it is used, whatever happened to the request since."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self, grammars: TokenizerGrammars) -> None:
         self.grammars = grammars
         # Of each row with a grammar, from its first sampled token on.
         self._positions: dict[int, GrammarPosition] = {}

@@ -31,7 +31,7 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wings import capabilities_for
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import TokenizerGrammars
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.kvtransfer.base import (
     BlockIds,
@@ -252,7 +252,7 @@ def engine_on(
         groups=plan.groups,
         num_blocks=NUM_BLOCKS,
     )
-    masks = GrammarMasks(Grammars(backend().to_str, loaded.vocab_size, frozenset({END})))
+    masks = GrammarMasks(TokenizerGrammars(backend().to_str, loaded.vocab_size, frozenset({END})))
     runner = TorchRunner(
         info,
         cache,

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tandem.base.errors import TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling.sampler import Sampler
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import TokenizerGrammars
 from tandem.engine.structured.masks import GrammarMasks
 from tandem.wire.sampling import SamplingParams
 
@@ -43,8 +43,8 @@ def vocabulary() -> int:
 
 
 @functools.cache
-def grammars() -> Grammars:
-    return Grammars(backend().to_str, vocabulary(), frozenset({END}))
+def grammars() -> TokenizerGrammars:
+    return TokenizerGrammars(backend().to_str, vocabulary(), frozenset({END}))
 
 
 def encode(text: str) -> list[int]:

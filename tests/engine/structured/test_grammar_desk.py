@@ -10,13 +10,13 @@ import pytest
 
 from tandem.base.errors import DeadlineExceeded, InternalError, InvalidRequest
 from tandem.engine.structured.desk import GrammarDesk, GrammarReady
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import TokenizerGrammars
 from tests.engine.structured.grammar_walks import END, backend, grammars, vocabulary
 
 PATIENCE_S = 10.0
 
 
-class Slow(Grammars):
+class Slow(TokenizerGrammars):
     """Compiles when it is told to."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Slow(Grammars):
         super().prepare(grammar)
 
 
-class Panics(Grammars):
+class Panics(TokenizerGrammars):
     def __init__(self) -> None:
         super().__init__(backend().to_str, vocabulary(), frozenset({END}))
 
@@ -39,7 +39,7 @@ class Panics(Grammars):
 
 
 class Desk(GrammarDesk):
-    def __init__(self, of: Grammars) -> None:
+    def __init__(self, of: TokenizerGrammars) -> None:
         self.told: queue.Queue[GrammarReady] = queue.Queue()
         super().__init__(of, 5.0, self.told.put)
 

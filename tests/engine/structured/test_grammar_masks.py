@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
 from tandem.base.errors import InternalError, InvalidRequest
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import TokenizerGrammars
 from tandem.wire.sampling import SamplingParams
 from tests.engine.structured.grammar_walks import (
     END,
@@ -180,7 +180,7 @@ def test_padding_of_the_vocabulary_is_never_chosen() -> None:
 
 def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> None:
     """A text has more readings the longer it gets: the cost of a token grows with the tokens before it."""
-    strict = Grammars(
+    strict = TokenizerGrammars(
         backend().to_str, vocabulary(), frozenset({END}), limits=LLParserLimits(step_max_items=100)
     )
     position = strict.begin('start: x\nx: x x | "a"')

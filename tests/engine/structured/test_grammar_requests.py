@@ -11,7 +11,7 @@ from tandem.base.errors import InternalError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.model.runner import FinishedStep
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.grammars import TokenizerGrammars
 from tandem.wire.nodes import Role
 from tandem.wire.requests import Cancel
 from tandem.wire.sampling import FinishReason, SamplingParams
@@ -21,7 +21,7 @@ from tests.node.test_service import PATIENCE_S, ROUTER, Node
 FOLLOWS = SamplingParams(max_tokens=4, temperature=0, grammar='start: "a"')
 
 
-class Held(Grammars):
+class Held(TokenizerGrammars):
     """Compiles when it is told to."""
 
     def __init__(self) -> None:
