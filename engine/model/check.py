@@ -21,7 +21,7 @@ from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.caches import OwnCache
-from tandem.engine.model.fused.pieces import Rotary
+from tandem.engine.model.pieces import Rotary
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 

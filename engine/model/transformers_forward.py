@@ -26,7 +26,7 @@ from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
-from tandem.engine.model.fused.rotary import take_rotary
+from tandem.engine.model.pieces import take_rotary
 from tandem.engine.model.recurrent.layout import LayerStates
 from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
 from tandem.engine.model.runner import Around, Batch, LayerHooks
@@ -201,19 +201,6 @@ def run_without_attention(model: PreTrainedModel, tokens: int, rows: int, device
         if "position_ids" in parameters:
             options["position_ids"] = numbers
         model(input_ids=torch.zeros_like(numbers), use_cache=False, **options)
-
-
-def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
-    """The peak of the device's memory, in bytes, during such a pass."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run_without_attention(model, tokens, rows, device)
-    torch.cuda.synchronize(device)
-    peak = int(torch.cuda.max_memory_allocated(device)) - before
-    # Memory that torch keeps for later must not look used when the cache's size is computed.
-    torch.cuda.empty_cache()
-    return peak
 
 
 class _HookedStep:
