@@ -183,6 +183,14 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_wide.py",
         ),
     ),
+    "recurrent states": Wing(
+        ("engine/cache/states/",),
+        (
+            "tests/engine/cache/test_checkpoints.py",
+            "tests/engine/cache/test_state_slots.py",
+            "tests/engine/model/test_recurrent_models.py",
+        ),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
