@@ -184,11 +184,12 @@ WINGS: dict[str, Wing] = {
         ),
     ),
     "recurrent states": Wing(
-        ("engine/cache/states/",),
+        ("engine/cache/states/", "engine/model/recurrent/"),
         (
             "tests/engine/cache/test_checkpoints.py",
             "tests/engine/cache/test_state_slots.py",
             "tests/engine/model/test_recurrent_models.py",
+            "tests/engine/model/test_state_layout.py",
         ),
     ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),

@@ -202,7 +202,6 @@ class _GeneralModel:
 
     def use_cache(self, kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
         from tandem.engine.model.attention.latents import gathering
-        from tandem.engine.model.recurrent.layout import LayerStates
         from tandem.engine.model.transformers_forward import TransformersForward
 
         model, parts, capabilities = self._model, self.parts, self._capabilities
@@ -211,7 +210,7 @@ class _GeneralModel:
         if _is_alone(parts) or parts.mixers is not None:
             # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
             # are not recorded.
-            states = LayerStates(kv_cache, parts.mixers.layout) if parts.mixers is not None else None
+            states = parts.mixers.bound_to(kv_cache) if parts.mixers is not None else None
             attention = gathering(kv_cache, plan, parts.expansions)
             return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
         chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype, capabilities)
