@@ -26,7 +26,7 @@ from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import EngineBench, load_engine, random_prompts, save_random_model
 from benchmarks.lib.tables import at_most, floors_table, table_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.attention.cpu import CpuAttention
+from tandem.engine.model.fused.cpu_attention import CpuAttention
 from tandem.machine.resources import usable_cores
 from tandem.wire.adapters import identity_of
 

@@ -94,7 +94,7 @@ def kernels(setting: Setting, report: Report) -> None:
         raise Left("flashinfer is not installed")
     if setting.dry:
         raise Left("a CPU has no use for them")
-    from tandem.engine.model.attention import prebuild
+    from tandem.engine.model.cuda import prebuild
 
     device = setting.on_device
     major, minor = torch.cuda.get_device_capability(device)

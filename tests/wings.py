@@ -120,7 +120,11 @@ WINGS: dict[str, Wing] = {
     ),
     "quantized": Wing(
         ("engine/model/quantized/",),
-        ("tests/engine/model/quantized_files.py", "tests/engine/model/test_quantized.py"),
+        (
+            "tests/engine/model/quantized_files.py",
+            "tests/engine/model/test_quantized.py",
+            "tests/engine/model/test_triton_ops.py",
+        ),
     ),
     "gguf": Wing(
         ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
@@ -149,6 +153,44 @@ WINGS: dict[str, Wing] = {
     "grammars": Wing(
         ("engine/structured/", "node/grammar/"),
         ("tests/engine/structured/", "tests/engine/model/test_device_order.py"),
+    ),
+    "fused models": Wing(
+        ("engine/model/fused/",),
+        (
+            "tests/engine/model/recording.py",
+            "tests/engine/model/test_decode_graphs.py",
+            "tests/engine/model/test_fp8_kv.py",
+            "tests/engine/model/test_fused.py",
+            "tests/engine/model/test_lora_kernel.py",
+            "tests/engine/model/test_planning_ahead.py",
+            "tests/engine/model/test_quantized.py",
+            "tests/engine/model/test_recorded_steps.py",
+        ),
+    ),
+    "cuda": Wing(
+        ("engine/model/cuda/",),
+        (
+            "tests/engine/model/test_cuda.py",
+            "tests/engine/model/test_decode_graphs.py",
+            "tests/engine/model/test_device_order.py",
+            "tests/engine/model/test_flashinfer_package.py",
+            "tests/engine/model/test_fp8_kv.py",
+            "tests/engine/model/test_fused.py",
+            "tests/engine/model/test_latents.py",
+            "tests/engine/model/test_planning_ahead.py",
+            "tests/engine/model/test_quantized.py",
+            "tests/engine/model/test_triton_ops.py",
+            "tests/engine/model/test_wide.py",
+        ),
+    ),
+    "recurrent states": Wing(
+        ("engine/cache/states/", "engine/model/recurrent/"),
+        (
+            "tests/engine/cache/test_checkpoints.py",
+            "tests/engine/cache/test_state_slots.py",
+            "tests/engine/model/test_recurrent_models.py",
+            "tests/engine/model/test_state_layout.py",
+        ),
     ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tandem.base.errors import InternalError
-from tandem.engine.cache.checkpoints import Checkpoints
 from tandem.engine.cache.group_manager import (
     AttentionKind,
     ChunkedManager,
@@ -21,7 +20,7 @@ from tandem.engine.cache.group_manager import (
     SlidingWindowManager,
 )
 from tandem.engine.cache.pool import BlockPool
-from tandem.engine.cache.state_slots import StateManager
+from tandem.engine.cache.wings import StateTables, states_wing
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 
@@ -32,8 +31,11 @@ _MANAGERS: dict[AttentionKind, type[GroupManager]] = {
     AttentionKind.FULL: FullAttentionManager,
     AttentionKind.SLIDING: SlidingWindowManager,
     AttentionKind.CHUNKED: ChunkedManager,
-    AttentionKind.STATE: StateManager,
 }
+
+
+def _manager_of(group: KVCacheGroup) -> Callable[[int, KVCacheGroup, BlockPool, int], GroupManager]:
+    return states_wing().tables if group.kind is AttentionKind.STATE else _MANAGERS[group.kind]
 
 
 def hash_block_size(groups: Sequence[KVCacheGroup]) -> int:
@@ -46,7 +48,7 @@ class Coordinator(abc.ABC):
 
     def __init__(self, groups: Sequence[KVCacheGroup], pool: BlockPool) -> None:
         size = hash_block_size(groups)
-        self.managers = [_MANAGERS[group.kind](i, group, pool, size) for i, group in enumerate(groups)]
+        self.managers = [_manager_of(group)(i, group, pool, size) for i, group in enumerate(groups)]
 
     @abc.abstractmethod
     def find_longest_hit(self, block_hashes: Sequence[bytes], max_tokens: int) -> tuple[Tables, int]:
@@ -196,12 +198,12 @@ class KVCacheManager:
         self._no_blocks: Tables = [[] for _ in groups]
         # The most tokens that one request can have while it has the whole pool to itself.
         self.max_request_tokens = self._longest_request(max_model_len)
-        states = [manager for manager in self.coordinator.managers if isinstance(manager, StateManager)]
+        states = [manager for manager in self.coordinator.managers if isinstance(manager, StateTables)]
         self._states = states[0] if caching and states else None
         self.keeps_states = bool(states)
         self.checkpoints = None  # None without recurrent states or without prefix caching
         if self._states is not None and checkpoint_tokens:
-            self.checkpoints = Checkpoints(
+            self.checkpoints = states_wing().checkpoints(
                 self.coordinator.managers, self._states, checkpoint_tokens, num_lookahead_tokens
             )
         # Blocks that a connector is copying, once for each copy. They stay in use after their requests have freed them.
@@ -404,7 +406,7 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for table in self.coordinator.tables(request_id) for block in table)
 
     def take_state_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """See StateManager.take_copies."""
+        """See StateTables.take_copies."""
         return self._states.take_copies() if self._states is not None else ([], [])
 
     def release_checkpoints(self, blocks: list[int]) -> None:

@@ -13,7 +13,7 @@ native/         the Llama family on CPUs, in C++
 general, probe, check, attention/, transformers_forward
                 the general path: transformers' models with our paged attention, checked before they serve; caches has the
                 objects that stand in for transformers' cache
-recurrent/      layers of the general path that keep a state instead of keys and values
+recurrent/      layers of the general path that keep a state instead of keys and values; states is their contract
 quantized/      quantized matrices; fused layers know theirs as kernel_linear
 gguf/           GGUF files
 vision/         vision towers; encoder nodes know them by lone_tower
@@ -22,7 +22,6 @@ hidden_states/  prompts' hidden states, in files
 speculation/    drafts from the text, from a small model or from an EAGLE head
 lora/           LoRA adapters, several in one batch
 wide/           the general path on several ranks
-fused/          the general path with fewer, larger operations
-decode_graphs, decode_inputs
-                steps recorded once per shape and replayed, on devices; recorded_steps and tape do so on CPUs
+fused/          the general path with fewer, larger operations; pieces is their contract
+cuda/           what a CUDA device adds to the general path
 """

@@ -1,7 +1,8 @@
 """The objects that a transformers model gets as its cache.
 
 OwnCache    transformers' own cache for one request; the model runs with it unchanged
-StepCache   for one step of many requests: attention takes keys and values from it, mixers find their states in it
+NotingCache notes, besides, which module passes a layer's keys and values
+StepCache   for one step of many requests: attention takes keys and values from it
 
 A model runs as one sequence over all requests' tokens. Modules that depend on earlier tokens get the rows of one request, or of
 one group of requests, at a time (`RowsOf`).
@@ -9,17 +10,15 @@ one group of requests, at a time (`RowsOf`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import LinearAttentionLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.recurrent.layout import CONV, MATRIX, State, StateKey
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class RowsOf:
@@ -50,7 +49,7 @@ class OwnCache(DynamicCache):  # type: ignore[misc]
         """`before` tokens are added to the cache's reported length; nothing reads them."""
         super().__init__(config=config)
         self._before = before
-        self._matrices: dict[int, torch.Tensor] = {}
+        self.matrices: dict[int, torch.Tensor] = {}
         self.attending: int | None = None  # the layer whose keys were passed last
         self.given: tuple[torch.Tensor, ...] = ()  # see StepCache
         self.index_dims: dict[int, int] = {}  # by layer, the size of the index keys that it picks tokens by
@@ -68,10 +67,53 @@ class OwnCache(DynamicCache):  # type: ignore[misc]
 
     # MiniMax's layers keep a matrix here.
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self._matrices.get(layer_idx)
+        return self.matrices.get(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        self._matrices[layer_idx] = linear_cache
+        self.matrices[layer_idx] = linear_cache
+
+
+class NotingCache(OwnCache):
+    """A cache that notes which module passes each layer's keys and values."""
+
+    def __init__(self, config: Any, model: PreTrainedModel) -> None:
+        super().__init__(config)
+        self.model_type = config.model_type
+        self._model = model
+        self.running: list[torch.nn.Module] = []  # the modules that run, the innermost last
+        self.keepers: dict[int, torch.nn.Module] = {}  # by layer, the module that passed keys and values
+        # By layer, what the cache returned for these.
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        def enter(module: torch.nn.Module, _args: Any) -> None:
+            self.running.append(module)
+
+        def leave(_module: torch.nn.Module, _args: Any, _out: Any) -> None:
+            self.running.pop()
+
+        handles = []
+        for module in self._model.modules():
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the model keeps states, by the kinds of layers in transformers' cache, or by what it has kept."""
+        return bool(self.matrices) or any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers
+        )
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.keepers[layer_idx] = self.running[-1]
+        self.kept[layer_idx] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.kept[layer_idx]
 
 
 def attending_layer(module: torch.nn.Module, cache: OwnCache | StepCache | None) -> int | None:
@@ -99,15 +141,11 @@ class KeptTokens(Protocol):
 
 
 class StepCache(Cache):  # type: ignore[misc]
-    """The model's cache for one step. It passes keys and values on to paged attention, and holds the states of the requests whose
-    rows a mixer computes next."""
+    """The model's cache for one step. It passes keys and values on to paged attention."""
 
-    def __init__(self, num_layers: int, states_of: Mapping[int, int], before: int | torch.Tensor = 0) -> None:
-        """`states_of` is how many states transformers' cache has for each layer. `before` is what a model adds to a row's number
-        to get its position; a tensor has one number per row."""
+    def __init__(self, num_layers: int, before: int | torch.Tensor = 0) -> None:
+        """`before` is what a model adds to a row's number to get its position; a tensor has one number per row."""
         super().__init__(layers=[LinearAttentionLayer() for _ in range(num_layers)])
-        self._states_of = states_of
-        self._matrices: dict[int, torch.Tensor | None] = {}
         self.attending: int | None = None
         self.before = before
         # Keys and values of the layer that attends next, or a latent and its rotary part.
@@ -133,47 +171,6 @@ class StepCache(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
-
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self._matrices.get(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        self._matrices[layer_idx] = linear_cache
-
-    def put(self, states: tuple[State, ...], values: dict[StateKey, torch.Tensor], begins: bool) -> None:
-        """Sets the states for the next run of a mixer, which writes to these tensors. With `begins` they count as empty."""
-        for layer in {state.layer for state in states}:
-            self.layers[layer] = LinearAttentionLayer(number_of_states=self._states_of.get(layer, 1))
-        for state in states:
-            place, value = self.layers[state.layer], values[state.key]
-            if state.kind == MATRIX:
-                self._matrices[state.layer] = None if begins else value
-                continue
-            place.has_previous_state[state.number] = not begins
-            place.device, place.dtype = value.device, value.dtype
-            if state.kind == CONV:
-                place.conv_states[state.number] = value
-                place.conv_kernel_size[state.number] = state.shape[-1]
-                place.is_conv_states_initialized[state.number] = True
-            else:
-                place.recurrent_states[state.number] = value
-                place.is_recurrent_states_initialized[state.number] = True
-
-    def taken(self, states: tuple[State, ...]) -> dict[StateKey, torch.Tensor]:
-        """Returns the states that the mixer has left."""
-        left: dict[StateKey, torch.Tensor] = {}
-        for state in states:
-            place = self.layers[state.layer]
-            if state.kind == MATRIX:
-                value = self._matrices.get(state.layer)
-            elif state.kind == CONV:
-                value = place.conv_states[state.number]
-            else:
-                value = place.recurrent_states[state.number]
-            if value is None:
-                raise InternalError(f"layer {state.layer} kept no state")
-            left[state.key] = value
-        return left
 
 
 def cache_parameter(parameters: Any) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,13 +15,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tandem.engine.model.adapters import Adapters, UpdatedLayers
+    from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.attention.layers import CachePlan
-    from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
     from tandem.engine.model.parts import Drafter, RunnerPart, TokenMasks
+    from tandem.engine.model.pieces import Pieces
     from tandem.engine.model.runner import Around, Forward, ModelInfo
     from tandem.engine.model.shard import ModelCut, Shard
-    from tandem.engine.model.transformers_forward import ModelParts
+    from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
+
+
+Found = TypeVar("Found")
+
+
+def first_of(found: Iterable[Found | None]) -> Found | None:
+    """What the first capability that has any gives."""
+    return next((each for each in found if each is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Capability:
     adapters: Adapters | None = None
     drafter: Drafter | None = None
     masks: TokenMasks | None = None
+    fuses = False  # it has `fuse`
 
     def check(self, model: PreTrainedModel) -> None:
         """The model is loaded; raises a ConfigurationError if its attention cannot be found as it is. General path only."""
@@ -69,12 +79,43 @@ class Capability:
     def find(self, model: PreTrainedModel, pieces: Pieces | None) -> None:
         """Before the first of the model's layers is replaced, and again if the model had to be loaded again. General path only."""
 
+    def pieces(self, dtype: torch.dtype) -> Pieces | None:
+        """The operations that parts of the model are fused into on this device; None if it has none. General path only."""
+        return None
+
+    def fuse(self, model: PreTrainedModel, pieces: Pieces, updates: UpdatedLayers | None) -> int | None:
+        """Replaces what can be fused. Returns how many weights are left in linear layers that were not fused; None if the model computes
+        something else now, and must be loaded again. General path only."""
+        raise NotImplementedError
+
     def change(self, model: PreTrainedModel) -> None:
         """After the model is fused, if it is. General path only."""
 
     def placed(self, loaded: LoadedModel, model: PreTrainedModel) -> LoadedModel:
         """Returns what is loaded, as the other ranks see it. A collective. General path only."""
         return loaded
+
+    def attention(
+        self,
+        kv_cache: torch.Tensor,
+        plan: CachePlan,
+        parts: ModelParts,
+        shape: ForwardShape,
+        pieces: Pieces | None,
+        dtype: torch.dtype,
+    ) -> PagedAttention | None:
+        """Attention by kernels that read the cache in place; None if blocks are gathered. General path only."""
+        return None
+
+    def recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> Forward | None:
+        """A forward pass that replays recorded steps of this one; None if it has none. General path only."""
+        return None
+
+    def step_memory(
+        self, model: PreTrainedModel, parts: ModelParts, vocab_size: int
+    ) -> Callable[[ForwardShape, int], int] | None:
+        """See LoadedModel.beside_cache. General path only."""
+        return None
 
     def around(self, model: PreTrainedModel) -> Around | None:
         """What happens around each forward pass; None for nothing. General path only."""

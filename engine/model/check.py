@@ -21,8 +21,7 @@ from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.caches import OwnCache
-from tandem.engine.model.fused.pieces import Rotary
-from tandem.engine.model.recurrent.layout import LayerStates
+from tandem.engine.model.pieces import Rotary
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 
 log = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ def _cut_up(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Model
     if error <= tolerance:
         return parts
     if parts.mixers is not None:
-        stepwise = msgspec.structs.replace(parts, mixers=msgspec.structs.replace(parts.mixers, stepwise=True))
+        stepwise = msgspec.structs.replace(parts, mixers=parts.mixers.token_by_token())
         error = _difference_in_parts(model, stepwise, vocab_size)
         if error <= tolerance:
             log.info("%s: a prompt that takes more than one step goes on token by token", name)
@@ -88,9 +87,8 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
     )
     tensor[0] = 0
     attention = gathering(tensor, plan, parts.expansions)
-    cut = TransformersForward(
-        model, attention, parts, LayerStates(tensor, layout) if layout is not None else None
-    )
+    states = parts.mixers.bound_to(tensor) if parts.mixers is not None else None
+    cut = TransformersForward(model, attention, parts, states)
 
     def run(steps: tuple[dict[str, int], ...], in_parts: bool) -> dict[str, torch.Tensor]:
         rows = RequestRows(2, max(_LENGTHS.values()) + 1, _BLOCK, len(plan.groups), plan.state_blocks)

@@ -20,8 +20,8 @@ from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.leftovers import refuse_leftovers
-from tandem.engine.model.recurrent.own_states import take_states_out
 from tandem.engine.model.source import ModelSource, Progress
+from tandem.engine.model.states import states_wing
 from tandem.engine.model.weight_formats import weight_format
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def load_model(
     if cut is not None:
         cut.finish(source.name, model)
     keep_rotary_constant(model)
-    take_states_out(model)
+    if states := states_wing():
+        states.take_states_out(model)
     return model
 
 

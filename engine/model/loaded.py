@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.attention.layers import AttentionLayer, CachePlan, KeptStates
 from tandem.engine.model.runner import Forward
 from tandem.kvtransfer.base import HeadShare
-
-if TYPE_CHECKING:
-    from tandem.engine.model.recurrent.layout import StateLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +32,7 @@ class LoadedModel:
     # The bytes on the device that a step of the given number of tokens takes besides the KV cache, with libraries' workspaces.
     # None on a CPU, where memory is taken and given back as needed.
     beside_cache: Callable[[ForwardShape, int], int] | None = None
-    states: StateLayout | None = None  # the recurrent states of layers that do not attend
+    states: KeptStates | None = None  # the recurrent states of layers that do not attend
     vector_size: int = 0  # numbers in a hidden state
     embed_size: int = 0  # numbers in a token's embedding, if other rows may replace it; 0: they may not
     generates: bool = True  # False: the checkpoint has no head, so the logits mean nothing

@@ -15,7 +15,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.base.progress import with_amount
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
-from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.capabilities import Capability, ModelLoad, first_of
 from tandem.engine.model.checkpoint import (
     choose_device,
     choose_dtype,
@@ -105,10 +105,10 @@ def load_runner(
         block_size=cache.block_size,
         max_num_seqs=scheduler.max_num_seqs,
         num_speculative_tokens=scheduler.num_speculative_tokens,
-        masks=next((each.masks for each in capabilities if each.masks is not None), None),
-        adapters=next((each.adapters for each in capabilities if each.adapters is not None), None),
+        masks=first_of(each.masks for each in capabilities),
+        adapters=first_of(each.adapters for each in capabilities),
         parts=[EmbeddedPrompts(device), *parts] if info.embed_size else parts,
-        drafter=next((each.drafter for each in capabilities if each.drafter is not None), None),
+        drafter=first_of(each.drafter for each in capabilities),
     )
     tell("ready", 1.0)
     return runner

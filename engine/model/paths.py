@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.capabilities import Capability, ModelLoad, first_of
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
@@ -20,19 +20,12 @@ from tandem.engine.model.weight_formats import weight_format
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tandem.engine.model.adapters import UpdatedLayers
-    from tandem.engine.model.attention.flashinfer import FlashInferAttention
-    from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
     from tandem.engine.model.attention.interface import PagedAttention
-    from tandem.engine.model.decode_graphs import DecodeGraphs
-    from tandem.engine.model.fused.pieces import Pieces
+    from tandem.engine.model.pieces import Pieces
     from tandem.engine.model.probe import ProbeResult
-    from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
+    from tandem.engine.model.transformers_forward import ModelParts
 
 log = logging.getLogger(__name__)
-
-
-_SHORT_PROMPT = 512  # tokens
 
 
 def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> LoadedModel | None:
@@ -113,13 +106,13 @@ def load_general(loading: ModelLoad, capabilities: Sequence[Capability] = ()) ->
     model, computed = _fused(loading, capabilities, model, probed)
     for each in capabilities:
         each.change(model)
-    mixers = computed.parts.mixers
+    parts, mixers = computed.parts, computed.parts.mixers
     loaded = LoadedModel(
         probed.parts.layers,
         probed.vocab_size,
         model.dtype,
         computed.use_cache,
-        computed.beside_cache if loading.device.type == "cuda" else None,
+        first_of(each.step_memory(model, parts, probed.vocab_size) for each in capabilities),
         mixers.layout if mixers is not None else None,
         vector_size=int(model.config.get_text_config().hidden_size),
         embed_size=_embed_size(model) if loading.shard is None else 0,  # other ranks get only token ids
@@ -140,8 +133,8 @@ def _load_with(loading: ModelLoad, capabilities: Sequence[Capability]) -> PreTra
         loading.device,
         loading.progress,
         may_lack_head=any(each.may_lack_head for each in capabilities),
-        cut=next((each.cut for each in capabilities if each.cut is not None), None),
-        loader=next((each.loader for each in capabilities if each.loader is not None), None),
+        cut=first_of(each.cut for each in capabilities),
+        loader=first_of(each.loader for each in capabilities),
     )
 
 
@@ -149,25 +142,24 @@ def _fused(
     loading: ModelLoad, capabilities: Sequence[Capability], model: PreTrainedModel, probed: ProbeResult
 ) -> tuple[PreTrainedModel, _GeneralModel]:
     """Fuses the model, unless something speaks against it. Returns the model, which may have been loaded again, and what computes it."""
-    from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.probe import probe_attention
 
-    device = loading.device
     # No fusion with several ranks: each would try it by itself, and one that has to reload would leave the others waiting.
     # A GPU's pieces need a step's rows in one sequence, which mixers take apart.
     fusable = (
         not _is_alone(probed.parts)
         and loading.shard is None
         and not any(each.unchanged for each in capabilities)
-        and (probed.parts.mixers is None or device.type == "cpu")
+        and (probed.parts.mixers is None or loading.device.type == "cpu")
     )
-    pieces = pieces_for(device, model.dtype, loading.threads) if fusable else None
+    fuser = next((each for each in capabilities if each.fuses), None) if fusable else None
+    pieces = pieces_for(capabilities, model.dtype) if fuser is not None else None
     for each in capabilities:
         each.find(model, pieces)
     mixing_threads = 0
-    if pieces is not None:
-        fused = fuse(model, pieces, _updates(capabilities))
-        if fused is None:
+    if fuser is not None and pieces is not None:
+        left = fuser.fuse(model, pieces, first_of(each.updates for each in capabilities))
+        if left is None:
             log.warning(
                 "%s is computed without fusion, which is slower: its fused parts do not give what it gives",
                 loading.source.name,
@@ -176,11 +168,11 @@ def _fused(
             pieces, probed = None, probe_attention(model)
             for each in capabilities:
                 each.find(model, pieces)
-        elif pieces.copies and _mostly_fused(model, fused.left, capabilities):
+        elif pieces.copies and _mostly_fused(model, left, capabilities):
             # The kernels have their own threads on the same cores. Torch does little besides, except for mixers' long chunks.
             torch.set_num_threads(1)
             mixing_threads = loading.threads if probed.parts.mixers is not None else 0
-    return model, _GeneralModel(loading, capabilities, model, probed, pieces, mixing_threads)
+    return model, _GeneralModel(capabilities, model, probed, pieces, mixing_threads)
 
 
 def _mostly_fused(model: PreTrainedModel, left: int, capabilities: Sequence[Capability]) -> bool:
@@ -193,85 +185,39 @@ def _is_alone(parts: ModelParts) -> bool:
     return bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
 
 
-def _updates(capabilities: Sequence[Capability]) -> UpdatedLayers | None:
-    return next((each.updates for each in capabilities if each.updates is not None), None)
-
-
 class _GeneralModel:
     """A loaded model of the general path, as it is computed."""
 
     def __init__(
         self,
-        loading: ModelLoad,
         capabilities: Sequence[Capability],
         model: PreTrainedModel,
         probed: ProbeResult,
         pieces: Pieces | None,
         mixing_threads: int,
     ) -> None:
-        self._loading, self._capabilities = loading, capabilities
-        self._model, self.parts, self._vocab_size = model, probed.parts, probed.vocab_size
+        self._capabilities = capabilities
+        self._model, self.parts = model, probed.parts
         self._pieces, self._mixing_threads = pieces, mixing_threads
 
     def use_cache(self, kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        from tandem.engine.model.attention.cpu import CpuAttention
         from tandem.engine.model.attention.latents import gathering
-        from tandem.engine.model.recorded_steps import RecordedSteps
-        from tandem.engine.model.recurrent.layout import LayerStates
         from tandem.engine.model.transformers_forward import TransformersForward
 
-        model, parts, adapted = self._model, self.parts, _updates(self._capabilities)
-        wrappers = (each.around(model) for each in self._capabilities)
-        around = next((found for found in wrappers if found is not None), None)
+        model, parts, capabilities = self._model, self.parts, self._capabilities
+        adapted = first_of(each.updates for each in capabilities)
+        around = first_of(each.around(model) for each in capabilities)
         if _is_alone(parts) or parts.mixers is not None:
             # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
             # are not recorded.
-            states = LayerStates(kv_cache, parts.mixers.layout) if parts.mixers is not None else None
+            states = parts.mixers.bound_to(kv_cache) if parts.mixers is not None else None
             attention = gathering(kv_cache, plan, parts.expansions)
             return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
-        chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype)
+        chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype, capabilities)
         forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
-        if isinstance(chosen, CpuAttention):
-            return RecordedSteps(forward, chosen)
-        shard = self._loading.shard
-        # A pipeline stage receives and sends within a step, which a recording cannot.
-        if (
-            self._loading.device.type != "cuda"
-            or any(each.unchanged for each in self._capabilities)
-            or (shard is not None and shard.stages > 1)
-        ):
+        if any(each.unchanged for each in capabilities):
             return forward
-        return self._recorded(forward, plan, shape)
-
-    def _recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> DecodeGraphs:
-        from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
-
-        loading = self._loading
-        graphs = DecodeGraphs(
-            forward,
-            CudaRecorder(loading.device),
-            num_groups=len(plan.groups),
-            block_size=plan.block_size,
-            max_tokens=recorded_tokens(shape),
-            device=loading.device,
-            shard=loading.shard,
-        )
-        with torch.inference_mode():
-            graphs.record_ahead(lambda share: loading.progress("recording decode steps", share))
-        return graphs
-
-    def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
-        from tandem.engine.model.attention import flashinfer
-        from tandem.engine.model.decode_graphs import memory_of_graphs
-        from tandem.engine.model.transformers_forward import peak_of_step
-
-        model, vocab_size, recorded = self._model, self._vocab_size, recorded_tokens(shape)
-        # The sampler holds float32 logits, the restricted logits, and its noise.
-        sampling = 3 * 4 * shape.max_requests * vocab_size
-        step = peak_of_step(model, tokens, shape.max_requests, self._loading.device)
-        graphs = memory_of_graphs(recorded, vocab_size, model.dtype.itemsize)
-        listed = flashinfer.bytes_of_pages(self.parts.layers, recorded, shape.max_model_len, shape.block_size)
-        return step + sampling + graphs + listed + flashinfer.WORKSPACE_BYTES
+        return first_of(each.recorded(forward, plan, shape) for each in capabilities) or forward
 
 
 def _embed_size(model: Any) -> int:
@@ -282,26 +228,9 @@ def _embed_size(model: Any) -> int:
     return int(getattr(model.get_input_embeddings(), "embedding_dim", 0))
 
 
-def pieces_for(device: torch.device, dtype: torch.dtype, threads: int) -> Pieces | None:
+def pieces_for(capabilities: Sequence[Capability], dtype: torch.dtype) -> Pieces | None:
     """The fused pieces for this device and dtype; None if the model is best left unchanged."""
-    from tandem.engine.model.fused.cpu import cpu_pieces
-    from tandem.engine.model.fused.device import DevicePieces
-
-    if device.type == "cpu":
-        return cpu_pieces(dtype, threads)
-    try:
-        from tandem.engine.model.fused.triton_ops import kernels
-
-        kernels()
-    except ImportError as error:
-        log.warning("the model's small operations are not fused, which is slower: %s", error)
-        return None
-    return DevicePieces()
-
-
-def recorded_tokens(shape: ForwardShape) -> int:
-    """The longest step to record: all decodes that may run at once, and short prompts, whose time would go into launches."""
-    return max(shape.max_requests, _SHORT_PROMPT)
+    return first_of(each.pieces(dtype) for each in capabilities)
 
 
 def _choose_attention(
@@ -311,52 +240,9 @@ def _choose_attention(
     shape: ForwardShape,
     pieces: Pieces | None,
     dtype: torch.dtype,
+    capabilities: Sequence[Capability],
 ) -> PagedAttention:
-    from tandem.engine.model.attention import cpu, flashinfer
-    from tandem.engine.model.fused.cpu import CpuPieces
-
-    if isinstance(pieces, CpuPieces):
-        reason = cpu.reason_against(parts.layers, plan, kv_cache.dtype, dtype)
-        if reason is None:
-            return cpu.CpuAttention(pieces, kv_cache, plan, parts.layers)
-        log.info("attention gathers blocks: %s", reason)
-
-    library = flashinfer.find_library() if kv_cache.device.type == "cuda" else None
-    return attention_with(library, kv_cache, plan, parts, shape, dtype)
-
-
-def attention_with(
-    library: Any | None,
-    kv_cache: torch.Tensor,
-    plan: CachePlan,
-    parts: ModelParts,
-    shape: ForwardShape,
-    dtype: torch.dtype,
-) -> PagedAttention:
-    """Attention by FlashInfer if it is installed, computes this model's attention and runs here; otherwise by gathering."""
-    from tandem.engine.model.attention import flashinfer, flashinfer_latents
     from tandem.engine.model.attention.latents import gathering
 
-    layers, expansions = parts.layers, parts.expansions
-    if library is not None:
-        if expansions:
-            reason = flashinfer_latents.reason_against(layers, expansions, dtype)
-        else:
-            reason = flashinfer.reason_against(layers, dtype)
-        if reason is None:
-            attention: FlashInferAttention | FlashInferLatents
-            if expansions:
-                attention = flashinfer_latents.FlashInferLatents(
-                    library, kv_cache, plan, layers, expansions, shape.max_model_len
-                )
-            else:
-                attention = flashinfer.FlashInferAttention(
-                    library, kv_cache, plan, layers, shape.max_model_len, dtype
-                )
-            try:
-                attention.try_out()
-                return attention
-            except Exception as error:  # the library's compiler and kernels may raise anything
-                reason = f"flashinfer does not run here: {error}"
-        log.warning("attention gathers blocks, which is slower: %s", reason)
-    return gathering(kv_cache, plan, parts.expansions)
+    found = first_of(each.attention(kv_cache, plan, parts, shape, pieces, dtype) for each in capabilities)
+    return found if found is not None else gathering(kv_cache, plan, parts.expansions)

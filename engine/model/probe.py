@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Container
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -32,10 +32,10 @@ from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer
-from tandem.engine.model.caches import attending_layer, cache_parameter
+from tandem.engine.model.caches import NotingCache, attending_layer, cache_parameter
 from tandem.engine.model.check import checked
-from tandem.engine.model.recurrent.mixers import NotingCache, wrap
 from tandem.engine.model.shard import elsewhere
+from tandem.engine.model.states import Mixers, StateNoting, states_wing
 from tandem.engine.model.transformers_forward import ModelParts
 
 _PROBE_TOKENS = 8
@@ -73,7 +73,7 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
     parameters = inspect.signature(model.forward).parameters
     takes_positions = "position_ids" in parameters
     name = cache_parameter(parameters)
-    noting = NotingCache(config, model) if name is not None else None
+    noting = _noting_cache(config, model) if name is not None else None
     options: dict[str, Any] = {name: noting} if name is not None else {}
     if not takes_positions and (noting is None or not noting.keeps_states):
         raise _counts_by_itself(config)
@@ -100,9 +100,7 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
             f"({lines[0] if lines else type(error).__name__})"
         ) from error
     attend_by(model, PAGED)
-    mixers = noting.mixers() if noting is not None else None
-    if mixers is not None and not mixers.found:
-        mixers = None
+    mixers = _mixers_of(noting) if noting is not None else None
     everything = set(range(config.num_hidden_layers)) if mixers is not None else elsewhere(model)
     layers = recorder.layers(besides=everything)
     if layers and not takes_positions:
@@ -110,9 +108,25 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
     parts = ModelParts(layers, recorder.own_layers(), mixers, recorder.expansions())
     latents.wrap(parts.expansions, parts.layers)
     if mixers is not None:
-        wrap(mixers)
+        mixers.wrap()
     own.wrap(parts.own)
     return ProbeResult(checked(model, parts, config.vocab_size), output.logits.shape[-1])
+
+
+def _noting_cache(config: Any, model: PreTrainedModel) -> NotingCache:
+    states = states_wing()
+    return states.noting_cache(config, model) if states is not None else NotingCache(config, model)
+
+
+def _mixers_of(noting: NotingCache) -> Mixers | None:
+    if states_wing() is not None:
+        return cast("StateNoting", noting).mixers()
+    if noting.keeps_states:
+        raise ConfigurationError(
+            f"a model of type {noting.model_type} cannot be served: it keeps recurrent states, and this installation has no "
+            "engine/model/recurrent"
+        )
+    return None
 
 
 def _counts_by_itself(config: Any) -> ConfigurationError:

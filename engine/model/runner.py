@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -151,6 +151,15 @@ class Forward(Protocol):
     def hidden(self) -> torch.Tensor:
         """[N, hidden size]: the head's input for `batch.hidden_rows` of the last call. Valid until the next call. Read it only if
         that batch had hidden rows."""
+        ...
+
+
+@runtime_checkable
+class Replays(Protocol):
+    """A forward pass that may replay a recorded step. Ranks must all do so or none."""
+
+    def replays(self, batch: Batch) -> bool:
+        """Whether the step will be replayed: rank 0 asks and tells the others (`Batch.replayed`)."""
         ...
 
 

@@ -26,10 +26,9 @@ from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
-from tandem.engine.model.fused.rotary import take_rotary
-from tandem.engine.model.recurrent.layout import LayerStates
-from tandem.engine.model.recurrent.mixers import Mixers, RecurrentStep, mixing_through
+from tandem.engine.model.pieces import take_rotary
 from tandem.engine.model.runner import Around, Batch, LayerHooks
+from tandem.engine.model.states import Mixers, StatesInCache
 
 # In steps of at most this many tokens, each of torch's operations is too small for two threads.
 _SHORT = 16
@@ -59,7 +58,7 @@ class TransformersForward:
         model: PreTrainedModel,
         attention: PagedAttention,
         parts: ModelParts,
-        states: LayerStates | None = None,
+        states: StatesInCache | None = None,
         adapted: UpdatedLayers | None = None,
         threads: int = 0,
         around: Around | None = None,
@@ -86,16 +85,14 @@ class TransformersForward:
             torch.set_num_threads(1 if batch.num_tokens <= _SHORT else self._threads)
         step = self.attention.begin(batch)
         cache = self._step_cache(batch.positions)
-        mixing = attending = None
-        if self.parts.mixers is not None and self._states is not None:
-            mixing = RecurrentStep(self.parts.mixers, self._states, batch, hooks, cache)
+        attending = None
         if self.parts.own:
             if not isinstance(self.attention, GatheredAttention):
                 raise InternalError("layers that attend by their own code read what is gathered")
             attending = OwnStep(self.attention.kept, self.parts.own, batch, hooks, cache, self._model.dtype)
         with (
             self.adapting(batch.adapter_slots, batch.adapter_slots_used),
-            mixing_through(mixing),
+            self._states.mixing(batch, hooks, cache) if self._states is not None else nullcontext(),
             own_attention_through(attending),
             self._noting_hidden(batch.hidden_rows),
             self._around(batch) if self._around is not None else nullcontext(),
@@ -176,11 +173,12 @@ class TransformersForward:
         return logits if picks or logit_rows is None else logits[logit_rows]
 
     def _step_cache(self, positions: torch.Tensor) -> StepCache:
-        mixers = self.parts.mixers
         before: int | torch.Tensor = 0
         if self.parts.counts:
             before = positions - torch.arange(len(positions), device=positions.device)
-        return StepCache(self.parts.num_layers, mixers.layers if mixers is not None else {}, before)
+        if self._states is not None:
+            return self._states.step_cache(self.parts.num_layers, before)
+        return StepCache(self.parts.num_layers, before)
 
 
 def run_without_attention(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> None:
@@ -201,19 +199,6 @@ def run_without_attention(model: PreTrainedModel, tokens: int, rows: int, device
         if "position_ids" in parameters:
             options["position_ids"] = numbers
         model(input_ids=torch.zeros_like(numbers), use_cache=False, **options)
-
-
-def peak_of_step(model: PreTrainedModel, tokens: int, rows: int, device: torch.device) -> int:
-    """The peak of the device's memory, in bytes, during such a pass."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run_without_attention(model, tokens, rows, device)
-    torch.cuda.synchronize(device)
-    peak = int(torch.cuda.max_memory_allocated(device)) - before
-    # Memory that torch keeps for later must not look used when the cache's size is computed.
-    torch.cuda.empty_cache()
-    return peak
 
 
 class _HookedStep:

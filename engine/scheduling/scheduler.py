@@ -17,7 +17,7 @@ from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager, Tables, hash_block_size
 from tandem.engine.cache.pool import CacheEvents, Residency
-from tandem.engine.cache.state_slots import StateManager
+from tandem.engine.cache.wings import StateTables
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
@@ -439,7 +439,7 @@ class Scheduler:
         if pool.caching:
             groups = self._state.cache.coordinator.managers
             pool.events = CacheEvents(
-                len(groups), untold=[group.index for group in groups if isinstance(group, StateManager)]
+                len(groups), untold=[group.index for group in groups if isinstance(group, StateTables)]
             )
             if self._state.connector is not None:
                 self._state.connector.note_events()

@@ -5,8 +5,4 @@ layers               what one layer computes, and where its KV is in the cache
 gathered, kernel     gathers a request's blocks, and attends with torch
 latents              the same for multi-head latent attention
 own                  runs a layer's own attention code on gathered KV, request by request
-cpu                  attention by the CPU kernels
-flashinfer, flashinfer_latents, pages
-                     attention by FlashInfer's kernels, which read the cache in place
-prebuild             compiles these kernels ahead of time, for container images
 """

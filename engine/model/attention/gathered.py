@@ -14,9 +14,8 @@ import torch
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
-from tandem.engine.model.decode_inputs import DecodeInputs
-from tandem.engine.model.fused.pieces import Rotary, to_fp8, turned
-from tandem.engine.model.runner import Batch, HostBatch
+from tandem.engine.model.pieces import Rotary, to_fp8, turned
+from tandem.engine.model.runner import Batch
 from tandem.engine.model.staging import to_device
 
 # A prompt's chunk is attended in tiles of rows, so that each tile reads only the keys up to its own last position.
@@ -54,38 +53,15 @@ class GroupReads:
 class GatheredAttention:
     """See engine.model.attention.interface.PagedAttention."""
 
-    reads_tables = True
-
     def __init__(self, tensor: torch.Tensor, plan: CachePlan) -> None:
         self.kept = GatheredCache(tensor, plan)
 
     def begin(self, batch: Batch) -> PagedStep:
         groups = range(len(self.kept.plan.groups))
-        return self._step([self.kept.plan_group(batch, group) for group in groups])
+        return self.step_of([self.kept.plan_group(batch, group) for group in groups])
 
-    def fixed(self, inputs: DecodeInputs) -> FixedGathered:
-        return FixedGathered(self, inputs)
-
-    def begin_fixed(self, inputs: DecodeInputs) -> PagedStep:
-        groups = range(len(self.kept.plan.groups))
-        return self._step([self.kept.plan_fixed(inputs, group) for group in groups])
-
-    def _step(self, groups: list[GroupReads]) -> PagedStep:
+    def step_of(self, groups: list[GroupReads]) -> PagedStep:
         return PagedStep(self.kept, groups)
-
-
-class FixedGathered:
-    """Decodes of one shape. It computes on the device, at full width, what `plan_group` decides on the host."""
-
-    def __init__(self, attention: GatheredAttention, inputs: DecodeInputs) -> None:
-        self._attention = attention
-        self._inputs = inputs
-
-    def prepare(self, host: HostBatch | None) -> None:
-        pass
-
-    def begin(self) -> PagedStep:
-        return self._attention.begin_fixed(self._inputs)
 
 
 class PagedStep:
@@ -212,37 +188,6 @@ class GatheredCache:
             reads.extend(self._chunk_reads(batch, group, request))
         return GroupReads(slots // size, slots % size, reads)
 
-    def plan_fixed(self, inputs: DecodeInputs, group: int) -> GroupReads:
-        size, kept, count = self.plan.block_size, self.plan.groups[group], inputs.size
-        device, contexts = self.tensor.device, inputs.context_lens
-        width = inputs.columns
-        if kept.window is not None:
-            # A window of w tokens touches at most this many columns, wherever it begins.
-            width = min(width, (kept.window + size - 2) // size + 1)
-        first_key = kept.first_read(contexts - 1).clamp_(min=0)
-        first_column, last_column = first_key // size, (contexts - 1) // size
-        columns = first_column[:, None] + torch.arange(width, device=device)
-        picked = inputs.block_tables[group].long().gather(1, columns.clamp(max=inputs.columns - 1))
-        picked = picked.masked_fill(columns > last_column[:, None], 0)
-        position = (first_column * size)[:, None] + torch.arange(width * size, device=device)
-        visible = (position >= first_key[:, None]) & (position < contexts[:, None])
-        unwritten = torch.arange(size, device=device) >= (contexts - last_column * size)[:, None]
-        slots = inputs.slot_mapping[group]
-        reads = Reads(
-            0,
-            count,
-            count,
-            1,
-            self._rows(picked),
-            0,
-            width * size,
-            visible[:, None, None, :],
-            False,
-            last_column - first_column,
-            unwritten[:, None, :, None],
-        )
-        return GroupReads(slots // size, slots % size, [reads], inputs.padding)
-
     def _decode_reads(self, batch: Batch, group: int) -> list[Reads]:
         """Takes decodes of similar length together, so that little is gathered in vain."""
         contexts = batch.host_context_lens[: batch.num_decodes]
@@ -263,7 +208,7 @@ class GatheredCache:
         first_column = first_key // size
         last_column = (contexts - 1) // size
         if end - start == 1:
-            blocks = self._rows(
+            blocks = self.rows_of(
                 batch.block_tables[group][start : start + 1, first_column[0] : last_column[0] + 1]
             )
             skip = int(first_key[0] - first_column[0] * size)
@@ -283,7 +228,7 @@ class GatheredCache:
             end,
             end - start,
             1,
-            self._rows(table),
+            self.rows_of(table),
             0,
             width * size,
             mask,
@@ -312,7 +257,7 @@ class GatheredCache:
             size = self.plan.block_size
             table = batch.block_tables[group][request : request + 1, oldest // size : last // size + 1]
             reads.append(
-                Reads(start, end, 1, end - start, self._rows(table), oldest % size, num_keys, mask, False)
+                Reads(start, end, 1, end - start, self.rows_of(table), oldest % size, num_keys, mask, False)
             )
         return reads
 
@@ -328,7 +273,7 @@ class GatheredCache:
         oldest = max(0, kept.first_read(first))
         table = batch.block_tables[group][request : request + 1, oldest // size : (context - 1) // size + 1]
         reads = Reads(
-            start, end, 1, end - start, self._rows(table), oldest % size, context - oldest, None, False
+            start, end, 1, end - start, self.rows_of(table), oldest % size, context - oldest, None, False
         )
         return reads, self._band(first, context - 1, oldest, kept)
 
@@ -341,5 +286,5 @@ class GatheredCache:
             seen &= keys >= kept.first_read(asks)
         return seen
 
-    def _rows(self, table: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, table: torch.Tensor) -> torch.Tensor:
         return table.long()[:, None, :] * self._rows_per_block + self._heads

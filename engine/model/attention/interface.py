@@ -21,9 +21,8 @@ from tandem.base.errors import InternalError
 if TYPE_CHECKING:
     import torch
 
-    from tandem.engine.model.decode_inputs import DecodeInputs
-    from tandem.engine.model.fused.pieces import Rotary
-    from tandem.engine.model.runner import Batch, HostBatch
+    from tandem.engine.model.pieces import Rotary
+    from tandem.engine.model.runner import Batch
 
 
 PAGED = "tandem_paged"
@@ -131,25 +130,7 @@ class AttentionStep(Protocol):
         ...
 
 
-class FixedAttention(Protocol):
-    """Attention of decode steps of one shape, for steps that are recorded once and replayed."""
-
-    def prepare(self, host: HostBatch | None) -> None:
-        """Prepares what a replay needs besides its inputs. Called before each replay, and not recorded. With None all rows are padding."""
-        ...
-
-    def begin(self) -> AttentionStep:
-        """Called while the step is recorded. Everything that it computes must follow from the inputs' tensors on the device."""
-        ...
-
-
 class PagedAttention(Protocol):
     """One model's attention."""
 
-    @property
-    def reads_tables(self) -> bool:
-        """Whether a fixed step reads block tables from its inputs. If so, their width is part of its shape."""
-        ...
-
     def begin(self, batch: Batch) -> AttentionStep: ...
-    def fixed(self, inputs: DecodeInputs) -> FixedAttention: ...

@@ -21,7 +21,7 @@ from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCa
 from tandem.engine.model.attention.interface import AttentionStep
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.fused.pieces import Rotary
+from tandem.engine.model.pieces import Rotary
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class LatentAttention(GatheredAttention):
         super().__init__(tensor, plan)
         self._expansions = expansions
 
-    def _step(self, groups: list[GroupReads]) -> LatentStep:
+    def step_of(self, groups: list[GroupReads]) -> LatentStep:
         return LatentStep(self.kept, groups, self._expansions)
 
 

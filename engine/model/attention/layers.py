@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -13,8 +13,6 @@ from tandem.kvtransfer.base import LayerShare
 
 if TYPE_CHECKING:
     import torch
-
-    from tandem.engine.model.recurrent.layout import StateLayout
 
 
 _NOWHERE = 1 << 30  # the slot of a layer that another stage has; no tensor has it
@@ -43,6 +41,16 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     scale: float | None = None  # of the scores; None if unknown
     softcap: float | None = None
     sinks: bool = False
+
+
+class KeptStates(Protocol):
+    """The recurrent states of a request."""
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def blocks_for(self, block_bytes: int) -> int: ...
 
 
 class CachePlan(msgspec.Struct, frozen=True):
@@ -121,7 +129,7 @@ class CachePlan(msgspec.Struct, frozen=True):
 def plan_cache(
     layers: tuple[AttentionLayer, ...],
     block_size: int,
-    states: StateLayout | None = None,
+    states: KeptStates | None = None,
     dtype: torch.dtype | None = None,  # of the cache; only with states
 ) -> CachePlan:
     """Groups the layers so that every group has the same number of slots and little memory is wasted.
@@ -129,7 +137,7 @@ def plan_cache(
     A block has the same size in each group, so a group with fewer layers than slots wastes the rest. If the kinds of layers differ much
     in number (say 5 sliding for 1 full), the larger kind is split into several groups of the smaller one's size, if that wastes less.
     """
-    if states is not None and dtype is not None and states.states:
+    if states is not None and dtype is not None and states.num_bytes:
         return _with_states(plan_cache(layers, block_size) if layers else None, block_size, states, dtype)
     kinds: dict[tuple[int | None, bool], list[int]] = {}
     for layer in layers:
@@ -187,7 +195,7 @@ def plan_cache(
 
 
 def _with_states(
-    plan: CachePlan | None, block_size: int, states: StateLayout, dtype: torch.dtype
+    plan: CachePlan | None, block_size: int, states: KeptStates, dtype: torch.dtype
 ) -> CachePlan:
     """The plan of a model without attention: a block holds one request's states."""
     if plan is None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.engine.model import tape
-from tandem.engine.model.fused.pieces import Activation, Matrix, Piece
+from tandem.engine.model.fused import tape
 from tandem.engine.model.native.forward import checked, cores_for, numbered
+from tandem.engine.model.pieces import Activation, Matrix, Piece
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 

@@ -26,7 +26,9 @@ from transformers import PreTrainedModel
 
 from tandem.engine.model.attention.interface import attention_options, attention_through
 from tandem.engine.model.attention.kernel import attend
-from tandem.engine.model.fused.pieces import (
+from tandem.engine.model.fused.rotary import RotaryWatch
+from tandem.engine.model.kernel_linear import KernelLinear
+from tandem.engine.model.pieces import (
     EXACT,
     ROUNDED,
     Activation,
@@ -38,11 +40,11 @@ from tandem.engine.model.fused.pieces import (
     activate,
     agrees,
     error_of,
+    replace_forward,
     rms_norm,
+    take_rotary,
     turned,
 )
-from tandem.engine.model.fused.rotary import RotaryWatch, replace_forward, take_rotary
-from tandem.engine.model.kernel_linear import KernelLinear
 
 if TYPE_CHECKING:
     from tandem.engine.model.adapters import UpdatedLayers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,27 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tandem.base.errors import InternalError
-from tandem.engine.model.fused.pieces import Norm, Piece, Rotary, agrees, rotated
+from tandem.engine.model.pieces import Norm, Rotary, agrees, put_off_rotary, replace_forward, rotated
 
 _ROTARY = "apply_rotary_pos_emb"
-
-
-class _Waiting(threading.local):
-    rotary: tuple[torch.Tensor, torch.Tensor, Rotary] | None = None
-
-
-_waiting = _Waiting()
-
-
-def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
-    """The rotary embedding that was delayed for these tensors; None without one. It is taken once."""
-    waiting, _waiting.rotary = _waiting.rotary, None
-    if waiting is None:
-        return None
-    if waiting[0] is not query or waiting[1] is not key:
-        raise InternalError("rotary embedding was put off for other tensors than attention got")
-    return waiting[2]
 
 
 def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[..., Any]:
@@ -44,7 +25,7 @@ def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[...
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _waiting.rotary = query, key, Rotary(cosines[0], sines[0], query_norm, key_norm)
+        put_off_rotary(query, key, Rotary(cosines[0], sines[0], query_norm, key_norm))
         return query, key
 
     return put_off
@@ -169,7 +150,3 @@ def _copied(
     copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
-
-
-def replace_forward(module: nn.Module, piece: Piece) -> None:
-    module.__dict__["forward"] = piece

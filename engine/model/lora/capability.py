@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.capabilities import Capability, ModelLoad
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tandem.engine.model.attention.layers import CachePlan
-    from tandem.engine.model.fused.pieces import Pieces
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
     from tandem.engine.model.lora.layers import AdaptedLayers
+    from tandem.engine.model.lora.rows import RowKernels
     from tandem.engine.model.lora.slots import AdapterSlots
     from tandem.engine.model.parts import RunnerPart
+    from tandem.engine.model.pieces import Pieces
     from tandem.engine.model.transformers_forward import ModelParts
 
 
@@ -48,7 +49,6 @@ class AdapterCapability(Capability):
         )
 
     def find(self, model: PreTrainedModel, pieces: Pieces | None) -> None:
-        from tandem.engine.model.fused.cpu import CpuPieces
         from tandem.engine.model.lora.layers import find_layers
         from tandem.engine.model.transformers_forward import run_without_attention
 
@@ -57,7 +57,7 @@ class AdapterCapability(Capability):
             lambda tokens: run_without_attention(model, tokens, 1, model.device),
             slots=self._loading.scheduler.max_loras,
             rank=self._loading.model.max_lora_rank,
-            kernels=pieces if isinstance(pieces, CpuPieces) else None,
+            kernels=cast("RowKernels", pieces) if pieces is not None and pieces.adds_updates else None,
         )
 
     def change(self, model: PreTrainedModel) -> None:

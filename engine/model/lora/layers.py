@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tandem.engine.model.fused.rotary import replace_forward
 from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.lora.rows import AdaptedLayer, RowKernels, StepRows
+from tandem.engine.model.pieces import replace_forward
 
 
 class AdaptedLayers:

@@ -3,5 +3,5 @@
 format   finds out whether a checkpoint is quantized, and joins the loader
 formats  the tensors of a quantized matrix in a checkpoint, and the numbers that it stands for
 loading  loads quantized matrices with transformers, and turns them into ordinary linear layers or into ones with GPU kernels
-kernels  linear layers that compute with quantized matrices, by kernels of torch and FlashInfer
+kernels  linear layers that compute with quantized matrices, by kernels of torch and FlashInfer; round_rows rounds their rows
 """

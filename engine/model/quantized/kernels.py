@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from tandem.engine.model.fused import triton_ops
 from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.quantized.formats import (
     Kind,
@@ -25,6 +24,7 @@ from tandem.engine.model.quantized.formats import (
     fp8_scales,
     kind_of,
 )
+from tandem.engine.model.quantized.round_rows import quantize_rows
 
 _BLOCK = 128  # rows and columns of a block with FP8
 _GROUPS = (32, 64, 128, 256)  # the numbers of inputs per scale that torch's kernel takes
@@ -47,7 +47,7 @@ class RowScaled(KernelLinear):
         self.bias = bias
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        rounded, scales = triton_ops.quantize_rows(rows)
+        rounded, scales = quantize_rows(rows)
         return torch._scaled_mm(rounded, self.weight.t(), scales, self.scales.t(), out_dtype=torch.bfloat16)
 
     def joined(self, others: Sequence[Self]) -> Self | None:

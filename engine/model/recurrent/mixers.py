@@ -15,17 +15,17 @@ to be known about an architecture.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import msgspec
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from tandem.base.errors import ConfigurationError
-from tandem.engine.model.caches import OwnCache, RowsOf, StepCache
+from tandem.base.errors import ConfigurationError, InternalError
+from tandem.engine.model.caches import NotingCache, RowsOf, StepCache
 from tandem.engine.model.recurrent.layout import (
     CONV,
     MATRIX,
@@ -38,6 +38,57 @@ from tandem.engine.model.recurrent.layout import (
 from tandem.engine.model.runner import Batch, LayerHooks
 
 
+class StateCache(StepCache):
+    """It also holds the states of the requests whose rows a mixer computes next."""
+
+    def __init__(self, num_layers: int, states_of: Mapping[int, int], before: int | torch.Tensor) -> None:
+        """`states_of` is how many states transformers' cache has for each layer."""
+        super().__init__(num_layers, before)
+        self._states_of = states_of
+        self._matrices: dict[int, torch.Tensor | None] = {}
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self._matrices.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self._matrices[layer_idx] = linear_cache
+
+    def put(self, states: tuple[State, ...], values: dict[StateKey, torch.Tensor], begins: bool) -> None:
+        """Sets the states for the next run of a mixer, which writes to these tensors. With `begins` they count as empty."""
+        for layer in {state.layer for state in states}:
+            self.layers[layer] = LinearAttentionLayer(number_of_states=self._states_of.get(layer, 1))
+        for state in states:
+            place, value = self.layers[state.layer], values[state.key]
+            if state.kind == MATRIX:
+                self._matrices[state.layer] = None if begins else value
+                continue
+            place.has_previous_state[state.number] = not begins
+            place.device, place.dtype = value.device, value.dtype
+            if state.kind == CONV:
+                place.conv_states[state.number] = value
+                place.conv_kernel_size[state.number] = state.shape[-1]
+                place.is_conv_states_initialized[state.number] = True
+            else:
+                place.recurrent_states[state.number] = value
+                place.is_recurrent_states_initialized[state.number] = True
+
+    def taken(self, states: tuple[State, ...]) -> dict[StateKey, torch.Tensor]:
+        """Returns the states that the mixer has left."""
+        left: dict[StateKey, torch.Tensor] = {}
+        for state in states:
+            place = self.layers[state.layer]
+            if state.kind == MATRIX:
+                value = self._matrices.get(state.layer)
+            elif state.kind == CONV:
+                value = place.conv_states[state.number]
+            else:
+                value = place.recurrent_states[state.number]
+            if value is None:
+                raise InternalError(f"layer {state.layer} kept no state")
+            left[state.key] = value
+        return left
+
+
 class Mixer(msgspec.Struct, frozen=True):
     """A module, and the states that only it reads and writes."""
 
@@ -46,7 +97,7 @@ class Mixer(msgspec.Struct, frozen=True):
 
 
 class Mixers(msgspec.Struct, frozen=True):
-    """All mixers of a model."""
+    """All mixers of a model. See engine.model.states.Mixers."""
 
     found: tuple[Mixer, ...]
     layout: StateLayout
@@ -55,47 +106,39 @@ class Mixers(msgspec.Struct, frozen=True):
     # The mixers continue from a state one token at a time; several tokens at once only from a prompt's beginning.
     stepwise: bool = False
 
+    def token_by_token(self) -> Mixers:
+        return msgspec.structs.replace(self, stepwise=True)
 
-class NotingCache(OwnCache):
-    """A cache that notes which module reads and writes each state."""
+    def wrap(self) -> None:
+        for mixer in self.found:
+            mixer.module.forward = _wrapped(mixer, mixer.module.forward)
+
+    def bound_to(self, kv_cache: torch.Tensor) -> BoundMixers:
+        return BoundMixers(self, LayerStates(kv_cache, self.layout))
+
+
+class BoundMixers(msgspec.Struct, frozen=True):
+    """See engine.model.states.StatesInCache."""
+
+    mixers: Mixers
+    store: LayerStates
+
+    def step_cache(self, num_layers: int, before: int | torch.Tensor) -> StateCache:
+        return StateCache(num_layers, self.mixers.layers, before)
+
+    def mixing(
+        self, batch: Batch, hooks: LayerHooks | None, cache: StepCache
+    ) -> AbstractContextManager[None]:
+        assert isinstance(cache, StateCache)
+        return mixing_through(RecurrentStep(self.mixers, self.store, batch, hooks, cache))
+
+
+class StateNotingCache(NotingCache):
+    """A cache that notes, besides, which module reads and writes each state."""
 
     def __init__(self, config: Any, model: PreTrainedModel) -> None:
-        super().__init__(config)
-        self._name = config.model_type
-        self._model = model
-        self._running: list[torch.nn.Module] = []
+        super().__init__(config, model)
         self._owners: dict[StateKey, torch.nn.Module] = {}
-        self.keepers: dict[int, torch.nn.Module] = {}  # by layer, the module that passed keys and values
-        # By layer, what the cache returned for these.
-        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        def enter(module: torch.nn.Module, _args: Any) -> None:
-            self._running.append(module)
-
-        def leave(_module: torch.nn.Module, _args: Any, _out: Any) -> None:
-            self._running.pop()
-
-        handles = []
-        for module in self._model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether the model keeps states, by the kinds of layers in transformers' cache."""
-        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.keepers[layer_idx] = self._running[-1]
-        self.kept[layer_idx] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return self.kept[layer_idx]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         self._note((layer_idx, CONV, state_idx))
@@ -124,13 +167,13 @@ class NotingCache(OwnCache):
         super().set_linear_cache(layer_idx, linear_cache)
 
     def _note(self, key: StateKey) -> None:
-        if not self._running or self._owners.setdefault(key, self._running[-1]) is not self._running[-1]:
+        if not self.running or self._owners.setdefault(key, self.running[-1]) is not self.running[-1]:
             raise ConfigurationError(
-                f"a model of type {self._name} cannot be served: the state of layer {key[0]} is used by more than one module"
+                f"a model of type {self.model_type} cannot be served: the state of layer {key[0]} is used by more than one module"
             )
 
-    def mixers(self) -> Mixers:
-        """The mixers that were noted, with their states."""
+    def mixers(self) -> Mixers | None:
+        """The mixers that were noted, with their states; None without any."""
         of_module: dict[torch.nn.Module, list[State]] = {}
         for key, module in self._owners.items():
             value = self._value(key)
@@ -138,6 +181,8 @@ class NotingCache(OwnCache):
                 continue  # read but never written: a layer with only a convolution has no other state
             state = State(*key, shape=tuple(value.shape[1:]), dtype=value.dtype)
             of_module.setdefault(module, []).append(state)
+        if not of_module:
+            return None
         found = tuple(Mixer(module, tuple(states)) for module, states in of_module.items())
         layers = {
             index: getattr(layer, "number_of_states", 1)
@@ -150,7 +195,7 @@ class NotingCache(OwnCache):
     def _value(self, key: StateKey) -> torch.Tensor | None:
         layer, kind, number = key
         if kind == MATRIX:
-            return self._matrices.get(layer)
+            return self.matrices.get(layer)
         states = self.layers[layer].conv_states if kind == CONV else self.layers[layer].recurrent_states
         value: torch.Tensor | None = states[number]
         return value
@@ -171,7 +216,7 @@ class RecurrentStep:
     """All mixers' work in one step."""
 
     def __init__(
-        self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None, cache: StepCache
+        self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None, cache: StateCache
     ) -> None:
         self._cache = cache
         self._store = store
@@ -253,19 +298,13 @@ _current = _Current()
 
 
 @contextmanager
-def mixing_through(step: RecurrentStep | None) -> Iterator[None]:
-    """Inside, mixers that run in this thread keep their states in the blocks of `step`'s requests. With None they run unchanged."""
+def mixing_through(step: RecurrentStep) -> Iterator[None]:
+    """Inside, mixers that run in this thread keep their states in the blocks of `step`'s requests. Outside they run unchanged."""
     _current.step = step
     try:
         yield
     finally:
         _current.step = None
-
-
-def wrap(mixers: Mixers) -> None:
-    """Wraps the mixers' modules, so that within `mixing_through` they are computed request by request."""
-    for mixer in mixers.found:
-        mixer.module.forward = _wrapped(mixer, mixer.module.forward)
 
 
 def _wrapped(mixer: Mixer, forward: Callable[..., Any]) -> Callable[..., Any]:

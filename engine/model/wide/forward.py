@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.decode_graphs import DecodeGraphs
-from tandem.engine.model.runner import Batch, Forward, HostBatch, LayerHooks
+from tandem.engine.model.runner import Batch, Forward, HostBatch, LayerHooks, Replays
 from tandem.engine.model.shard import Lead, Shard, exchange_logits
 from tandem.engine.model.staging import on, to_device_together
 
@@ -108,7 +107,7 @@ class LeadingForward:
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         together = None
-        if isinstance(self._forward, DecodeGraphs):
+        if isinstance(self._forward, Replays):
             # Only this rank's batch says what a recorded step cannot give, such as hidden states.
             batch = dataclasses.replace(batch, replayed=self._forward.replays(batch))
         if hooks is not None:

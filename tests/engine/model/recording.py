@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.engine.model.tape import Tape
+from tandem.engine.model.fused.tape import Tape
 
 
 def record(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """See engine.model.decode_graphs.Record."""
+    """See engine.model.cuda.decode_graphs.Record."""
     work()
     tape = Tape()
     result = tape.record(work)

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from tandem.engine.model import decode_graphs, torch_runner
-from tandem.engine.model.decode_graphs import CudaRecorder
+from tandem.engine.model import torch_runner
+from tandem.engine.model.cuda import decode_graphs
+from tandem.engine.model.cuda.decode_graphs import CudaRecorder
+from tandem.engine.model.cuda.step_memory import peak_of_step
+from tandem.engine.model.general import load_model
+from tandem.engine.model.source import find_source
 from tandem.engine.model.staging import on
 from tests.engine.model import tiny
+from tests.engine.model.fake_device import CUDA, FakeDevice
 from tests.engine.model.test_loading import greedy, load
 
 
@@ -123,3 +129,20 @@ def test_a_step_is_started_on_the_models_device(tmp_path: Path, monkeypatch: pyt
     runner._forward = lambda batch, hooks: seen.append(list(current)) or forward(batch, hooks)
     greedy(runner, 2)
     assert seen == [[torch.device("cpu")]] * 2
+
+
+def test_a_step_is_measured_on_the_device(tmp_path: Path) -> None:
+    """Every module runs, logits are computed for the rows that are sampled, and nothing stays."""
+    llama = tiny.save("llama", tmp_path)
+    model = load_model(
+        find_source(str(llama)),
+        transformers.AutoConfig.from_pretrained(llama),
+        torch.float32,
+        torch.device("cpu"),
+        lambda *_: None,
+    )
+    device = FakeDevice()
+    with device.present():
+        assert peak_of_step(model, 24, 3, CUDA) > 0
+    assert {"embedding", "linear"} <= device.operations
+    assert device.emptied

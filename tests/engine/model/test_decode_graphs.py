@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import paths
-from tandem.engine.model.attention import flashinfer
-from tandem.engine.model.attention.flashinfer import FlashInferAttention, reason_against
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.attention.pages import requests_of
-from tandem.engine.model.decode_graphs import DecodeGraphs, Record
-from tandem.engine.model.decode_inputs import bucket_of, table_width, token_buckets
-from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.cuda import flashinfer
+from tandem.engine.model.cuda.capability import attention_with
+from tandem.engine.model.cuda.decode_graphs import DecodeGraphs, Record
+from tandem.engine.model.cuda.decode_inputs import bucket_of, table_width, token_buckets
+from tandem.engine.model.cuda.flashinfer import FlashInferAttention, reason_against
+from tandem.engine.model.cuda.pages import requests_of
+from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, HostBatch
@@ -87,7 +88,7 @@ class Case:
                 patch.setattr(
                     paths,
                     "_choose_attention",
-                    lambda cache, plan, parts, shape, pieces, dtype: FlashInferAttention(
+                    lambda cache, plan, parts, shape, pieces, dtype, _: FlashInferAttention(
                         fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
                     ),
                 )
@@ -495,28 +496,28 @@ def test_kernels_that_read_other_pages_are_not_used(how: str, monkeypatch: pytes
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Misread)
     shape = ForwardShape(max_requests=2, max_model_len=16)
-    made = paths.attention_with(library, cache, plan, ModelParts(layers), shape, cache.dtype)
-    assert isinstance(made, GatheredAttention if how else FlashInferAttention)
+    made = attention_with(library, cache, plan, ModelParts(layers), shape, cache.dtype)
+    assert made is None if how else isinstance(made, FlashInferAttention)
     assert not cache.any()
 
 
 @pytest.mark.parametrize(
-    ("library", "dtype", "sinks", "expected"),
+    ("library", "dtype", "sinks", "used"),
     [
-        (fake_flashinfer, torch.bfloat16, False, FlashInferAttention),
-        (fake_flashinfer, torch.float32, False, GatheredAttention),
-        (fake_flashinfer, torch.bfloat16, True, GatheredAttention),
+        (fake_flashinfer, torch.bfloat16, False, True),
+        (fake_flashinfer, torch.float32, False, False),
+        (fake_flashinfer, torch.bfloat16, True, False),
         (
             SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken),
             torch.bfloat16,
             False,
-            GatheredAttention,
+            False,
         ),
-        (None, torch.bfloat16, False, GatheredAttention),
+        (None, torch.bfloat16, False, False),
     ],
 )
 def test_the_library_is_tried_out_before_it_is_relied_on(
-    library: object, dtype: torch.dtype, sinks: bool, expected: type, monkeypatch: pytest.MonkeyPatch
+    library: object, dtype: torch.dtype, sinks: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     layers = tuple(
@@ -526,5 +527,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)
     shape = ForwardShape(max_requests=2, max_model_len=16)
-    assert isinstance(paths.attention_with(library, cache, plan, ModelParts(layers), shape, dtype), expected)
+    made = attention_with(library, cache, plan, ModelParts(layers), shape, dtype)
+    assert isinstance(made, FlashInferAttention) == used
     assert not cache.any()

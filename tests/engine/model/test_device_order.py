@@ -19,8 +19,8 @@ from tandem.engine.model.adapters import Adapter, LayerUpdate
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.capabilities import ModelLoad
 from tandem.engine.model.checkpoint import read_config
-from tandem.engine.model.decode_graphs import CudaRecorder, DecodeGraphs
-from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.cuda.decode_graphs import CudaRecorder, DecodeGraphs
+from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.paths import load_general

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.model.attention import flashinfer as ours
-from tandem.engine.model.attention import flashinfer_latents, prebuild
-from tandem.engine.model.attention.flashinfer import FlashInferAttention
 from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
-from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda import flashinfer as ours
+from tandem.engine.model.cuda import flashinfer_latents, prebuild
+from tandem.engine.model.cuda.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda.flashinfer import FlashInferAttention
 from tandem.engine.model.runner import Batch, HostBatch
 from tests.engine.model.fake_device import CUDA, FakeDevice
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engine.model import paths
-from tandem.engine.model.attention.flashinfer import FlashInferAttention
 from tandem.engine.model.attention.interface import PAGED
+from tandem.engine.model.cuda.flashinfer import FlashInferAttention
+from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces
-from tandem.engine.model.fused.device import DevicePieces
 from tandem.engine.model.fused.find import Fused, SharedProduct, fuse
-from tandem.engine.model.fused.pieces import Activation, Matrix, activate, rms_norm
+from tandem.engine.model.pieces import Activation, Matrix, activate, rms_norm
 from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.test_decode_graphs import load
@@ -249,11 +249,11 @@ def test_a_layer_is_few_launches(architecture: str, most: int, tmp_path: Path) -
             patch.setattr(
                 paths,
                 "_choose_attention",
-                lambda cache, plan, parts, shape, pieces, dtype: FlashInferAttention(
+                lambda cache, plan, parts, shape, pieces, dtype, _: FlashInferAttention(
                     fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
                 ),
             )
-            patch.setattr("tandem.engine.model.attention.flashinfer.WORKSPACE_BYTES", 1 << 10)
+            patch.setattr("tandem.engine.model.cuda.flashinfer.WORKSPACE_BYTES", 1 << 10)
             runner = load(path, pieces)
         layers = runner.info.num_layers
         driver = Driver(runner)

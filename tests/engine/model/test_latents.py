@@ -13,13 +13,13 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model import paths
-from tandem.engine.model.attention import flashinfer_latents
-from tandem.engine.model.attention.flashinfer_latents import FlashInferLatents
 from tandem.engine.model.attention.latents import Expansion, LatentAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
-from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda import flashinfer_latents
+from tandem.engine.model.cuda.capability import attention_with
+from tandem.engine.model.cuda.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda.flashinfer_latents import FlashInferLatents
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
@@ -166,6 +166,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(fails: str) -> None:
     plan = plan_cache(LAYERS, 4)
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     parts = ModelParts(LAYERS, expansions=expansions())
-    made = paths.attention_with(library, cache, plan, parts, ForwardShape(2, 16), cache.dtype)
-    assert isinstance(made, LatentAttention if fails else FlashInferLatents)
+    made = attention_with(library, cache, plan, parts, ForwardShape(2, 16), cache.dtype)
+    assert made is None if fails else isinstance(made, FlashInferLatents)
     assert not cache.any()

@@ -25,17 +25,15 @@ from tandem.engine.model import memory, paths
 from tandem.engine.model.attention.interface import probed_mask
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.checkpoint import eos_tokens
-from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.memory import size_block_pool
-from tandem.engine.model.source import ModelSource, find_source
+from tandem.engine.model.source import ModelSource
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.transformers_forward import TransformersForward, peak_of_step
+from tandem.engine.model.transformers_forward import TransformersForward
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from tests.engine.model.fake_device import CUDA, FakeDevice
 
 PROMPT = [7, 9, 11, 13, 5]
 
@@ -425,22 +423,6 @@ def test_what_a_step_needs_beside_the_cache_stays_free(llama: Path, monkeypatch:
     assert blocks(40 << 20, memory_share=0.1) == int((100 << 20) * 0.1) // block
     with pytest.raises(ConfigurationError, match="is missing"):
         blocks(100 << 20)
-
-
-def test_a_step_is_measured_on_the_device(llama: Path) -> None:
-    """Every module runs, logits are computed for the rows that are sampled, and nothing stays."""
-    model = load_model(
-        find_source(str(llama)),
-        transformers.AutoConfig.from_pretrained(llama),
-        torch.float32,
-        torch.device("cpu"),
-        lambda *_: None,
-    )
-    device = FakeDevice()
-    with device.present():
-        assert peak_of_step(model, 24, 3, CUDA) > 0
-    assert {"embedding", "linear"} <= device.operations
-    assert device.emptied
 
 
 def test_loading_needs_no_copy_of_the_folder(llama: Path) -> None:

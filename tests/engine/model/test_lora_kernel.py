@@ -12,8 +12,8 @@ import torch
 from tandem.base.errors import InternalError
 from tandem.engine.model.adapters import LayerUpdate
 from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces
-from tandem.engine.model.fused.pieces import Activation, Matrix, Piece, activate
 from tandem.engine.model.lora.rows import AdaptedLayer, StepRows
+from tandem.engine.model.pieces import Activation, Matrix, Piece, activate
 from tandem.kernels import library
 from tests.kernels import probes
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.batching import StepOnDevice
-from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.cuda.pieces import DevicePieces
+from tandem.engine.model.fused.recorded_steps import RecordedSteps
+from tandem.engine.model.fused.tape import LOOKS
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.recorded_steps import RecordedSteps
 from tandem.engine.model.runner import Batch, LayerHooks
-from tandem.engine.model.tape import LOOKS
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler

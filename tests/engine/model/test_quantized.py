@@ -15,7 +15,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import choose_dtype, read_config
-from tandem.engine.model.fused.device import DevicePieces
+from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.find import fuse
 from tandem.engine.model.general import load_model
 from tandem.engine.model.loading import load_runner

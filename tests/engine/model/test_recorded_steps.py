@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model import recorded_steps
+from tandem.engine.model.fused import recorded_steps
+from tandem.engine.model.fused.recorded_steps import RecordedSteps
+from tandem.engine.model.fused.tape import CannotRecord, Tape
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.recorded_steps import RecordedSteps
-from tandem.engine.model.tape import CannotRecord, Tape
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
 from tandem.wire.adapters import identity_of

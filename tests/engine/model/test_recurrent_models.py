@@ -18,10 +18,9 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
-from tandem.engine.model import caches
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.probe import probe_attention
-from tandem.engine.model.recurrent import layout
+from tandem.engine.model.recurrent import layout, mixers
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import SamplingParams
@@ -227,7 +226,7 @@ def test_a_state_that_does_not_hold_all_is_noticed_before_the_model_serves(
     """As if a module of a new architecture kept something beside its states."""
     model = AutoModelForCausalLM.from_config(tiny.RECURRENT["qwen3.5"](), attn_implementation="eager")
     model.eval()
-    put = caches.StepCache.put
+    put = mixers.StateCache.put
 
     def forgetful(self, states, values, begins):  # type: ignore[no-untyped-def]
         for key, value in values.items():
@@ -235,7 +234,7 @@ def test_a_state_that_does_not_hold_all_is_noticed_before_the_model_serves(
                 value[..., -1] = 0
         put(self, states, values, begins)
 
-    monkeypatch.setattr(caches.StepCache, "put", forgetful)
+    monkeypatch.setattr(mixers.StateCache, "put", forgetful)
     with pytest.raises(ConfigurationError, match="a prompt that is read in parts gives other logits"):
         probe_attention(model)
 

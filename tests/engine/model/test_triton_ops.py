@@ -20,8 +20,9 @@ pytestmark = [
 # Triton decides once whether it interprets, when it is imported: so in a process of its own.
 _CODE = """
 import torch
-from tandem.engine.model.fused import triton_ops as ops
-from tandem.engine.model.fused.pieces import Activation
+from tandem.engine.model.cuda import triton_ops as ops
+from tandem.engine.model.quantized import round_rows as rounds
+from tandem.engine.model.pieces import Activation
 torch.manual_seed(0)
 wide = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -49,7 +50,7 @@ for dtype in wide:
         for activation in Activation:
             same(ops._launch_gated(x, activation.value), ops._plain_gated(x, activation.value), "gated")
     for x in (torch.randn(5, 48).to(dtype), torch.zeros(2, 40).to(dtype), whole[0, :, 7:50]):
-        (ours, scale), (theirs, right) = ops._launch_quantize_rows(x), ops._plain_quantize_rows(x)
+        (ours, scale), (theirs, right) = rounds._launch_quantize_rows(x), rounds._plain_quantize_rows(x)
         same(scale, right, "scales")
         assert ours.dtype == theirs.dtype
         rounded_alike(ours.float(), theirs.float())
@@ -124,7 +125,8 @@ def launcher(kernel, grid):
     return launch
 
 JITFunction.__getitem__ = launcher
-from tandem.engine.model.fused import triton_ops as ops
+from tandem.engine.model.cuda import triton_ops as ops
+from tandem.engine.model.quantized import round_rows as rounds
 bf16, f16, f32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 for dtype in (bf16, f16) if all_of_them else (bf16,):
     for rows, n in ((1, 4096), (3, 576), (2, 8192)):
@@ -137,7 +139,7 @@ for dtype in (bf16, f16) if all_of_them else (bf16,):
         ops._launch_gated(torch.ones(1, 5, 2 * 1536, dtype=dtype), activation)
     if capability >= 89:
         for n in (4096, 14336):
-            ops._launch_quantize_rows(torch.ones(5, n, dtype=dtype))
+            rounds._launch_quantize_rows(torch.ones(5, n, dtype=dtype))
 kinds = [(bf16, bf16), (f16, f16)] + ([(bf16, fp8)] if capability >= 89 else [])
 for dtype, kept in kinds if all_of_them else kinds[:1]:
     for dim, q_heads, heads in ((128, 32, 8), (64, 9, 3), (256, 8, 4), (96, 32, 32)) if all_of_them else ((128, 32, 8),):

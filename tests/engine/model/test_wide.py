@@ -17,7 +17,7 @@ import transformers
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
-from tandem.engine.model.decode_graphs import DecodeGraphs
+from tandem.engine.model.cuda.decode_graphs import DecodeGraphs
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner

@@ -1,6 +1,6 @@
 """Compiles FlashInfer's kernels ahead of time, for a container image. Otherwise each of its pods would compile them:
 
-    FLASHINFER_CUDA_ARCH_LIST="8.0 9.0a" python -m tandem.engine.model.attention.prebuild [HEAD_DIM ...] [--windows] [--softcaps] [--fp8]
+    FLASHINFER_CUDA_ARCH_LIST="8.0 9.0a" python -m tandem.engine.model.cuda.prebuild [HEAD_DIM ...] [--windows] [--softcaps] [--fp8]
 
 It needs FlashInfer and CUDA's compiler, but no GPU. All modules are compiled in one run of ninja, a few minutes of a core each. Further
 kernels that a model needs are compiled when it is first loaded.

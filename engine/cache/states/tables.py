@@ -19,15 +19,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tandem.base.errors import ConfigurationError, InternalError
-from tandem.engine.cache.group_manager import GroupManager, KVCacheGroup
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.cache.pool import BlockPool
+from tandem.engine.cache.wings import StateTables
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import NULL_BLOCK_ID
 
 _NEVER = 1 << 62  # more tokens than any request has
 
 
-class StateManager(GroupManager):
+class StateManager(StateTables):
     """The block tables of a group of recurrent states, and its checkpoints."""
 
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
@@ -43,7 +44,7 @@ class StateManager(GroupManager):
         self._kept: dict[str, list[tuple[int, bytes]]] = {}
         self._copies: list[tuple[int, int]] = []  # (from, to) in the step that is being planned
         self._of_copies: list[int] = []  # the checkpoint blocks that these copies read or write
-        self.held: list[int] = []  # the checkpoint blocks of all steps that are planned and not booked
+        self.held: list[int] = []
 
     # --- what a prompt finds
 
@@ -182,8 +183,6 @@ class StateManager(GroupManager):
         return blocks
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """Returns the planned step's copies, and the checkpoint blocks among them, which the caller passes to `release` when the step
-        is booked."""
         copies, self._copies = self._copies, []
         checkpoints, self._of_copies = self._of_copies, []
         self.held += checkpoints

@@ -1,14 +1,18 @@
-"""The contract of fused operations (`Pieces`), and the plain formula that each must agree with."""
+"""The contract of fused operations (`Pieces`), and the plain formula that each must agree with. `fused/` puts them into models; `take_rotary`
+hands attention what was put off until then."""
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 import torch.nn.functional as F
+
+from tandem.base.errors import InternalError
 
 if TYPE_CHECKING:
     from tandem.engine.model.adapters import UpdatedLayer
@@ -133,3 +137,29 @@ def error_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         return float("inf")
     error = (ours.float() - theirs.float()).abs().max().item()
     return float(error / max(theirs.float().abs().max().item(), 1e-6))
+
+
+def replace_forward(module: torch.nn.Module, piece: Piece) -> None:
+    module.__dict__["forward"] = piece
+
+
+class _Waiting(threading.local):
+    rotary: tuple[torch.Tensor, torch.Tensor, Rotary] | None = None
+
+
+_waiting = _Waiting()
+
+
+def put_off_rotary(query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> None:
+    """Leaves it to the attention to which these tensors go next."""
+    _waiting.rotary = query, key, rotary
+
+
+def take_rotary(query: torch.Tensor, key: torch.Tensor) -> Rotary | None:
+    """The rotary embedding that was delayed for these tensors; None without one. It is taken once."""
+    waiting, _waiting.rotary = _waiting.rotary, None
+    if waiting is None:
+        return None
+    if waiting[0] is not query or waiting[1] is not key:
+        raise InternalError("rotary embedding was put off for other tensors than attention got")
+    return waiting[2]

@@ -9,13 +9,11 @@ from ctypes import byref, c_int32
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model import tape
-from tandem.engine.model.attention.interface import FixedAttention
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.fused import tape
 from tandem.engine.model.fused.cpu import CpuPieces, described
-from tandem.engine.model.fused.pieces import Rotary
 from tandem.engine.model.native.forward import checked, numbered, step_batch
+from tandem.engine.model.pieces import Rotary
 from tandem.engine.model.runner import Batch
 from tandem.kernels import library
 
@@ -44,8 +42,6 @@ def reason_against(
 
 class CpuAttention:
     """See tandem.engine.model.attention.interface.PagedAttention."""
-
-    reads_tables = True
 
     def __init__(
         self, pieces: CpuPieces, tensor: torch.Tensor, plan: CachePlan, layers: tuple[AttentionLayer, ...]
@@ -89,9 +85,6 @@ class CpuAttention:
 
     def begin(self, batch: Batch) -> _Step:
         return _Step(self, batch)
-
-    def fixed(self, inputs: DecodeInputs) -> FixedAttention:
-        raise InternalError("steps are recorded on devices, and this attention is a CPU's")
 
 
 class _Step:

@@ -6,7 +6,7 @@ them. Views need no recording, because the tensors that they view stay where the
 
 Whatever else the work read on the host is frozen in the recording. Reads of values that can be detected are refused
 (`CannotRecord`). For the others, the caller compares a tape's results with the model's before it uses them
-(engine.model.recorded_steps).
+(engine.model.fused.recorded_steps).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from tandem.engine.model.fused import triton_ops
-from tandem.engine.model.fused.pieces import Activation, Matrix, NotOneMatrix, Piece
+from tandem.engine.model.cuda import triton_ops
+from tandem.engine.model.pieces import Activation, Matrix, NotOneMatrix, Piece
 
 
 class DevicePieces:

@@ -18,10 +18,10 @@ import torch
 from tandem.base.errors import InternalError
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.attention.pages import Pages, padded, pages_of, requests_of, trial
-from tandem.engine.model.decode_inputs import DecodeInputs
-from tandem.engine.model.fused.pieces import Rotary
-from tandem.engine.model.fused.triton_ops import rotate_and_write
+from tandem.engine.model.cuda.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
+from tandem.engine.model.cuda.triton_ops import rotate_and_write
+from tandem.engine.model.pieces import Rotary
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.attention.flashinfer import WORKSPACE_BYTES, shared_pages
 from tandem.engine.model.attention.gathered import GatheredCache, GroupReads
 from tandem.engine.model.attention.latents import Expansion, LatentStep
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.attention.pages import Pages, padded, pages_of, requests_of, trial
-from tandem.engine.model.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda.flashinfer import WORKSPACE_BYTES, shared_pages
+from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
 

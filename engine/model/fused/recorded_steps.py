@@ -1,4 +1,4 @@
-"""Records short steps on a CPU once for each number of tokens, and replays them (engine.model.tape).
+"""Records short steps on a CPU once for each number of tokens, and replays them (engine.model.fused.tape).
 
 Two steps of one kind differ in four things only: the tokens, their positions, their adapters' slots, and attention's batch. The first
 three are copied into tensors at fixed addresses before a replay; attention gets the batch before each step anyway.
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.engine.model.attention.cpu import CpuAttention
+from tandem.engine.model.fused.cpu_attention import CpuAttention
+from tandem.engine.model.fused.tape import Tape
 from tandem.engine.model.runner import Batch, LayerHooks
-from tandem.engine.model.tape import Tape
 from tandem.engine.model.transformers_forward import TransformersForward
 
 log = logging.getLogger(__name__)

@@ -18,12 +18,20 @@ import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
+from tandem.engine.model.cuda.decode_inputs import (
+    DecodeInputs,
+    as_rows,
+    bucket_of,
+    table_width,
+    token_buckets,
+)
+from tandem.engine.model.cuda.fixed import FixedAttention, recordable
+from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
 from tandem.engine.model.shard import Shard
 
 if TYPE_CHECKING:
-    from tandem.engine.model.attention.interface import AttentionStep, FixedAttention, PagedAttention
+    from tandem.engine.model.attention.interface import AttentionStep, PagedAttention
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +48,7 @@ _MOST_REFUSED = 3
 # The memory of one recorded step: the graph's nodes, and a library's plan.
 _BYTES_PER_GRAPH = 24 << 20
 _WARM_UPS = 2
+_SHORT_PROMPT = 512  # tokens
 
 
 class CudaRecorder:
@@ -72,6 +81,11 @@ class CudaRecorder:
         return graph.replay, result
 
 
+def recorded_tokens(shape: ForwardShape) -> int:
+    """The longest step to record: all decodes that may run at once, and short prompts, whose time would go into launches."""
+    return max(shape.max_requests, _SHORT_PROMPT)
+
+
 def memory_of_graphs(max_tokens: int, vocab_size: int, element_bytes: int) -> int:
     """The device memory that recorded steps take besides the KV cache, in bytes."""
     return max_tokens * vocab_size * element_bytes + len(token_buckets(max_tokens)) * _BYTES_PER_GRAPH
@@ -96,10 +110,14 @@ class GraphForward(Protocol):
 
 class _Recording:
     def __init__(
-        self, inputs: DecodeInputs, forward: GraphForward, record: Record, results: _Results
+        self,
+        inputs: DecodeInputs,
+        fixed: FixedAttention,
+        forward: GraphForward,
+        record: Record,
+        results: _Results,
     ) -> None:
-        self.inputs = inputs
-        self._fixed: FixedAttention = forward.attention.fixed(inputs)
+        self.inputs, self._fixed = inputs, fixed
         self._fixed.prepare(None)
         self._replay, self._logits = record(
             lambda: results.keep(forward.compute(inputs.token_ids, inputs.positions, self._fixed.begin()))
@@ -143,6 +161,7 @@ class DecodeGraphs:
         shard: Shard | None = None,
     ) -> None:
         self._forward = forward
+        self._attention = recordable(forward.attention)
         self._record = record
         self._num_groups = num_groups
         self._block_size = block_size
@@ -158,7 +177,7 @@ class DecodeGraphs:
         """Records every number of tokens with the narrowest block tables, so that no request waits for it later. The largest comes
         first, because the others reuse its memory. Raises a torch.OutOfMemoryError when there is too little. With several ranks, a
         shape that one of them could not record is recorded on none, and no shape is recorded later."""
-        columns = table_width(1) if self._forward.attention.reads_tables else 0
+        columns = table_width(1) if self._attention.reads_tables else 0
         buckets = self._buckets[::-1]
         for done, size in enumerate(buckets, 1):
             if self._gave_up:
@@ -216,7 +235,7 @@ class DecodeGraphs:
 
     def _shape_of(self, batch: Batch) -> tuple[int | None, int]:
         columns = 0
-        if self._forward.attention.reads_tables:
+        if self._attention.reads_tables:
             columns = table_width(-(-batch.max_context_len // self._block_size))
         return bucket_of(self._buckets, batch.num_tokens), columns
 
@@ -255,7 +274,8 @@ class DecodeGraphs:
         """Records a shape; returns None if it cannot be recorded. Raises OutOfMemoryError, which says nothing about the shape."""
         inputs = DecodeInputs(size, columns, self._num_groups, self._block_size, self._device)
         try:
-            recorded = _Recording(inputs, self._forward, self._record, self._results)
+            fixed = self._attention.fixed(inputs)
+            recorded = _Recording(inputs, fixed, self._forward, self._record, self._results)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

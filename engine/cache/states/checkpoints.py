@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from tandem.engine.cache.group_manager import GroupManager
-from tandem.engine.cache.state_slots import StateManager
+from tandem.engine.cache.states.tables import StateManager
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import SchedulerConnector
 
@@ -30,7 +30,7 @@ MOST_PASSING = 2
 
 
 class Checkpoints:
-    """The places of all requests' checkpoints. The scheduler caps a request's tokens by `cap`, and calls `keep` once per step."""
+    """See engine.cache.wings.StateCheckpoints."""
 
     def __init__(
         self,
@@ -46,7 +46,6 @@ class Checkpoints:
         self._min_tokens = min_tokens
         # The places ahead of each request in its prompt, the nearest first.
         self._ends: dict[str, list[int]] = {}
-        # Whether a connector wants checkpoints of a request while it decodes.
         self.wanted: Callable[[Request], bool] = lambda request: False
         # Each such request's next place, and the step that checks whether it is reached.
         self._passing: dict[str, tuple[int, int]] = {}
@@ -58,7 +57,6 @@ class Checkpoints:
         self._most_tokens = 2 * num_lookahead_tokens + 1
 
     def begin(self, request: Request, num_hit_tokens: int) -> None:
-        """Chooses the places of a request that is about to get its first blocks, with a prefix hit of `num_hit_tokens`."""
         last = (request.num_tokens - 1) // self._alignment * self._alignment
         ends: list[int] = []
         if last - num_hit_tokens >= self._min_tokens:
@@ -73,7 +71,6 @@ class Checkpoints:
         self._follow(request, last + self._apart if ends else request.num_tokens)
 
     def handed_over(self, request: Request, num_tokens: int) -> None:
-        """The prefill node's states after the first `num_tokens` tokens have arrived."""
         self._follow(request, num_tokens)
 
     def _follow(self, request: Request, num_tokens: int) -> None:
@@ -89,8 +86,6 @@ class Checkpoints:
         self._due[step].append(request_id)
 
     def loaded(self, request: Request, num_tokens: int) -> None:
-        """A connector has loaded the states after the first `num_tokens` tokens. If these are whole blocks, the states are kept as
-        a checkpoint, too."""
         self.begin(request, num_tokens)
         if num_tokens % self._alignment == 0:
             self._ends.setdefault(request.request_id, []).insert(0, num_tokens)
@@ -102,7 +97,6 @@ class Checkpoints:
         return len(pages) * self._pages.block_size
 
     def cap(self, request: Request, num_computed: int, num_new: int) -> int:
-        """Limits `num_new` so that the next step ends at the request's next place."""
         for end in self._ends.get(request.request_id, ()):
             if end > num_computed:
                 return min(num_new, end - num_computed)
@@ -115,8 +109,6 @@ class Checkpoints:
         num_scheduled: dict[str, int],
         connector: SchedulerConnector | None = None,
     ) -> None:
-        """Makes checkpoints of scheduled requests that stand at one of their places, and tells the connector. Called when the step
-        is planned, so checkpoints take only blocks that the step left free."""
         for request_id in [name for name in self._ends if name in num_scheduled]:
             request, ends = requests[request_id], self._ends[request_id]
             computed = request.num_computed_tokens

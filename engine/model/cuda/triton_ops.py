@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from tandem.engine.model.fused.pieces import Activation, Rotary, activate, rms_norm, rotated, to_fp8
+from tandem.engine.model.pieces import Activation, Rotary, activate, rms_norm, rotated, to_fp8
 
 _LIBRARY: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float offset, float eps) -> Tensor")
 _LIBRARY.define("gated(Tensor x, str activation) -> Tensor")
-_LIBRARY.define("quantize_rows(Tensor x) -> (Tensor, Tensor)")
 _LIBRARY.define(
     "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor? cosines, Tensor? sines, Tensor? query_norm, "
     "Tensor? key_norm, float offset, float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool pads) -> Tensor"
@@ -34,12 +33,6 @@ def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Maps [..., 2 N] to [..., N]: the activation of the first half, times the second half."""
     out: torch.Tensor = torch.ops.tandem.gated(x, activation.value)
     return out
-
-
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [N, M] in FP8, and each row's scale: float32 [N, 1]."""
-    rounded, scales = torch.ops.tandem.quantize_rows(x)
-    return rounded, scales
 
 
 def rotate_and_write(
@@ -72,7 +65,6 @@ def rotate_and_write(
 # --- in torch
 
 _LARGEST_FP8 = 448.0
-_SMALLEST_SCALE = 1e-12  # the scale of a row of zeros
 
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
@@ -82,12 +74,6 @@ def _plain_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float
 def _plain_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return activate(first, Activation(activation)) * second
-
-
-def _plain_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = x.float()
-    scales = wide.abs().amax(dim=1, keepdim=True).div_(_LARGEST_FP8).clamp_(min=_SMALLEST_SCALE)
-    return to_fp8(wide / scales), scales
 
 
 def _plain_rotate_and_write(
@@ -154,19 +140,6 @@ def kernels() -> Any:
         else:
             passed = gate * tl.sigmoid(gate)
         tl.store(out + row * n + columns, (passed * up).to(out.dtype.element_ty), mask=there)
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def round_rows(  # type: ignore[no-untyped-def]
-        x, out, scales, stride, n, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        columns = tl.arange(0, BLOCK)
-        there = columns < n
-        v = tl.load(x + row * stride + columns, mask=there, other=0.0).to(tl.float32)
-        scale = tl.maximum(tl.max(tl.abs(v), axis=0) / LARGEST, SMALLEST)
-        v = tl.minimum(tl.maximum(v / scale, -LARGEST), LARGEST)
-        tl.store(out + row * n + columns, v.to(out.dtype.element_ty), mask=there)
-        tl.store(scales + row, scale)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def turn_and_write(  # type: ignore[no-untyped-def]
@@ -238,7 +211,6 @@ def kernels() -> Any:
     return SimpleNamespace(
         norm_rows=norm_rows,
         gate_rows=gate_rows,
-        round_rows=round_rows,
         turn_and_write=turn_and_write,
         power=triton.next_power_of_2,
     )
@@ -281,27 +253,6 @@ def _launch_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     return out
 
 
-def _launch_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = kernels()
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows, n = x.shape
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if rows:
-        found.round_rows[(rows,)](
-            x,
-            out,
-            scales,
-            x.stride(0),
-            n,
-            LARGEST=_LARGEST_FP8,
-            SMALLEST=_SMALLEST_SCALE,
-            BLOCK=found.power(n),
-        )
-    return out, scales
-
-
 def _launch_rotate_and_write(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -342,7 +293,6 @@ def _launch_rotate_and_write(
 for _name, _plain, _launch in (
     ("rms_norm", _plain_norm, _launch_norm),
     ("gated", _plain_gated, _launch_gated),
-    ("quantize_rows", _plain_quantize_rows, _launch_quantize_rows),
     ("rotate_and_write", _plain_rotate_and_write, _launch_rotate_and_write),
 ):
     _LIBRARY.impl(_name, _plain, "CPU")

@@ -1,0 +1,72 @@
+"""Fused operations, and on CPUs their kernels and recorded steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tandem.engine.model.capabilities import Capability, ModelLoad
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from tandem.engine.model.adapters import UpdatedLayers
+    from tandem.engine.model.attention.interface import PagedAttention
+    from tandem.engine.model.attention.layers import CachePlan
+    from tandem.engine.model.loaded import ForwardShape
+    from tandem.engine.model.pieces import Pieces
+    from tandem.engine.model.runner import Forward
+    from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
+
+log = logging.getLogger(__name__)
+
+
+def capability(loading: ModelLoad) -> Capability | None:
+    return FusedModel(loading)
+
+
+class FusedModel(Capability):
+    fuses = True
+
+    def __init__(self, loading: ModelLoad) -> None:
+        self._loading = loading
+
+    def pieces(self, dtype: torch.dtype) -> Pieces | None:
+        from tandem.engine.model.fused.cpu import cpu_pieces
+
+        return cpu_pieces(dtype, self._loading.threads) if self._loading.device.type == "cpu" else None
+
+    def fuse(self, model: PreTrainedModel, pieces: Pieces, updates: UpdatedLayers | None) -> int | None:
+        from tandem.engine.model.fused.find import fuse
+
+        fused = fuse(model, pieces, updates)
+        return fused.left if fused is not None else None
+
+    def attention(
+        self,
+        kv_cache: torch.Tensor,
+        plan: CachePlan,
+        parts: ModelParts,
+        shape: ForwardShape,
+        pieces: Pieces | None,
+        dtype: torch.dtype,
+    ) -> PagedAttention | None:
+        from tandem.engine.model.fused import cpu_attention
+        from tandem.engine.model.fused.cpu import CpuPieces
+
+        if not isinstance(pieces, CpuPieces):
+            return None
+        reason = cpu_attention.reason_against(parts.layers, plan, kv_cache.dtype, dtype)
+        if reason is not None:
+            log.info("attention gathers blocks: %s", reason)
+            return None
+        return cpu_attention.CpuAttention(pieces, kv_cache, plan, parts.layers)
+
+    def recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> Forward | None:
+        from tandem.engine.model.fused.cpu_attention import CpuAttention
+        from tandem.engine.model.fused.recorded_steps import RecordedSteps
+
+        if isinstance(forward.attention, CpuAttention):
+            return RecordedSteps(forward, forward.attention)
+        return None
