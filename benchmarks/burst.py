@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.bursting import (
     BurstClient,
     BurstFigures,
     BurstStage,
-    Floors,
     attained,
     floors_of,
     measure,
     tokens_computed,
 )
-from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.machine import warn_of_bystanders
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
@@ -45,14 +45,12 @@ from benchmarks.lib.servers import (
 )
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.cluster.saving import results_folder, write_json
+from tandem.cluster.saving import results_folder
 from tandem.loadgen.load import poisson
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
-from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 from tandem.loadgen.workload import Lengths, random_prompts
 
-_WIDTH = 150
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # the rates to try, as shares of what a crowd of users achieves
 _CROWD = 6
 _ENOUGH = 0.9  # the share of requests that must meet the service level at a rate that counts as capacity
@@ -72,18 +70,9 @@ _QUICK = BurstDurations(trial=6.0, before=10.0, burst=20.0, after=20.0)
 
 
 class Bursts(msgspec.Struct):
-    made_at: str
-    machine: MachineDescription
-    command: str
     settings: dict[str, object]
     measured: list[BurstFigures] = []
     absences: dict[str, str] = {}
-
-
-def main() -> int:
-    options = _parse()
-    console = Console(stderr=True)
-    return exit_status(lambda: _run(options, console), console)
 
 
 def _parse() -> argparse.Namespace:
@@ -117,7 +106,8 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
+def main() -> int:
+    options, console = _parse(), Console(stderr=True)
     slo = parse_service_level(options.slo)
     lasting = _QUICK if options.quick else _FULL
     model = model_folder(options.model)
@@ -125,9 +115,6 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder = results_folder(options.out)
     vocabulary = TextVocabulary(load_tokenizer(model))
     outcome = Bursts(
-        made_at=now(),
-        machine=MachineDescription.here(),
-        command=command_line("burst"),
         settings={
             "model": model.name, "slo": str(slo), "lasting": lasting, "times": options.times, "share": options.share,
             "input": options.input, "output": options.output, "patience_s": options.patience, "seed": options.seed,
@@ -145,9 +132,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         except TandemError as error:
             outcome.absences[system.title] = str(error)
             console.print(f"{system.title}: {error}", style="yellow", markup=False)
-    write_json(outcome, folder / "burst.json")
-    write_text(lambda to: show(to, outcome), folder / "burst.txt", _WIDTH)
-    return 0 if outcome.measured else 1
+    floors = [
+        floor for one in outcome.measured if one.system.startswith("Tandem") for floor in floors_of(one)
+    ]
+    return report(options, outcome, *shown(outcome), floors=floors, failed=not outcome.measured, width=150)
 
 
 def _systems(options: argparse.Namespace, systems: list[System]) -> list[System]:
@@ -260,15 +248,11 @@ _COLUMNS = {
 }
 
 
-def show(console: Console, outcome: Bursts) -> None:
-    console.print(table_of("Three times the capacity, and what came of it", outcome.measured, _COLUMNS))
-    for one in outcome.measured:
-        for name, floor in msgspec.structs.asdict(floors_of(one)).items():
-            mark, style = ("✓", "green") if floor else ("✗", "red")
-            console.print(f"{mark} {one.system}: {Floors.sentences[name]}", style=style, highlight=False)
+def shown(outcome: Bursts) -> Iterator[Table | str]:
+    yield table_of("Three times the capacity, and what came of it", outcome.measured, _COLUMNS)
     for title, why in outcome.absences.items():
-        console.print(f"{title}: {why}", style="yellow", markup=False)
+        yield f"{title}: {why}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

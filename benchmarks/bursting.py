@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import msgspec
 
+from benchmarks.lib.tables import Floor, at_least, at_most
 from tandem.base.errors import Unavailable
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.timeline import RequestFailure, Timeline
@@ -69,29 +71,17 @@ class BurstFigures(msgspec.Struct):
     thrown_output_share: float
 
 
-class Floors(msgspec.Struct, frozen=True):
-    sentences: ClassVar[dict[str, str]] = {
-        "during": "goodput during the burst is 90% of the capacity or more",
-        "recovered": "within 30 s of the burst's end goodput is 95% of what it was",
-        "thrown": "less than 5% of the computed tokens are in no whole answer",
-        "told": "all who are turned away are told when to come back",
-    }
-
-    during: bool
-    recovered: bool
-    thrown: bool
-    told: bool
-
-
-def floors_of(measured: BurstFigures) -> Floors:
+def floors_of(measured: BurstFigures) -> list[Floor]:
+    title = measured.system
     thrown = max(measured.thrown_prompt_share, measured.thrown_output_share)
-    back = measured.recovered_after_s
-    return Floors(
-        during=measured.during_share >= _DURING,
-        recovered=back is not None and back <= _LATEST_S,
-        thrown=thrown < _THROWN,
-        told=measured.with_retry_after == measured.turned_away,
-    )
+    back = math.inf if measured.recovered_after_s is None else measured.recovered_after_s
+    untold = measured.turned_away - measured.with_retry_after
+    return [
+        at_least(f"{title}: goodput during the burst, of the capacity", measured.during_share, _DURING),
+        at_most(f"{title}: until goodput is 95% of what it was, after the burst", back, _LATEST_S, "s"),
+        at_most(f"{title}: computed tokens that are in no whole answer", thrown, _THROWN),
+        at_most(f"{title}: turned away and not told when to come back", untold, 0),
+    ]
 
 
 class BurstClient:

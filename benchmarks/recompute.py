@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import time
 from collections import Counter
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import random_prompts
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from tandem.loadgen.api import Api, RequestShape, served_models
 from tandem.loadgen.connections import Address, HttpClient
@@ -98,10 +97,9 @@ def main() -> int:
     options = parser.parse_args()
     found = measure(options)
     rows = [{"what": name.replace("_", " "), "figure": value} for name, value in found.items()]
-    show(table_of(f"{options.prompts} prompts of {options.tokens} tokens", rows))
-    write_figures(found, options.json)
-    return int(found["failed"] > 0)
+    table = table_of(f"{options.prompts} prompts of {options.tokens} tokens", rows)
+    return report(options, found, table, failed=found["failed"] > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
