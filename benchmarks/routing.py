@@ -60,7 +60,7 @@ class EveryNode(Chooser):
         self._record = PrefixRecord(self._record.bits, range(1, 1 << 20))
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
-        return self._pool.snapshot()
+        return self._pool.view.snapshot()
 
 
 _read_status = msgspec.msgpack.Decoder(NodeStatus).decode
@@ -140,7 +140,7 @@ class Cluster:
         self._asked += 1
         name = f"r{self._asked}"
         began = time.thread_time()
-        self.pool.has_room(tokens + 256, 0)
+        self.pool.view.has_room(tokens + 256, 0)
         decision = self.chooser.choose(RoutingRequest(tokens, 256), hashes)
         for node in (decision.prefill, decision.decode):
             if node is not None:
