@@ -28,8 +28,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
-from benchmarks.bursting import BurstClient
 from benchmarks.lib.harness import parser_of, report, run, say
+from benchmarks.lib.loads import playing
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
     RunningSystem,
@@ -42,7 +42,9 @@ from benchmarks.lib.servers import (
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
 from tandem.cluster.saving import results_folder
+from tandem.loadgen.api import RequestShape
 from tandem.loadgen.metrics import percentile
+from tandem.loadgen.workload import single
 
 _TILE = 512
 _WORDS = 48  # of a text's prompt
@@ -149,16 +151,12 @@ def write_model(folder: Path) -> None:
 async def measure(started: RunningSystem, options: argparse.Namespace) -> ImagesFigures:
     numbers = count()
     rng = random.Random(0)
-    client = BurstClient(started.system.url, started.model, _PATIENCE_S, is_tandem=True)
-    async with (
-        client,
-        httpx.AsyncClient(base_url=started.system.url, timeout=_PATIENCE_S, trust_env=False) as http,
-    ):
+    async with httpx.AsyncClient(base_url=started.system.url, timeout=_PATIENCE_S, trust_env=False) as http:
         if "encoder" in started.system.key:
             await _until_encoder(http)
         await _send_image(http, started.model, next(numbers))  # the first image of each system is slower
-        await _texts(client, rng, 2, 0.1)
-        alone = await _texts(client, rng, options.texts, options.every)
+        await _texts(started, rng, 2, 0.1)
+        alone = await _texts(started, rng, options.texts, options.every)
         before = await _encoded(http)
         took: list[float] = []
         senders = [
@@ -166,7 +164,7 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
         ]
         clock = asyncio.get_running_loop().time
         begun = clock()
-        beside = await _texts(client, rng, options.texts, options.every)
+        beside = await _texts(started, rng, options.texts, options.every)
         lasted = clock() - begun
         for sender in senders:
             sender.cancel()
@@ -184,12 +182,15 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
     )  # fmt: skip
 
 
-async def _texts(client: BurstClient, rng: random.Random, number: int, every_s: float) -> Texts:
+async def _texts(started: RunningSystem, rng: random.Random, number: int, every_s: float) -> Texts:
     prompts = [" ".join(str(rng.randrange(1000)) for _ in range(_WORDS)) for _ in range(number)]
-    asked = await client.play(prompts, [every_s * place for place in range(number)], _TOKENS)
-    whole = [one.timeline for one in asked if one.timeline.succeeded]
+    sessions = [single(prompt, _WORDS, _TOKENS) for prompt in prompts]
+    shape = RequestShape(started.model, temperature=0.0, timeout_s=_PATIENCE_S)
+    arrivals = [every_s * place for place in range(number)]
+    asked = (await playing(started.system.url, shape, sessions, arrivals=arrivals)).timelines
+    whole = [one for one in asked if one.succeeded]
     if not whole:
-        raise Unavailable(f"no text was answered: {asked[0].timeline.failure}")
+        raise Unavailable(f"no text was answered: {asked[0].failure}")
     firsts = sorted(timeline.ttft for timeline in whole)
     gaps = sorted(gap for timeline in whole for gap in timeline.inter_token)
     return Texts(

@@ -49,7 +49,7 @@ def test_a_trial_finds_the_capacity_and_counts_what_the_burst_did() -> None:
             trial = Trial(
                 started, OPTIONS, slo, LASTING, TextVocabulary(byte_level()), Console(file=io.StringIO())
             )
-            return await trial.run()
+            return await asyncio.to_thread(trial.run)
 
     found = asyncio.run(work())
     for _ in range(3):
