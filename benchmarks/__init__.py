@@ -30,5 +30,7 @@
     tokenizing       what tokenizing a long chat costs, the first time and at its next turn
     load_generator   whether `tandem bench` measures correctly
 
-`lib` has what all of them need: flags and files, tables and floors, processes, servers, engines, the machine's limits.
+All have one form, `lib.harness`: `parser_of` makes the flags, with the module's docstring as the help; `report` writes the figures with the
+machine and the command (`--json FILE`), shows tables and floors, and ends with 1 if a floor is missed. `lib` also has processes, servers,
+engines, and the machine's limits.
 """

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +21,10 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import EngineBench, load_engine, random_prompts, save_random_model
-from benchmarks.lib.tables import at_most, floors_table, table_of
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.tables import at_most, table_of
+from tandem.base.errors import Unavailable
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.fused.cpu_attention import CpuAttention
 from tandem.machine.resources import usable_cores
@@ -52,11 +52,11 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), options)
-    write_figures(rows, options.json)
     title = f"a decode step of {options.adapters} requests, rank {options.rank}, {options.dtype}"
     floors = [at_most("one adapter each, of the model alone", rows[-1]["of_base"], CEILING, "×")]
-    show(table_of(f"{title}, {options.threads} threads", rows, COLUMNS), floors_table(floors))
-    return 0
+    return report(
+        options, rows, table_of(f"{title}, {options.threads} threads", rows, COLUMNS), floors=floors
+    )
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -122,9 +122,10 @@ def bench_of(
     served = runner.adapters.served if runner.adapters is not None else {}
     attention = getattr(runner.forward, "attention", None)
     if not isinstance(attention, CpuAttention):
-        raise SystemExit(
+        why = (
             "this measures our CPU kernels, which do not run here: `python -m tandem.kernels.build` says why"
         )
+        raise Unavailable(why)
     return (
         EngineBench(engine),
         lambda: attention.pieces.meetings,
@@ -148,4 +149,4 @@ def write_adapter(folder: Path, model: torch.nn.Module, rank: int, seed: int) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections import Counter
 from statistics import fmean
 
 import msgspec
 
-from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import InternalError
 from tandem.decode_node.node import DecodeRules
@@ -240,20 +239,18 @@ def main() -> int:
         for trace, policy, caching in plays
     }
     rows = [row_of(outcomes, trace) for (trace, _, _), outcomes in results.items()]
-    show(
-        table_of(f"{JOBS} jobs, {JOBS_THAT_FIT + MORE} at a time where {JOBS_THAT_FIT} fit", rows), width=170
-    )
+    said = []
     for trace in ("again", "never"):
         ratios = [
             ours.mean_s / theirs.mean_s - 1
             for ours, theirs in zip(results[trace, continuum, True], results[trace, fcfs, True], strict=True)
         ]
-        show(
-            f"{trace}: mean job time {fmean(ratios):+.1%} against fcfs with a prefix cache, {max(ratios):+.1%} at worst"
-        )
-    write_figures([one for each in results.values() for one in each], options.json)
-    return 0
+        against = f"against fcfs with a prefix cache, {max(ratios):+.1%} at worst"
+        said.append(f"{trace}: mean job time {fmean(ratios):+.1%} {against}")
+    title = f"{JOBS} jobs, {JOBS_THAT_FIT + MORE} at a time where {JOBS_THAT_FIT} fit"
+    figures = [one for each in results.values() for one in each]
+    return report(options, figures, table_of(title, rows), *said, width=170)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

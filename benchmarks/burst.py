@@ -12,25 +12,24 @@ Work is lost when its tokens were computed but are in no whole answer. Writes bu
 from __future__ import annotations
 
 import argparse
-import asyncio
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.bursting import (
-    BurstClient,
     BurstFigures,
     BurstStage,
-    Floors,
     attained,
     floors_of,
     measure,
     tokens_computed,
 )
-from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.loads import play
 from benchmarks.lib.machine import warn_of_bystanders
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
@@ -45,14 +44,13 @@ from benchmarks.lib.servers import (
 )
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.cluster.saving import results_folder, write_json
-from tandem.loadgen.load import poisson
+from tandem.cluster.saving import results_folder
+from tandem.loadgen.api import RequestShape
+from tandem.loadgen.load import LoadStream, poisson
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
-from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
-from tandem.loadgen.workload import Lengths, random_prompts
+from tandem.loadgen.workload import Lengths, Session, random_prompts
 
-_WIDTH = 150
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # the rates to try, as shares of what a crowd of users achieves
 _CROWD = 6
 _ENOUGH = 0.9  # the share of requests that must meet the service level at a rate that counts as capacity
@@ -72,18 +70,9 @@ _QUICK = BurstDurations(trial=6.0, before=10.0, burst=20.0, after=20.0)
 
 
 class Bursts(msgspec.Struct):
-    made_at: str
-    machine: MachineDescription
-    command: str
     settings: dict[str, object]
     measured: list[BurstFigures] = []
     absences: dict[str, str] = {}
-
-
-def main() -> int:
-    options = _parse()
-    console = Console(stderr=True)
-    return exit_status(lambda: _run(options, console), console)
 
 
 def _parse() -> argparse.Namespace:
@@ -117,7 +106,8 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
+def main() -> int:
+    options, console = _parse(), Console(stderr=True)
     slo = parse_service_level(options.slo)
     lasting = _QUICK if options.quick else _FULL
     model = model_folder(options.model)
@@ -125,9 +115,6 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder = results_folder(options.out)
     vocabulary = TextVocabulary(load_tokenizer(model))
     outcome = Bursts(
-        made_at=now(),
-        machine=MachineDescription.here(),
-        command=command_line("burst"),
         settings={
             "model": model.name, "slo": str(slo), "lasting": lasting, "times": options.times, "share": options.share,
             "input": options.input, "output": options.output, "patience_s": options.patience, "seed": options.seed,
@@ -140,14 +127,15 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             with running(system, folder / system.key) as started:
                 console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
                 one = Trial(started, options, slo, lasting, vocabulary, console)
-                outcome.measured.append(asyncio.run(one.run()))
+                outcome.measured.append(one.run())
                 check_alive(started)
         except TandemError as error:
             outcome.absences[system.title] = str(error)
             console.print(f"{system.title}: {error}", style="yellow", markup=False)
-    write_json(outcome, folder / "burst.json")
-    write_text(lambda to: show(to, outcome), folder / "burst.txt", _WIDTH)
-    return 0 if outcome.measured else 1
+    floors = [
+        floor for one in outcome.measured if one.system.startswith("Tandem") for floor in floors_of(one)
+    ]
+    return report(options, outcome, *shown(outcome), floors=floors, failed=not outcome.measured, width=150)
 
 
 def _systems(options: argparse.Namespace, systems: list[System]) -> list[System]:
@@ -181,49 +169,37 @@ class Trial:
         self._vocabulary = vocabulary
         self._console = console
         self._rng = np.random.default_rng(options.seed)
-        self._client = BurstClient(
-            started.system.url,
-            started.model,
-            options.patience,
-            is_tandem=started.system.key.startswith("tandem"),
+        self._shape = RequestShape(started.model, temperature=0.0, timeout_s=options.patience)
+
+    def run(self) -> BurstFigures:
+        capacity = self._capacity()
+        lasting, share, times = self._lasting, self._options.share, self._options.times
+        at = (0.0, lasting.before, lasting.before + lasting.burst)
+        stages = [
+            BurstStage("before", at[0], at[1], capacity * share),
+            BurstStage("burst", at[1], at[2], capacity * times),
+            BurstStage("after", at[2], at[2] + lasting.after, capacity * share),
+        ]
+        before = tokens_computed(self._system)
+        arrivals = [stage.begin + time for stage in stages for time in self._times(stage.count, stage.rate)]
+        load = self._play(arrivals)
+        computed = tokens_computed(self._system).less(before)
+        return measure(
+            self._system.title, capacity, stages, load.began_at, load.timelines, computed, self._slo
         )
 
-    async def run(self) -> BurstFigures:
-        async with self._client:
-            capacity = await self._capacity()
-            lasting, share, times = self._lasting, self._options.share, self._options.times
-            stages = [
-                BurstStage("before", 0.0, lasting.before, capacity * share),
-                BurstStage("burst", lasting.before, lasting.before + lasting.burst, capacity * times),
-                BurstStage(
-                    "after", lasting.before + lasting.burst, lasting.before + lasting.burst + lasting.after,
-                    capacity * share,
-                ),
-            ]  # fmt: skip
-            before = await tokens_computed(self._client)
-            asked = await self._client.play(
-                self._prompts(sum(stage.count for stage in stages)),
-                [stage.begin + time for stage in stages for time in self._times(stage.count, stage.rate)],
-                self._options.output,
-            )
-            computed = (await tokens_computed(self._client)).less(before)
-            return measure(self._system.title, capacity, stages, asked, computed, self._slo)
-
-    async def _capacity(self) -> float:
+    def _capacity(self) -> float:
         """Returns the capacity. Raises ConfigurationError if no rate that was tried meets the service level."""
-        crowd = await self._client.crowd(self._prompts(_CROWD * 4), _CROWD, self._options.output)
-        whole = [one for one in crowd if one.timeline.succeeded]
+        crowd = play(self._system.url, self._shape, self._prompts(_CROWD * 4), users=_CROWD).timelines
+        whole = [one for one in crowd if one.succeeded]
         if not whole:
-            raise ConfigurationError(f"{self._system.title} answers nothing: {crowd[0].timeline.failure}")
-        span = max(one.timeline.ended_at for one in crowd) - min(one.timeline.sent_at for one in crowd)
+            raise ConfigurationError(f"{self._system.title} answers nothing: {crowd[0].failure}")
+        span = max(one.ended_at for one in crowd) - min(one.sent_at for one in crowd)
         most = len(whole) / span
         for share in _SHARES:
             rate = most * share
             count = max(4, round(rate * self._lasting.trial))
-            asked = await self._client.play(
-                self._prompts(count), self._times(count, rate), self._options.output
-            )
-            met = attained(asked, self._slo)
+            met = attained(self._play(self._times(count, rate)).timelines, self._slo)
             self._console.print(
                 f"{self._system.title}: at {rate:.2f} requests/s {met:.0%} meet {self._slo}",
                 style="dim",
@@ -236,9 +212,12 @@ class Trial:
             "name a wider one with --slo"
         )
 
-    def _prompts(self, count: int) -> list[str]:
-        sessions = random_prompts(self._vocabulary, self._rng, count, Lengths(self._options.input, 1))
-        return [str(session.turns[0].prompt) for session in sessions]
+    def _play(self, arrivals: list[float]) -> LoadStream:
+        return play(self._system.url, self._shape, self._prompts(len(arrivals)), arrivals=arrivals)
+
+    def _prompts(self, count: int) -> list[Session]:
+        lengths = Lengths(self._options.input, self._options.output)
+        return random_prompts(self._vocabulary, self._rng, count, lengths)
 
     def _times(self, count: int, rate: float) -> list[float]:
         return poisson(self._rng, count, rate)
@@ -260,15 +239,11 @@ _COLUMNS = {
 }
 
 
-def show(console: Console, outcome: Bursts) -> None:
-    console.print(table_of("Three times the capacity, and what came of it", outcome.measured, _COLUMNS))
-    for one in outcome.measured:
-        for name, floor in msgspec.structs.asdict(floors_of(one)).items():
-            mark, style = ("✓", "green") if floor else ("✗", "red")
-            console.print(f"{mark} {one.system}: {Floors.sentences[name]}", style=style, highlight=False)
+def shown(outcome: Bursts) -> Iterator[Table | str]:
+    yield table_of("Three times the capacity, and what came of it", outcome.measured, _COLUMNS)
     for title, why in outcome.absences.items():
-        console.print(f"{title}: {why}", style="yellow", markup=False)
+        yield f"{title}: {why}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

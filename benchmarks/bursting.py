@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
-import httpx
 import msgspec
 
-from tandem.base.errors import Unavailable
+from benchmarks.lib.servers import System, text_of
+from benchmarks.lib.tables import Floor, at_least, at_most
 from tandem.loadgen.metrics import ServiceLevel
-from tandem.loadgen.timeline import RequestFailure, Timeline
+from tandem.loadgen.timeline import Timeline
 
 _WINDOW_S = 10.0  # the length of the windows in which goodput must have recovered
 _BACK = 0.95
@@ -23,13 +21,6 @@ _DURING = 0.9
 _THROWN = 0.05
 _VLLM = re.compile(r"^vllm:(prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.M)
 _QUIET_S = 1.5  # counters can be a second old
-
-
-@dataclass(slots=True, eq=False)
-class BurstQuestion:
-    timeline: Timeline
-    at: float  # when it was to be sent, from the beginning of the load
-    retry_after: bool = False
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -69,136 +60,24 @@ class BurstFigures(msgspec.Struct):
     thrown_output_share: float
 
 
-class Floors(msgspec.Struct, frozen=True):
-    sentences: ClassVar[dict[str, str]] = {
-        "during": "goodput during the burst is 90% of the capacity or more",
-        "recovered": "within 30 s of the burst's end goodput is 95% of what it was",
-        "thrown": "less than 5% of the computed tokens are in no whole answer",
-        "told": "all who are turned away are told when to come back",
-    }
-
-    during: bool
-    recovered: bool
-    thrown: bool
-    told: bool
-
-
-def floors_of(measured: BurstFigures) -> Floors:
+def floors_of(measured: BurstFigures) -> list[Floor]:
+    title = measured.system
     thrown = max(measured.thrown_prompt_share, measured.thrown_output_share)
-    back = measured.recovered_after_s
-    return Floors(
-        during=measured.during_share >= _DURING,
-        recovered=back is not None and back <= _LATEST_S,
-        thrown=thrown < _THROWN,
-        told=measured.with_retry_after == measured.turned_away,
-    )
+    back = math.inf if measured.recovered_after_s is None else measured.recovered_after_s
+    untold = measured.turned_away - measured.with_retry_after
+    return [
+        at_least(f"{title}: goodput during the burst, of the capacity", measured.during_share, _DURING),
+        at_most(f"{title}: until goodput is 95% of what it was, after the burst", back, _LATEST_S, "s"),
+        at_most(f"{title}: computed tokens that are in no whole answer", thrown, _THROWN),
+        at_most(f"{title}: turned away and not told when to come back", untold, 0),
+    ]
 
 
-class BurstClient:
-    """Sends requests to one server, each on a connection of its own, as that many users would."""
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        patience_s: float,
-        *,
-        is_tandem: bool,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(
-            base_url=url, timeout=None, limits=limits, trust_env=False, transport=transport
-        )
-        self._model = model
-        self._patience_s = patience_s
-        self.is_tandem = is_tandem
-
-    async def __aenter__(self) -> BurstClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
-
-    async def text_of(self, path: str) -> str:
-        try:
-            return (await self._http.get(path, timeout=30.0)).raise_for_status().text
-        except httpx.HTTPError as error:
-            raise Unavailable(f"{path} is not shown: {error}") from error
-
-    async def play(self, prompts: Sequence[str], times: Sequence[float], tokens: int) -> list[BurstQuestion]:
-        """Sends each request at its time, whatever became of the others. Returns when all have ended."""
-        began = time.perf_counter()
-
-        async def one(prompt: str, at: float) -> BurstQuestion:
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            return await self.ask(prompt, at, tokens)
-
-        return list(await asyncio.gather(*(one(*pair) for pair in zip(prompts, times, strict=True))))
-
-    async def crowd(self, prompts: Sequence[str], users: int, tokens: int) -> list[BurstQuestion]:
-        """Sends the next request as soon as one of the users is free. Returns when all have ended."""
-        places = asyncio.Semaphore(users)
-
-        async def one(prompt: str) -> BurstQuestion:
-            async with places:
-                return await self.ask(prompt, 0.0, tokens)
-
-        return list(await asyncio.gather(*map(one, prompts)))
-
-    async def ask(self, prompt: str, at: float, tokens: int) -> BurstQuestion:
-        """Always returns; the timeline holds the failure."""
-        asked = BurstQuestion(Timeline("burst", tokens), at)
-        timeline = asked.timeline
-        body = {
-            "model": self._model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        timeline.sent_at = time.perf_counter()
-        try:
-            async with (
-                asyncio.timeout(self._patience_s),
-                self._http.stream("POST", "/v1/completions", json=body) as response,
-            ):
-                if response.status_code != 200:
-                    asked.retry_after = "retry-after" in response.headers
-                    said = (await response.aread()).decode(errors="replace")[:200]
-                    raise RequestFailure(f"http_{response.status_code}", said)
-                await _read(response, timeline)
-        except RequestFailure as failure:
-            timeline.failure = failure
-        except TimeoutError:
-            timeline.failure = RequestFailure("timeout", f"no answer within {self._patience_s:g} s")
-        except httpx.HTTPError as error:
-            timeline.failure = RequestFailure("disconnected", f"{type(error).__name__}: {error}")
-        timeline.ended_at = time.perf_counter()
-        return asked
-
-
-async def _read(response: httpx.Response, timeline: Timeline) -> None:
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
-            if not timeline.chunk_times:
-                raise RequestFailure("empty", "a stream without a token")
-            return
-        if not line.startswith("data: "):
-            continue
-        event: dict[str, Any] = msgspec.json.decode(line[6:])
-        if "error" in event:
-            raise RequestFailure("stream_error", line[6:200])
-        if event.get("usage"):
-            timeline.prompt_tokens = int(event["usage"]["prompt_tokens"])
-            timeline.reported_tokens = int(event["usage"]["completion_tokens"])
-        if any(choice.get("text") for choice in event["choices"]):
-            timeline.chunk_times.append(time.perf_counter())
-    raise RequestFailure("truncated", "the stream ended without [DONE]")
-
-
-async def tokens_computed(client: BurstClient) -> Tokens:
+def tokens_computed(system: System) -> Tokens:
     """Returns the tokens that the server has computed since its start, by its own counters."""
-    await asyncio.sleep(_QUIET_S)
-    if client.is_tandem:
-        nodes = msgspec.json.decode(await client.text_of("/cluster"))["nodes"]
+    time.sleep(_QUIET_S)
+    if system.key.startswith("tandem"):
+        nodes = msgspec.json.decode(text_of(system.url, "/cluster"))["nodes"]
         counters = [node.get("counters", {}) for node in nodes]
         prompt = sum(one.get("prompt_tokens_computed", 0) for one in counters)
         # A prefill node's one output token of each answer is also counted as the decode node's first.
@@ -207,43 +86,42 @@ async def tokens_computed(client: BurstClient) -> Tokens:
         )
         return Tokens(prompt, output)
     counted = dict.fromkeys(("prompt", "generation"), 0.0)
-    for name, value in _VLLM.findall(await client.text_of("/metrics")):
+    for name, value in _VLLM.findall(text_of(system.url, "/metrics")):
         counted[name] += float(value)
     return Tokens(counted["prompt"], counted["generation"])
 
 
-def attained(asked: Sequence[BurstQuestion], slo: ServiceLevel) -> float:
-    return sum(slo.is_met_by(one.timeline) for one in asked) / len(asked) if asked else 0.0
+def attained(asked: Sequence[Timeline], slo: ServiceLevel) -> float:
+    return sum(map(slo.is_met_by, asked)) / len(asked) if asked else 0.0
 
 
 def measure(
     system: str,
     capacity: float,
     stages: Sequence[BurstStage],
-    asked: Sequence[BurstQuestion],
+    began_at: float,
+    asked: Sequence[Timeline],
     computed: Tokens,
     slo: ServiceLevel,
 ) -> BurstFigures:
-    of_stage = {
-        stage.name: [
-            one for one in asked if stage.begin <= one.at < stage.end or one.at == stage.end == stages[-1].end
-        ]
-        for stage in stages
-    }
+    """`began_at`: the load's beginning, on the timelines' clock."""
+    by_stage: dict[str, list[Timeline]] = {stage.name: [] for stage in stages}
+    for one in asked:
+        by_stage[next((s for s in stages if one.sent_at - began_at < s.end), stages[-1]).name].append(one)
     goodput = {
-        stage.name: sum(slo.is_met_by(one.timeline) for one in of_stage[stage.name])
-        / (stage.end - stage.begin)
+        stage.name: sum(map(slo.is_met_by, by_stage[stage.name])) / (stage.end - stage.begin)
         for stage in stages
     }
-    whole = [one.timeline for one in asked if one.timeline.succeeded]
+    whole = [one for one in asked if one.succeeded]
     answered = Tokens(
         float(sum(one.prompt_tokens for one in whole)), float(sum(one.output_tokens for one in whole))
     )
     failures: dict[str, int] = {}
+    told = 0
     for one in asked:
-        if one.timeline.failure is not None:
-            kind = one.timeline.failure.kind
-            failures[kind] = failures.get(kind, 0) + 1
+        if one.failure is not None:
+            failures[one.failure.kind] = failures.get(one.failure.kind, 0) + 1
+            told += one.failure.says_when_to_retry
     turned_away = failures.get("http_503", 0) + failures.get("http_429", 0)
     return BurstFigures(
         system=system,
@@ -252,9 +130,9 @@ def measure(
         requests=len(asked),
         goodput=goodput,
         during_share=goodput["burst"] / capacity,
-        recovered_after_s=recovery(of_stage["before"], of_stage["after"], stages[-1], slo),
+        recovered_after_s=recovery(by_stage["before"], by_stage["after"], began_at, stages[-1], slo),
         turned_away=turned_away,
-        with_retry_after=sum(one.retry_after for one in asked),
+        with_retry_after=told,
         failed=sum(failures.values()) - turned_away,
         failures=failures,
         computed=computed,
@@ -265,14 +143,19 @@ def measure(
 
 
 def recovery(
-    before: Sequence[BurstQuestion], after: Sequence[BurstQuestion], stage: BurstStage, slo: ServiceLevel
+    before: Sequence[Timeline],
+    after: Sequence[Timeline],
+    began_at: float,
+    stage: BurstStage,
+    slo: ServiceLevel,
 ) -> float | None:
     """Returns from when on, in every window of ten seconds, as many requests meet the service level as before, less 5%."""
     wanted = _BACK * attained(before, slo)
-    starts = sorted({one.at for one in after if one.at <= stage.end - _WINDOW_S} | {stage.begin})
+    sent = [(one.sent_at - began_at, one) for one in after]
+    starts = sorted({at for at, _ in sent if at <= stage.end - _WINDOW_S} | {stage.begin})
     back: float | None = None
     for start in starts:
-        window = [one for one in after if start <= one.at < start + _WINDOW_S]
+        window = [one for at, one in sent if start <= at < start + _WINDOW_S]
         if not window or attained(window, slo) < wanted:
             back = None
         elif back is None:

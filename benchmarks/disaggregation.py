@@ -7,29 +7,22 @@ DIR is a virtual environment with vLLM. FOLDER has the scripts that start vLLM: 
 
 Every system runs alone with all of the machine's cores; systems are started, measured and stopped in turn. Loads: a closed loop of 1, 4 and 8
 users with prompts of 512 tokens and answers of 64; chats, alone and while prompts of 2,048 tokens arrive; prompts that share their first 1,000
-tokens. Writes outcome.json, outcome.txt and outcome.png. If it was interrupted, the same command continues where it stopped; with more --runs
-it adds runs.
+tokens. Writes disaggregation.json and disaggregation.txt, and each system's output.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-
 from rich.console import Console
 
-from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import add_system_flags, asked_systems, model_folder
 from benchmarks.side_by_side.experiment import Experiment
 from benchmarks.side_by_side.loads import FULL, QUICK, cells_of
-from benchmarks.side_by_side.outcome import ComparisonOutcome, judge
-from benchmarks.side_by_side.resume import keep, resume
-from benchmarks.side_by_side.show import draw_outcome, print_outcome
+from benchmarks.side_by_side.outcome import ComparisonOutcome, headlines, judge, shown
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.saving import check_picture, results_folder, save_picture
+from tandem.cluster.saving import results_folder
 from tandem.loadgen.metrics import parse_service_level
-from tandem.loadgen.report import MachineDescription
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 
 
@@ -43,11 +36,6 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     options = parser.parse_args()
-    console = Console(stderr=True)
-    return exit_status(lambda: _run(options, console), console)
-
-
-def _run(options: argparse.Namespace, console: Console) -> int:
     plan = QUICK if options.quick else FULL
     runs = options.runs if options.runs is not None else (1 if options.quick else 3)
     if runs < 1:
@@ -55,30 +43,18 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     slo = parse_service_level(options.slo)
     model = model_folder(options.model)
     systems = asked_systems(options, model)
-    folder = results_folder(options.out)
-    picture = folder / "outcome.png"
-    check_picture(picture, "--out")
-    fresh = ComparisonOutcome(
-        made_at=now(),
-        machine=MachineDescription.here(),
-        command=command_line("disaggregation"),
+    outcome = ComparisonOutcome(
         settings={"model": model.name, "runs": runs, "seed": options.seed, "slo": str(slo), "plan": plan},
         titles={system.key: system.title for system in systems},
         cells=cells_of(plan),
     )
-    kept = resume(folder, fresh)
-    outcome = kept.outcome
     adopt_orphans()
-    vocabulary = TextVocabulary(load_tokenizer(model))
-    experiment = Experiment(systems, plan, vocabulary, slo, outcome, kept.gaps, folder, console)
-    experiment.run(runs, options.seed, lambda: keep(folder, kept))
-
-    outcome.floors = judge(outcome)
-    write_text(lambda to: print_outcome(to, outcome), folder / "outcome.txt", 160)
-    save_picture(draw_outcome(outcome, experiment.gaps), picture)
-    console.print(f"In {folder}: outcome.json, outcome.txt, outcome.png; each system's output beside them.")
-    return 0 if outcome.examined else 1
+    vocabulary, console = TextVocabulary(load_tokenizer(model)), Console(stderr=True)
+    experiment = Experiment(plan, vocabulary, slo, outcome, results_folder(options.out), console)
+    experiment.run(systems, runs, options.seed)
+    floors = headlines(outcome) + judge(outcome)
+    return report(options, outcome, *shown(outcome), floors=floors, failed=not outcome.examined, width=160)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

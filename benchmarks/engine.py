@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,11 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.costs import Costs, read_costs
 from benchmarks.lib.engines import EngineBench, load_engine, random_prompts
+from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.machine import MachineLimits, measure_limits
+from benchmarks.lib.processes import output_of
 from benchmarks.lib.tables import table_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.machine.resources import usable_cores
@@ -36,6 +35,7 @@ DECODES = tuple((batch, context) for context in (128, 1024, 4096) for batch in (
 QUICK_DECODES = ((1, 128), (8, 128), (1, 1024), (8, 1024))
 MAX_MODEL_LEN = 4608
 MAX_BATCHED_TOKENS = 2048
+VLLM_WITHIN_S = 3600.0
 COLUMNS = {
     "step": "{what}",
     "tandem ms": "{tandem_ms:.1f}",
@@ -81,14 +81,8 @@ def main() -> int:
     peer = measure_vllm(options.vllm, work, cores) if options.vllm else {}
     rows = [row(what, seconds, limits, costs, peer.get(what)) for what, seconds in times.items()]
     figures = {"threads": threads, "dtype": work.dtype, "limits": limits, "rows": rows}
-    write_figures(figures, options.json)
     title = f"{Path(work.model).name}, {work.dtype}, {threads} cores; limits {limits}"
-    show(table_of(title, rows, dict(list(COLUMNS.items())[: None if peer else 5])))
-    return 0
-
-
-def say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+    return report(options, figures, table_of(title, rows, dict(list(COLUMNS.items())[: None if peer else 5])))
 
 
 def measure_tandem(options: argparse.Namespace, threads: int) -> tuple[Times, Work, Costs]:
@@ -133,20 +127,14 @@ def _decode(prompts: Sequence[Sequence[int]]) -> str:
 
 def measure_vllm(folder: str, work: Work, cores: list[int]) -> Times:
     environment = {
-        **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "PATH": f"{folder}/bin:{os.environ['PATH']}",
     }
     command = [f"{folder}/bin/python", str(Path(__file__).with_name("engine_vllm.py"))]
     say("vllm: starting; it compiles for minutes")
-    ran = subprocess.run(
-        command, env=environment, input=msgspec.json.encode(work), capture_output=True, check=False
-    )
-    if ran.returncode != 0:
-        sys.exit("vLLM ended with an error:\n" + ran.stderr.decode(errors="replace")[-2000:])
     times = Times()
-    for line in ran.stdout.splitlines():
+    for line in output_of(command, VLLM_WITHIN_S, environment, msgspec.json.encode(work)).splitlines():
         try:  # it prints much else
             times |= msgspec.json.decode(line, type=Times)
         except msgspec.MsgspecError:
@@ -175,4 +163,4 @@ def row(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

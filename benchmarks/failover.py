@@ -29,10 +29,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from benchmarks.lib.command import parser_of, show, write_figures
-from benchmarks.lib.processes import adopt_orphans
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.processes import adopt_orphans, wait_for
 from benchmarks.lib.servers import model_folder, running, tandem_system
-from benchmarks.lib.tables import at_most, floors_table, table_of
+from benchmarks.lib.tables import at_most, table_of
 
 ANSWER, KILLED_AT = 240, 120
 PATIENCE_S = 240.0
@@ -79,21 +79,14 @@ def serving(model: str, settings: str, pools: dict[str, int]) -> Iterator[httpx.
             running(tandem_system("tandem", "Tandem", model_folder(model), *flags), folder) as started,
             httpx.Client(base_url=started.system.url, timeout=PATIENCE_S, trust_env=False) as client,
         ):
-            until_ready(client, sum(pools.values()))
+            count = sum(pools.values())
+            wait_for(lambda: len(nodes(client)) >= count, PATIENCE_S, "the nodes did not become ready")
             yield client
 
 
 def nodes(client: httpx.Client) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = client.get("/cluster").raise_for_status().json()["nodes"]
     return [node for node in found if node["state"] == "ready"]
-
-
-def until_ready(client: httpx.Client, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while len(nodes(client)) < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError("the nodes did not become ready")
-        time.sleep(0.2)
 
 
 def listener(endpoint: str) -> int:
@@ -212,10 +205,9 @@ def main() -> int:
             at_most("with a mirror: the stream stands still", first.still_s, MAX_STILL_S, "s"),
             at_most("with a mirror: computed again, of the conversation", again, MAX_AGAIN),
         ]
-    show(table_of("A node is killed in the middle of an answer", found, COLUMNS), floors_table(floors))
-    write_figures(found, options.json)
-    return 0
+    table = table_of("A node is killed in the middle of an answer", found, COLUMNS)
+    return report(options, found, table, floors=floors)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

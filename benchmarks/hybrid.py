@@ -13,7 +13,6 @@ import argparse
 import inspect
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,9 +23,9 @@ import torch
 import transformers
 from transformers import DynamicCache
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import EngineBench, load_engine, random_prompts, save_random_model
-from benchmarks.lib.tables import at_most, floors_table, table_of
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.tables import at_most, table_of
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.caches import cache_parameter
 from tandem.machine.resources import usable_cores
@@ -80,12 +79,9 @@ def main() -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), options)
-    write_figures(rows, options.json)
-    show(
-        table_of(f"{options.tokens} tokens, {options.dtype}, {options.threads} cores", rows, COLUMNS),
-        floors_table([at_most("the hybrid's prompt, of the dense model's", rows[0]["of_dense"], FLOOR, "×")]),
-    )
-    return 0
+    title = f"{options.tokens} tokens, {options.dtype}, {options.threads} cores"
+    floors = [at_most("the hybrid's prompt, of the dense model's", rows[0]["of_dense"], FLOOR, "×")]
+    return report(options, rows, table_of(title, rows, COLUMNS), floors=floors)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -140,4 +136,4 @@ def _transformers(model: Any, prompt: list[int]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

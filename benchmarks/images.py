@@ -17,7 +17,6 @@ import asyncio
 import base64
 import io
 import random
-import sys
 import tempfile
 from itertools import count
 from pathlib import Path
@@ -27,11 +26,10 @@ import msgspec
 import tokenizers
 import torch
 from PIL import Image
-from rich.console import Console
 from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
-from benchmarks.bursting import BurstClient
-from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.harness import parser_of, report, run, say
+from benchmarks.lib.loads import playing
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
     RunningSystem,
@@ -43,9 +41,10 @@ from benchmarks.lib.servers import (
 )
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
-from tandem.cluster.saving import results_folder, write_json
+from tandem.cluster.saving import results_folder
+from tandem.loadgen.api import RequestShape
 from tandem.loadgen.metrics import percentile
-from tandem.loadgen.report import MachineDescription
+from tandem.loadgen.workload import single
 
 _TILE = 512
 _WORDS = 48  # of a text's prompt
@@ -78,13 +77,6 @@ class ImagesFigures(msgspec.Struct, frozen=True):
     encoded_by: dict[str, int]  # tokens of images, by the role of the node
 
 
-class Outcome(msgspec.Struct):
-    made_at: str
-    machine: MachineDescription
-    command: str
-    measured: list[ImagesFigures] = []
-
-
 def main() -> int:
     parser = parser_of(__doc__, out="results/images")
     parser.add_argument(
@@ -98,24 +90,24 @@ def main() -> int:
         "--apart", action="store_true", help="a prefill and a decode node, not an aggregated one"
     )
     options = parser.parse_args()
-    console = Console(stderr=True)
-    return exit_status(lambda: _run(options, console), console)
-
-
-def _run(options: argparse.Namespace, console: Console) -> int:
-    folder = results_folder(options.out)
-    outcome = Outcome(now(), MachineDescription.here(), command_line("images"))
+    folder, found = results_folder(options.out), []
     adopt_orphans()
     with tempfile.TemporaryDirectory() as model:
         write_model(Path(model))
         for system in _systems(Path(model), apart=options.apart):
             with running(system, folder / system.key) as started:
-                console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
-                outcome.measured.append(asyncio.run(measure(started, options)))
+                say(f"{system.title}: ready after {started.ready_s:.1f} s")
+                found.append(asyncio.run(measure(started, options)))
                 check_alive(started)
-            write_json(outcome, folder / "images.json")
-    write_text(lambda to: show(to, outcome), folder / "images.txt", 120)
-    return 0
+    rows = []
+    for one in found:
+        of_images = {"images_per_s": one.images_per_s, "image_ms_p50": one.image_ms_p50}
+        rows.append({"system": one.system, "beside": "alone", **msgspec.to_builtins(one.alone)})
+        beside = {"beside": "beside images", **msgspec.to_builtins(one.beside_images), **of_images}
+        rows.append({"system": one.system, **beside})
+    table = table_of("Texts, alone and while images are encoded", rows, _COLUMNS, left=2)
+    said = [f"{one.system}: tokens of images encoded by {one.encoded_by}" for one in found]
+    return report(options, found, table, *said)
 
 
 def _systems(model: Path, *, apart: bool) -> list[System]:
@@ -159,16 +151,12 @@ def write_model(folder: Path) -> None:
 async def measure(started: RunningSystem, options: argparse.Namespace) -> ImagesFigures:
     numbers = count()
     rng = random.Random(0)
-    client = BurstClient(started.system.url, started.model, _PATIENCE_S, is_tandem=True)
-    async with (
-        client,
-        httpx.AsyncClient(base_url=started.system.url, timeout=_PATIENCE_S, trust_env=False) as http,
-    ):
+    async with httpx.AsyncClient(base_url=started.system.url, timeout=_PATIENCE_S, trust_env=False) as http:
         if "encoder" in started.system.key:
             await _until_encoder(http)
         await _send_image(http, started.model, next(numbers))  # the first image of each system is slower
-        await _texts(client, rng, 2, 0.1)
-        alone = await _texts(client, rng, options.texts, options.every)
+        await _texts(started, rng, 2, 0.1)
+        alone = await _texts(started, rng, options.texts, options.every)
         before = await _encoded(http)
         took: list[float] = []
         senders = [
@@ -176,7 +164,7 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
         ]
         clock = asyncio.get_running_loop().time
         begun = clock()
-        beside = await _texts(client, rng, options.texts, options.every)
+        beside = await _texts(started, rng, options.texts, options.every)
         lasted = clock() - begun
         for sender in senders:
             sender.cancel()
@@ -194,12 +182,15 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
     )  # fmt: skip
 
 
-async def _texts(client: BurstClient, rng: random.Random, number: int, every_s: float) -> Texts:
+async def _texts(started: RunningSystem, rng: random.Random, number: int, every_s: float) -> Texts:
     prompts = [" ".join(str(rng.randrange(1000)) for _ in range(_WORDS)) for _ in range(number)]
-    asked = await client.play(prompts, [every_s * place for place in range(number)], _TOKENS)
-    whole = [one.timeline for one in asked if one.timeline.succeeded]
+    sessions = [single(prompt, _WORDS, _TOKENS) for prompt in prompts]
+    shape = RequestShape(started.model, temperature=0.0, timeout_s=_PATIENCE_S)
+    arrivals = [every_s * place for place in range(number)]
+    asked = (await playing(started.system.url, shape, sessions, arrivals=arrivals)).timelines
+    whole = [one for one in asked if one.succeeded]
     if not whole:
-        raise Unavailable(f"no text was answered: {asked[0].timeline.failure}")
+        raise Unavailable(f"no text was answered: {asked[0].failure}")
     firsts = sorted(timeline.ttft for timeline in whole)
     gaps = sorted(gap for timeline in whole for gap in timeline.inter_token)
     return Texts(
@@ -259,17 +250,5 @@ _COLUMNS = {
 }
 
 
-def show(console: Console, outcome: Outcome) -> None:
-    rows = []
-    for one in outcome.measured:
-        of_images = {"images_per_s": one.images_per_s, "image_ms_p50": one.image_ms_p50}
-        rows.append({"system": one.system, "beside": "alone", **msgspec.to_builtins(one.alone)})
-        beside = {"beside": "beside images", **msgspec.to_builtins(one.beside_images), **of_images}
-        rows.append({"system": one.system, **beside})
-    console.print(table_of("Texts, alone and while images are encoded", rows, _COLUMNS, left=2))
-    for one in outcome.measured:
-        console.print(f"{one.system}: tokens of images encoded by {one.encoded_by}", highlight=False)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -20,15 +20,14 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.link import Link
 from benchmarks.lib.processes import Remote
-from benchmarks.lib.tables import at_most, floors_table, table_of
+from benchmarks.lib.tables import at_most, table_of
 from benchmarks.transfer_nodes import BLOCK_BYTES, BLOCK_SIZE, TransferNode
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.wire.nodes import PeerAddress
@@ -139,18 +138,13 @@ def main() -> int:
         where = options.rate or "shared memory"
         table = table_of(f"{options.tokens} tokens in {options.chunks} chunks, {where}", rows)
         over = next(row["over_off_percent"] for row in rows if row["checksums"] == "all")
-        show(table, floors_table([at_most("all checksums over 10 Gbit, over off", over, BAR_PERCENT, "%")]))
-        write_figures(rows, options.json)
-        return 0
+        floors = [at_most("all checksums over 10 Gbit, over off", over, BAR_PERCENT, "%")]
+        return report(options, rows, table, floors=floors)
     options.rate = options.rate or "100mbit"
     found = slow(options)
-    show(
-        f"{options.direction}, {options.rate} to {options.to}: {found['s']} s, {found['outcomes']}",
-        floors_table([at_most("the longest wait", found["s"][-1], BAR_S, "s")]),
-    )
-    write_figures(found, options.json)
-    return 0
+    said = f"{options.direction}, {options.rate} to {options.to}: {found['s']} s, {found['outcomes']}"
+    return report(options, found, said, floors=[at_most("the longest wait", found["s"][-1], BAR_S, "s")])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

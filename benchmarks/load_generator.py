@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,12 +19,12 @@ from pathlib import Path
 import httpx
 import msgspec
 import numpy as np
-from rich.console import Console
 
-from benchmarks.lib.command import exit_status, parser_of, show, write_figures
-from benchmarks.lib.processes import child
-from benchmarks.lib.tables import table_of
-from tandem.base.errors import DeadlineExceeded, Unavailable
+from benchmarks.lib.connections import InstantServer, serve
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.processes import child, output_of
+from benchmarks.lib.tables import at_most, seen, table_of
+from tandem.base.errors import Unavailable
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.load import LoadStream
@@ -36,6 +34,7 @@ from tandem.loadgen.workload import Lengths, random_prompts
 
 # The paced server's moments: most gaps are 12 ms, every tenth is 45 ms, and the first token comes after 160 ms.
 FIRST_TOKEN_S, GAP_S, LONG_GAP_S, LONG_GAP_EVERY = 0.160, 0.012, 0.045, 10
+MOST_OFF_PERCENT = 5.0
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
 _PEER_WITHIN_S = 300.0
 # Figures that both report, by the names in vLLM's output.
@@ -85,24 +84,27 @@ def main() -> int:
     peer = (options.vllm, options.peers, options.tokenizer)
     if any(peer) and not all(peer):
         parser.error("--vllm, --peers and --tokenizer belong together")
-
-    def run() -> int:
-        # In a process of its own, so that its time is not counted as the generator's.
-        with child(serve_paced) as pipe:
-            port = pipe.recv()
-            summary, our_cost = asyncio.run(_ours(port))
-            their_cost = asyncio.run(_httpx_cost(port))
-            theirs = _vllms(port, *peer) if all(peer) else {}
-        result = Result(_compare(summary, theirs), our_cost, their_cost)
-        title = f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time"
-        show(
-            table_of(title, result.compared, _COLUMNS),
-            f"Processor time for each chunk: {our_cost:.0f} µs; httpx: {their_cost:.0f} µs",
-        )
-        write_figures(result, options.json)
-        return 0
-
-    return exit_status(run, Console(stderr=True))
+    # In a process of its own, so that its time is not counted as the generator's.
+    with child(serve_paced) as pipe:
+        port = pipe.recv()
+        summary, our_cost = asyncio.run(_ours(port))
+        their_cost = asyncio.run(_httpx_cost(port))
+        theirs = _vllms(port, *peer) if all(peer) else {}
+    result = Result(_compare(summary, theirs), our_cost, their_cost)
+    worst = max(result.compared, key=lambda one: abs(one.ours / one.known - 1))
+    off = 100 * abs(worst.ours / worst.known - 1)
+    return report(
+        options,
+        result,
+        table_of(
+            f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", result.compared, _COLUMNS
+        ),
+        f"Processor time for each chunk: {our_cost:.0f} µs; httpx: {their_cost:.0f} µs",
+        floors=[
+            at_most(f"furthest from what is known: {worst.figure}", off, MOST_OFF_PERCENT, "%"),
+            seen("CPU per chunk", our_cost, "µs"),
+        ],
+    )
 
 
 async def _ours(port: int) -> tuple[Summary, float]:
@@ -144,24 +146,11 @@ async def _httpx_cost(port: int) -> float:
 def _vllms(port: int, vllm: Path, peers: Path, tokenizer: Path) -> dict[str, float]:
     """Returns vLLM's report, by its own names."""
     numbers = [str(number) for number in (port, _INPUT, _OUTPUT, _REQUESTS, _USERS)]
-    try:
-        ran = subprocess.run(
-            ["bash", str(peers / "bench.sh"), str(vllm), str(tokenizer), *numbers],
-            capture_output=True,
-            text=True,
-            timeout=_PEER_WITHIN_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"vLLM's generator did not end within {_PEER_WITHIN_S:.0f} s") from error
-    found = {
-        name.strip(): float(value) for name, value in re.findall(r"^(.+?):\s+([\d.]+)\s*$", ran.stdout, re.M)
-    }
+    said = output_of(["bash", peers / "bench.sh", vllm, tokenizer, *numbers], _PEER_WITHIN_S)
+    found = {name.strip(): float(value) for name, value in re.findall(r"^(.+?):\s+([\d.]+)\s*$", said, re.M)}
     missing = set(_PEERS_LINES.values()) - set(found)
     if missing:
-        raise Unavailable(
-            f"vLLM's generator does not tell {', '.join(sorted(missing))}:\n{ran.stdout[-2000:]}"
-        )
+        raise Unavailable(f"vLLM's generator does not tell {', '.join(sorted(missing))}:\n{said[-2000:]}")
     return found
 
 
@@ -188,7 +177,6 @@ def _compare(summary: Summary, theirs: dict[str, float]) -> list[GeneratorCompar
     ]
 
 
-_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _TOKEN = (
     b'{"id":"cmpl-8f7c2b1e5d6a4c3b","object":"text_completion","created":1790000000,"model":"paced",'
     b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}],"usage":null}'
@@ -199,70 +187,37 @@ class _PacedRequest(msgspec.Struct):
     max_tokens: int
 
 
-class _PacedConnection(asyncio.Protocol):
+class _PacedConnection(InstantServer):
     def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._received = b""
         self._answers: set[asyncio.Task[None]] = set()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
         for answer in self._answers:
             answer.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        head, end, body = self._received.partition(b"\r\n\r\n")
-        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        length = int(lengths[0].partition(b":")[2]) if lengths else 0
-        if not end or len(body) < length:
-            return
-        self._received = body[length:]
-        if head.startswith(b"POST /v1/completions "):
-            answer = asyncio.create_task(self._answer(msgspec.json.decode(body[:length], type=_PacedRequest)))
-            self._answers.add(answer)
-            answer.add_done_callback(self._answers.discard)
-        else:
-            self._write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    def answer(self, path: bytes, body: bytes) -> None:
+        asked = msgspec.json.decode(body, type=_PacedRequest)
+        answer = asyncio.create_task(self._stream(asked.max_tokens))
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
 
-    async def _answer(self, asked: _PacedRequest) -> None:
+    async def _stream(self, tokens: int) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + FIRST_TOKEN_S
-        self._write(_HEAD)
-        for index in range(asked.max_tokens):
+        self.begin_stream()
+        for index in range(tokens):
             await asyncio.sleep(due - loop.time())
-            self._event(_TOKEN)
+            self.event(_TOKEN)
             due += LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S
-        usage = {"completion_tokens": asked.max_tokens}
-        self._event(msgspec.json.encode({"choices": [], "usage": usage}))
-        self._event(b"[DONE]")
-        self._write(b"0\r\n\r\n")
-
-    def _event(self, data: bytes) -> None:
-        self._write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data))
-
-    def _write(self, raw: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(raw)
+        self.event(msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}}))
+        self.end_stream()
 
 
 def serve_paced(pipe: Connection) -> None:
     """A server that only keeps time: the tokens of every answer come at moments that are known beforehand. So what a load generator reports can
     be checked, and the time that the generator itself takes is not hidden by a model's."""
-
-    async def serve() -> None:
-        server = await asyncio.get_running_loop().create_server(_PacedConnection, "127.0.0.1", 0)
-        pipe.send(server.sockets[0].getsockname()[1])
-        try:
-            await asyncio.to_thread(pipe.recv)
-        except EOFError:
-            return
-
-    asyncio.run(serve())
+    asyncio.run(serve(pipe, _PacedConnection))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -8,7 +8,6 @@ which weights are read. Attention in decodes is shown as the rate at which KV is
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.machine import measure_limits
 from benchmarks.lib.tables import table_of
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -65,10 +64,9 @@ def main() -> int:
     steps = [measure(forward, architecture, dtype, options.repeats, *shape) for shape in shapes]
     forward.close()
     limits = measure_limits(dtype, torch.device("cpu"), options.threads or torch.get_num_threads())
-    write_figures({"limits": limits, "steps": steps}, options.json)
     rows = [row_of(step, architecture, dtype.itemsize) for step in steps]
-    show(table_of(f"milliseconds a step; torch's best: {limits}", rows))
-    return 0
+    figures = {"limits": limits, "steps": steps}
+    return report(options, figures, table_of(f"milliseconds a step; torch's best: {limits}", rows))
 
 
 def measure(
@@ -151,4 +149,4 @@ def _matrix_elements(a: Architecture) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

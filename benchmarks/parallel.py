@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,8 +24,9 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import EngineBench, engine_of, random_prompts, save_random_model
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.processes import output_of
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import InternalError
 from tandem.base.logs import LogsConfig
@@ -170,10 +169,7 @@ def measure_vllm(environment: Path, folder: Path, width: int, requests: int) -> 
     """Returns the microseconds of one step: of telling the workers, and until the first one's answer has come."""
     script = Path(__file__).with_name("parallel_vllm.py")
     command = [str(environment / "bin" / "python"), str(script), str(folder), str(width), str(requests)]
-    done = subprocess.run(command, capture_output=True, timeout=_VLLM_S, check=False)
-    if done.returncode:
-        raise SystemExit(f"vLLM's executor did not run: {done.stderr.decode(errors='replace')[-2000:]}")
-    told = msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, float])
+    told = msgspec.json.decode(output_of(command, _VLLM_S).splitlines()[-1], type=dict[str, float])
     return 1e6 * told["telling"], 1e6 * told["answered"]
 
 
@@ -198,11 +194,10 @@ def main() -> int:
             if options.vllm is not None and width > 1:
                 peer = measure_vllm(options.vllm, folder, width, options.requests)
                 rows[-1].vllm_telling_us, rows[-1].vllm_answered_us = peer
-    write_figures(rows, options.json)
     title = f"{options.requests} requests at {options.context} tokens, one token each a step"
-    show(table_of(f"{title}; load {os.getloadavg()[0]:.1f}", rows, COLUMNS, left=0))
-    return 0
+    table = table_of(f"{title}; load {os.getloadavg()[0]:.1f}", rows, COLUMNS, left=0)
+    return report(options, rows, table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

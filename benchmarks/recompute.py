@@ -9,20 +9,19 @@ above zero is lost work: prompts that the prefill node computed and the decode n
 from __future__ import annotations
 
 import argparse
-import asyncio
-import sys
 import time
 from collections import Counter
 from typing import Any
 
-import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import random_prompts
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.loads import play
+from benchmarks.lib.servers import text_of
 from benchmarks.lib.tables import table_of
-from tandem.loadgen.api import Api, RequestShape, served_models
-from tandem.loadgen.connections import Address, HttpClient
+from tandem.loadgen.api import RequestShape
 from tandem.loadgen.load import LoadStream
 from tandem.loadgen.metrics import count_failures, summarize
 from tandem.loadgen.workload import single
@@ -34,7 +33,7 @@ REFUSED = ("http_503", "http_429")
 def counters(url: str) -> Counter[str]:
     """Returns the nodes' counters as the router reports them: totals, and transfers by node role and outcome."""
     found: Counter[str] = Counter()
-    text = httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text
+    text = text_of(url, "/metrics")
     for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
         found[sample.name] += int(sample.value)
         if sample.name == "tandem_node_transfers_finished_total":
@@ -42,23 +41,19 @@ def counters(url: str) -> Counter[str]:
     return found
 
 
-async def load(options: argparse.Namespace) -> LoadStream:
-    async with HttpClient(Address.of_url(options.url)) as http:
-        model = (await served_models(http))[0].id
-        sessions = [
-            single(tuple(1000 + token for token in prompt), options.tokens, options.output)
-            for prompt in random_prompts(options.prompts, options.tokens, 39_000, options.seed)
-        ]
-        arrivals = [number / options.rate for number in range(options.prompts)] if options.rate else None
-        api = Api(http, RequestShape(model, timeout_s=TIMEOUT_S))
-        stream = LoadStream("prompts", api, sessions, arrivals=arrivals)
-        await stream.run()
-    return stream
+def load(options: argparse.Namespace) -> LoadStream:
+    model = msgspec.json.decode(text_of(options.url, "/v1/models"))["data"][0]["id"]
+    sessions = [
+        single(tuple(1000 + token for token in prompt), options.tokens, options.output)
+        for prompt in random_prompts(options.prompts, options.tokens, 39_000, options.seed)
+    ]
+    arrivals = [number / options.rate for number in range(options.prompts)] if options.rate else None
+    return play(options.url, RequestShape(model, timeout_s=TIMEOUT_S), sessions, arrivals=arrivals)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     before = counters(options.url)
-    stream = asyncio.run(load(options))
+    stream = load(options)
     time.sleep(1.5)  # the nodes report their last counters within this time
     gained = counters(options.url)
     gained.subtract(before)
@@ -98,10 +93,9 @@ def main() -> int:
     options = parser.parse_args()
     found = measure(options)
     rows = [{"what": name.replace("_", " "), "figure": value} for name, value in found.items()]
-    show(table_of(f"{options.prompts} prompts of {options.tokens} tokens", rows))
-    write_figures(found, options.json)
-    return int(found["failed"] > 0)
+    table = table_of(f"{options.prompts} prompts of {options.tokens} tokens", rows)
+    return report(options, found, table, failed=found["failed"] > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

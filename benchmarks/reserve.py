@@ -10,12 +10,11 @@ machine that runs this.
 from __future__ import annotations
 
 import random
-import sys
 from statistics import mean
 
 import msgspec
 
-from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from benchmarks.scheduler import answer_to
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -139,10 +138,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=40)
     options = parser.parse_args()
     outcomes = measure(options.runs)
-    show(table_of(f"{options.runs} random runs of {REQUESTS} requests", outcomes), width=140)
-    write_figures(outcomes, options.json)
-    return 0
+    title = f"{options.runs} random runs of {REQUESTS} requests"
+    return report(options, outcomes, table_of(title, outcomes), width=140)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -22,7 +22,6 @@ import multiprocessing
 import secrets
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,10 +34,10 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.lib.command import parser_of, show, write_figures
-from benchmarks.lib.connections import HttpConnection
-from benchmarks.lib.processes import child, cpu_of, free_port
-from benchmarks.lib.tables import at_most, floors_table, missed, table_of
+from benchmarks.lib.connections import HttpConnection, InstantServer, serve
+from benchmarks.lib.harness import parser_of, report, run, say
+from benchmarks.lib.processes import child, cpu_of, free_port, wait_for
+from benchmarks.lib.tables import at_most, seen, table_of
 from benchmarks.router_bed import (
     MODEL,
     PROMPT,
@@ -53,6 +52,7 @@ from benchmarks.router_bed import (
     serve_router,
     streams,
 )
+from tandem.base.errors import TandemError, Unavailable
 from tandem.loadgen.metrics import percentile
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
@@ -99,31 +99,28 @@ def main() -> int:
     if options.processes or options.peer:
         each = 200 if options.quick else 1000
         rows = [throughput(int(count), each) for count in (options.processes or "").split(",") if count]
-        if rows:
-            show(table_of("Router processes on one port", rows))
         peers = beside(options.peer) if options.peer else []
-        if peers:
-            show(
-                table_of("Routers on the same work, before engines that answer at once", peers, PEER_COLUMNS)
-            )
-        write_figures(rows + peers, options.json)
-        return 0
+        title = "Routers on the same work, before engines that answer at once"
+        shown = [table_of("Router processes on one port", rows)] if rows else []
+        shown += [table_of(title, peers, PEER_COLUMNS)] if peers else []
+        return report(options, rows + peers, *shown)
     figures = measure(tokens=32 if options.quick else 128, profile=options.profile)
-    write_figures(figures, options.json)
     floors = [at_most("added to the first token", figures["added_ttft_ms"], FLOOR_TTFT_MS, "ms")]
     floors += [
         at_most(f"CPU per token, {row['streams']} streams", row["added_us_per_token"], FLOOR_TOKEN_US, "µs")
         for row in figures["streams"]
     ]
     requests = [{"requests": name, **row} for name, row in figures["requests"].items()]
-    show(
+    floors += [seen(f"requests, {row['requests']}", row["per_s"], "per s") for row in requests]
+    return report(
+        options,
+        figures,
         table_of("The router, before engines that answer instantly", figures["streams"], COLUMNS, left=0),
         table_of("Requests for one token, 32 at once", requests),
         f"first token: {figures['ttft_ms']:.2f} ms, {figures['bare_ttft_ms']:.2f} ms without a router; "
         f"{figures['idle_ms_per_s']:.2f} ms of CPU per second when idle",
-        floors_table(floors),
+        floors=floors,
     )
-    return int(missed(floors))
 
 
 def measure(tokens: int, profile: Path | None) -> dict[str, Any]:
@@ -299,10 +296,6 @@ def bare_first_token_s(node: NodeInfo) -> float:
 # --- beside published routers ---------------------------------------------------------------------------------
 
 
-class PeerFailed(Exception):
-    """The peer did not start, or not in time. The others are still measured."""
-
-
 def beside(peers: list[str]) -> list[dict[str, Any]]:
     with running_engines(step_s=0.0) as nodes, running_router(nodes) as (url, probe):
         rows = [compared("tandem", url, probe)]
@@ -310,8 +303,8 @@ def beside(peers: list[str]) -> list[dict[str, Any]]:
         try:
             with running_peer(peer) as (url, cpu):
                 rows.append(compared(Path(peer).name, url, cpu))
-        except PeerFailed as error:
-            print(error, file=sys.stderr)
+        except TandemError as error:  # the others are still measured
+            say(f"{peer}: {error}")
     return rows
 
 
@@ -351,71 +344,40 @@ def running_peer(command: str) -> Iterator[tuple[str, Callable[[], float]]]:
         )  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         try:
-            until_it_answers(url, process)
+            wait_for(lambda: answers(url, process), PEER_START_S, "it does not answer")
             yield url, lambda: cpu_of(process.pid)  # a peer starts no other processes
         finally:
             process.terminate()
             process.wait(20)
 
 
-def until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PEER_START_S
-    while True:
-        try:
-            asyncio.run(requests(url, 1, 1, tokens=2))
-            return
-        except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise PeerFailed(f"{process.args!r} does not answer: {error}") from error
-            time.sleep(0.2)
+def answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    if process.poll() is not None:
+        raise Unavailable(f"it ended with status {process.returncode}")
+    try:
+        asyncio.run(requests(url, 1, 1, tokens=2))
+        return True
+    except (OSError, RuntimeError, asyncio.IncompleteReadError):
+        return False
 
 
-class HttpEngine(asyncio.Protocol):
+class HttpEngine(InstantServer):
     """The part of a vLLM server that a router uses. It answers at once."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
-        self._data = b""
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        while b"\r\n\r\n" in self._data:
-            head, _, rest = self._data.partition(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
-            if len(rest) < length:
-                return
-            body, self._data = rest[:length], rest[length:]
-            words = head.split(b" ", 2)
-            if len(words) < 3 or words[1] == b"*":  # a peer asks whether this speaks HTTP/2
-                self._transport.close()
-                return
-            self._answer(words[1], body)
-
-    def _answer(self, path: bytes, body: bytes) -> None:
+    def answer(self, path: bytes, body: bytes) -> None:
         if not path.startswith(b"/v1/completions"):
             models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-            self._whole(models if b"models" in path else {"status": "ok", "model_id": MODEL})
+            self.whole(models if b"models" in path else {"status": "ok", "model_id": MODEL})
             return
         asked = json.loads(body)
         count = asked.get("max_tokens", 1)
         if not asked.get("stream"):
-            self._whole(_choice("x" * count, "length") | {"kv_transfer_params": {}})
+            self.whole(_choice("x" * count, "length") | {"kv_transfer_params": {}})
             return
-        self._transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
+        self.begin_stream()
         for index in range(count):
-            self._chunk(json.dumps(_choice("x", "length" if index == count - 1 else None)).encode())
-        self._chunk(b"[DONE]")
-        self._transport.write(b"0\r\n\r\n")
-
-    def _chunk(self, event: bytes) -> None:
-        self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(event) + 8, event))
-
-    def _whole(self, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer).encode()
-        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        self._transport.write(head.encode() + body)
+            self.event(json.dumps(_choice("x", "length" if index == count - 1 else None)).encode())
+        self.end_stream()
 
 
 def _choice(text: str, finish: str | None) -> dict[str, Any]:
@@ -430,16 +392,8 @@ def _choice(text: str, finish: str | None) -> dict[str, Any]:
 
 
 def serve_http_engine(pipe: Connection) -> None:
-    async def serve() -> None:
-        server = await asyncio.get_running_loop().create_server(HttpEngine, "127.0.0.1", 0)
-        pipe.send(server.sockets[0].getsockname()[1])
-        try:
-            await asyncio.to_thread(pipe.recv)
-        except EOFError:
-            return
-
-    uvloop.run(serve())
+    uvloop.run(serve(pipe, HttpEngine))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -14,21 +14,20 @@ import resource
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import msgspec
 import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks.lib.connections import HttpConnection, TimedAnswer
-from benchmarks.lib.processes import child
+from benchmarks.lib.connections import HttpConnection, TimedAnswer, serve
+from benchmarks.lib.processes import child, wait_for
 from tandem.router.config import Limits, LocalPrefill, RouterConfig
 from tandem.router.hosting import RouterHost
 from tandem.router.links import NodeLinks
@@ -306,15 +305,10 @@ def running_router(
 
 
 def until_ready(url: str) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health").close()
-            return
-        except urllib.error.HTTPError as error:  # its nodes have not reported yet
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the router is not ready: {error.read()!r}") from error
-            time.sleep(0.01)
+    def healthy() -> bool:  # not before its nodes have reported
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+
+    wait_for(healthy, START_S, "the router is not ready")
 
 
 async def streams(url: str, count: int, tokens: int, prompt: str = PROMPT) -> list[TimedAnswer]:
@@ -383,20 +377,12 @@ class _RelayClient(asyncio.Protocol):
 
 
 def serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
-    uvloop.run(_serve_relay(pipe, decode, tokens))
+    async def relaying() -> None:
+        relay = Relay(decode, tokens)
+        await relay.listen()
+        await serve(pipe, lambda: _RelayClient(relay), public_key(), asked=time.process_time)
 
-
-async def _serve_relay(pipe: Connection, decode: NodeInfo, tokens: int) -> None:
-    relay = Relay(decode, tokens)
-    await relay.listen()
-    server = await asyncio.get_running_loop().create_server(lambda: _RelayClient(relay), "127.0.0.1", 0)
-    pipe.send((server.sockets[0].getsockname()[1], public_key()))
-    while True:
-        try:
-            await asyncio.to_thread(pipe.recv)
-        except EOFError:
-            return
-        pipe.send(time.process_time())
+    uvloop.run(relaying())
 
 
 async def read_relay(port: int, count: int) -> None:

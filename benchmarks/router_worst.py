@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,8 +31,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.connections import connected
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.processes import child
 from benchmarks.lib.tables import table_of
 from benchmarks.router_attacks import (
@@ -115,9 +114,7 @@ def main() -> int:
         rows = measure(options.tokens, options.only)
         title, columns = "Others' streams, beside the largest requests", COLUMNS
         held = all(row["above_plain_ms"] <= BAR_MS for row in rows)
-    write_figures(rows, options.json)
-    show(table_of(title, rows, columns))
-    return int(not held)
+    return report(options, rows, table_of(title, rows, columns), failed=not held)
 
 
 # --- others' streams ------------------------------------------------------------------------------------------
@@ -254,11 +251,11 @@ async def _measure_holds(folder: str, nodes: Engines, tokens: int, only: str) ->
     """Uses asyncio's own loop, because every turn of it goes through one method."""
     held: list[float] = []
     turns: Any = asyncio.Handle
-    run = turns._run
+    run_one = turns._run
 
     def timed(handle: asyncio.Handle) -> None:
         began = time.thread_time()
-        run(handle)
+        run_one(handle)
         held.append(time.thread_time() - began)
 
     host = RouterHost(msgspec.msgpack.encode(router_config(folder)))
@@ -277,7 +274,7 @@ async def _measure_holds(folder: str, nodes: Engines, tokens: int, only: str) ->
             p99 = percentile(found, 99) * 1000
             rows.append({"crowd": name, "turns": len(found), "p99_ms": p99, "longest_ms": found[-1] * 1000})
     finally:
-        turns._run = run
+        turns._run = run_one
         await host.stop()
     return rows
 
@@ -361,4 +358,4 @@ def attack_process(pipe: Connection, url: str, doors: list[str], name: str, seco
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from benchmarks.routing_world import BLOCK, TRACES, Simulation, words
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -61,7 +60,7 @@ class EveryNode(Chooser):
         self._record = PrefixRecord(self._record.bits, range(1, 1 << 20))
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
-        return self._pool.snapshot()
+        return self._pool.view.snapshot()
 
 
 _read_status = msgspec.msgpack.Decoder(NodeStatus).decode
@@ -141,7 +140,7 @@ class Cluster:
         self._asked += 1
         name = f"r{self._asked}"
         began = time.thread_time()
-        self.pool.has_room(tokens + 256, 0)
+        self.pool.view.has_room(tokens + 256, 0)
         decision = self.chooser.choose(RoutingRequest(tokens, 256), hashes)
         for node in (decision.prefill, decision.decode):
             if node is not None:
@@ -302,10 +301,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.policies:
         rows = policies(options.seconds)
-        write_figures(rows, options.json)
         prefill, decode = POLICY_NODES
-        show(table_of(f"{prefill} prefill and {decode} decode nodes, simulated", rows, left=2))
-        return 0
+        title = f"{prefill} prefill and {decode} decode nodes, simulated"
+        return report(options, rows, table_of(title, rows, left=2))
     nodes, seconds = [int(count) for count in options.nodes.split(",")], options.seconds
     routers = ((1, None), (2, None), (2, TELLING_S), (4, None), (4, TELLING_S))
     traces = TRACES if seconds else ()
@@ -322,10 +320,10 @@ def main() -> int:
             together(trace, seconds, *each) for trace in traces for each in routers
         ],
     }
-    write_figures(found, options.json)
-    show(*(table_of(title, rows) for title, rows in found.items() if rows), width=150)
-    return 0
+    return report(
+        options, found, *(table_of(title, rows) for title, rows in found.items() if rows), width=150
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

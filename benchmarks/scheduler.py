@@ -16,8 +16,6 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -25,8 +23,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.lib.command import parser_of, show, write_figures
-from benchmarks.lib.tables import at_least, floors_table, table_of
+from benchmarks.lib.harness import parser_of, report, run, say
+from benchmarks.lib.processes import output_of
+from benchmarks.lib.tables import at_least, seen, table_of
+from tandem.base.errors import TandemError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.config import CacheConfig, HashAlgorithm, SchedulerConfig
@@ -43,6 +43,7 @@ TOKEN_BUDGET = 8192
 NUM_BLOCKS = 20_000
 STEP_FLOOR = 3.0  # times faster than vLLM with 256 running requests
 ADD_FLOOR = 2.0
+PEER_WITHIN_S = 900.0
 PEER_LINE = re.compile(
     r"nreq=(\d+) plen=(\d+) olen=(\d+) seqs=(\d+) shared=(\d+): "
     r"add ([\d.]+) us/req, \d+ steps, median step ([\d.]+) us, .*?, ([\d.]+) us/token"
@@ -226,19 +227,17 @@ def measure_hashing(repeats: int) -> dict[str, float]:
 
 def measure_peer(python: str, model: str, script: str) -> dict[SchedulerWorkload, Speed]:
     try:
-        done = subprocess.run(
-            [python, script, model], capture_output=True, text=True, timeout=900, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        printed = output_of([python, script, model], PEER_WITHIN_S)
+    except TandemError as error:
         say(f"vLLM is not in this run: {error}")
         return {}
     found = {}
-    for match in PEER_LINE.finditer(done.stdout):
+    for match in PEER_LINE.finditer(printed):
         requests, prompt, answer, running, shared = map(int, match.groups()[:5])
         add, step, token = map(float, match.groups()[5:])
         found[SchedulerWorkload(requests, prompt, answer, running, shared)] = Speed(add, step, token)
     if not found:
-        say(f"vLLM is not in this run: {script} printed no result\n{done.stderr[-2000:]}")
+        say(f"vLLM is not in this run: {script} printed no result")
     return found
 
 
@@ -289,10 +288,6 @@ def growth_rows(
     return rows
 
 
-def say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="one round, fewer steps")
@@ -318,18 +313,21 @@ def main() -> int:
     lines = measure_lines((100, 1_000, 10_000, 100_000), rounds, count)
     hashing = measure_hashing(count)
     growth = growth_rows(pools, lines, hashing)
-    show(
+    ours, times = rows[0]["tandem_us"], rows[0]["times_faster"] or {}
+    return report(
+        options,
+        {"workloads": rows, "pools": pools, "lines_us": lines, "hashing_us": hashing},
         table_of("microseconds; × is how many times faster than vLLM", rows, WORKLOAD_COLUMNS),
         table_of("what a step at 256 running requests must not depend on", growth, GROWTH_COLUMNS),
+        floors=[
+            seen("a step at 256 running requests", ours["step"], "µs"),
+            seen("adding a request", ours["add_request"], "µs"),
+            at_least("a step, beside vLLM's", times.get("step"), STEP_FLOOR, "×"),
+            at_least("adding a request, beside vLLM's", times.get("add"), ADD_FLOOR, "×"),
+        ],
         width=150,
     )
-    if times := rows[0]["times_faster"]:
-        floors = at_least("a step at 256 running requests, beside vLLM's", times["step"], STEP_FLOOR, "×")
-        show(floors_table([floors, at_least("adding a request", times["add"], ADD_FLOOR, "×")]))
-    figures = {"workloads": rows, "pools": pools, "lines_us": lines, "hashing_us": hashing}
-    write_figures(figures, options.json)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

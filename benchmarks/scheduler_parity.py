@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import os
 import random
-import sys
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -39,7 +38,7 @@ from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.lib.command import parser_of
+from benchmarks.lib.harness import parser_of, report, run
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig, SchedulingPolicy
 from tandem.engine.request import Request, RequestStatus
@@ -254,7 +253,7 @@ def _theirs_of(step: Any) -> dict[str, Any]:
     }
 
 
-def run(number: int, model: theirs.ModelConfig) -> tuple[int, int, dict[str, Any]]:
+def compare(number: int, model: theirs.ModelConfig) -> tuple[int, int, dict[str, Any]]:
     """Returns the numbers of steps and preemptions, and where the last step differed."""
     draw = random.Random(number)
     pair = Pair(draw, model)
@@ -278,7 +277,7 @@ def run(number: int, model: theirs.ModelConfig) -> tuple[int, int, dict[str, Any
 
 
 def main() -> int:
-    parser = parser_of(__doc__, json=False)
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="the number of the first run")
@@ -290,17 +289,15 @@ def main() -> int:
     )
     total = preempted = 0
     for number in range(options.first, options.first + options.runs):
-        steps, preemptions, different = run(number, model)
+        steps, preemptions, different = compare(number, model)
         total, preempted = total + steps, preempted + preemptions
         if different:
-            print(f"run {number}, step {steps}: the two differ (ours, theirs)")
-            for name, (mine, yours) in different.items():
-                print(f"  {name}:\n    {mine}\n    {yours}")
-            return 1
-    done = f"{options.runs} runs, {total} steps, {preempted} preemptions"
-    print(f"{done}: the same decisions, the same blocks, the same free queue")
-    return 0
+            lines = [f"  {name}:\n    {mine}\n    {yours}" for name, (mine, yours) in different.items()]
+            said = f"run {number}, step {steps}: the two differ (ours, theirs)"
+            return report(options, different, said, *lines, failed=True)
+    figures = {"runs": options.runs, "steps": total, "preemptions": preempted}
+    return report(options, figures, f"{figures}: the same decisions, the same blocks, the same free queue")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

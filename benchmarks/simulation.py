@@ -34,9 +34,10 @@ from typing import Any
 import httpx
 import msgspec
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.lib.command import parser_of, show, write_figures
-from benchmarks.lib.tables import Floor, at_most, floors_table, seen, table_of
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.tables import Floor, at_most, seen, table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.store import find_model_here
 from tandem.loadgen.metrics import ServiceLevel
@@ -136,12 +137,12 @@ def validate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(url: str) -> CostModel:
-    with console.status("measures the costs") as shown:
+    with console.status("measures the costs") as status:
         said = 0
 
         def say(what: str, share: float) -> None:
             nonlocal said
-            shown.update(f"measures the costs, {share:.0%}: {what}")
+            status.update(f"measures the costs, {share:.0%}: {what}")
             # A log file does not show the status line, so each tenth of the way is printed as well.
             if 10 * share >= said:
                 console.print(f"{share:.0%} of the costs is measured")
@@ -150,7 +151,7 @@ def measured(url: str) -> CostModel:
         return asyncio.run(profile(url, None, "measured", say))
 
 
-def show_validation(rows: list[dict[str, Any]]) -> None:
+def shown(rows: list[dict[str, Any]]) -> tuple[Table, list[Floor]]:
     columns = {"load": "{load[0]:g}/s {load[1]}+{load[2]}"}
     for which, name in enumerate(("TTFT p50 ms", "TPOT p50 ms")):
         columns |= {
@@ -169,7 +170,7 @@ def show_validation(rows: list[dict[str, Any]]) -> None:
         floors.append(seen(f"{name}: two real runs apart, in the median", 100 * between, "%"))
         most = 100 * (bar or between + ABOVE)
         floors.append(at_most(f"{name}: simulated off", 100 * statistics.median(errors), most, "%"))
-    show(table_of("the simulator beside two real runs of each load", rows, columns), floors_table(floors))
+    return table_of("the simulator beside two real runs of each load", rows, columns), floors
 
 
 def doubling_and_halving(at_once: bool) -> PlayedTraffic:
@@ -254,16 +255,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.what == "autoscaler" and options.costs is None:
         parser.error(f"{options.what} needs --costs FILE")
-    found: Any
     if options.what == "validate":
         found = validate(options)
-        show_validation(found["loads"])
-    else:
-        found = autoscaler(options)
-        print(json.dumps(found, indent=1))
-    write_figures(found, options.json)
-    return 0
+        table, floors = shown(found["loads"])
+        return report(options, found, table, floors=floors)
+    rows = autoscaler(options)
+    return report(options, rows, json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -16,20 +16,16 @@ import argparse
 import asyncio
 import contextlib
 import os
-import sys
 import time
 
-from rich.console import Console
-
-from benchmarks.lib.command import command_line, exit_status, now, parser_of, write_text
+from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.processes import Family, adopt_orphans
 from benchmarks.lib.servers import RunningSystem, model_folder, running, tandem_system
 from benchmarks.soaking.cluster import Killer, ProcessWatch, SoakCluster
 from benchmarks.soaking.requests import SoakLoad, SoakQuestions
-from benchmarks.soaking.verdict import SoakVerdict, judge, print_soaked, tallied
+from benchmarks.soaking.verdict import SoakVerdict, judge, shown, tallied
 from tandem.base.errors import TandemError
-from tandem.cluster.saving import results_folder, write_json
-from tandem.loadgen.report import MachineDescription
+from tandem.cluster.saving import results_folder
 from tandem.loadgen.vocabulary import TextVocabulary, load_tokenizer
 
 _NODES = ("--prefill", "2", "--decode", "2")
@@ -40,13 +36,6 @@ _SETTINGS = ("--dtype", "float32", "--kv-memory", "256MiB", "--max-model-len", "
 _QUIET_WITHIN_S = 60.0
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 10.0
-_WIDTH = 140
-
-
-def main() -> int:
-    options = _parse()
-    console = Console(stderr=True)
-    return exit_status(lambda: _run(options, console), console)
 
 
 def _parse() -> argparse.Namespace:
@@ -64,33 +53,30 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _run(options: argparse.Namespace, console: Console) -> int:
+def main() -> int:
+    options = _parse()
     model = model_folder(options.model)
     folder = results_folder(options.out)
     words = TextVocabulary(load_tokenizer(model)).words
     adopt_orphans()
     system = tandem_system("tandem", "Tandem 2P+2D", model, *_NODES, *_SETTINGS)
     with running(system, folder / "server") as started:
-        console.print(f"{system.title}: ready after {started.ready_s:.1f} s", highlight=False)
+        say(f"{system.title}: ready after {started.ready_s:.1f} s")
         questions = SoakQuestions(words, started.model, options.seed)
-        soaked = asyncio.run(_soak(options, started, questions, console))
+        soaked = asyncio.run(_soak(options, started, questions))
     soaked.faults = judge(soaked)
-    write_json(soaked, folder / "soak.json")
-    write_text(lambda to: print_soaked(to, soaked), folder / "soak.txt", _WIDTH)
-    return 1 if soaked.faults else 0
+    return report(options, soaked, *shown(soaked), failed=bool(soaked.faults), width=140)
 
 
-async def _soak(
-    options: argparse.Namespace, started: RunningSystem, questions: SoakQuestions, console: Console
-) -> SoakVerdict:
+async def _soak(options: argparse.Namespace, started: RunningSystem, questions: SoakQuestions) -> SoakVerdict:
     load = SoakLoad(started.system.url, questions, options.users)
     view, watch = SoakCluster(started.system.url), ProcessWatch()
     await view.until_quiet(_NODE_COUNT, _WHOLE_WITHIN_S)
-    console.print("filling every cache: what is touched for the first time is no growth", highlight=False)
+    say("filling every cache: what is touched for the first time is no growth")
     await load.fill()
-    console.print("asking in peace what will be asked again", highlight=False)
+    say("asking in peace what will be asked again")
     await load.learn()
-    helpers = [asyncio.create_task(_watch(watch, started.family, load, console))]
+    helpers = [asyncio.create_task(_watch(watch, started.family, load))]
     killer: Killer | None = None
     if options.kill_every is not None:
         killer = Killer(view, lambda: list(started.family.members()), options.kill_every, options.seed)
@@ -115,9 +101,6 @@ async def _soak(
             await asyncio.gather(*helpers, return_exceptions=True)
         await view.close()
     return SoakVerdict(
-        made_at=now(),
-        machine=MachineDescription.here(),
-        command=command_line("soak"),
         minutes=minutes,
         kills=killer.kills if killer is not None else [],
         growths=watch.growths(),
@@ -126,24 +109,23 @@ async def _soak(
     )
 
 
-async def _watch(watch: ProcessWatch, family: Family, load: SoakLoad, console: Console) -> None:
+async def _watch(watch: ProcessWatch, family: Family, load: SoakLoad) -> None:
     began, said = time.monotonic(), 0.0
     while True:
         at = time.monotonic() - began
         watch.look([os.getpid(), *family.members()], at)
         # Reported at once: no one should wait half an hour to learn that it will fail, and why.
         while load.tally.news:
-            console.print(f"{at / 60:.1f} min: {load.tally.news.pop(0)}", style="red", markup=False)
+            say(f"{at / 60:.1f} min: {load.tally.news.pop(0)}")
         if at - said >= _SAY_EVERY_S:
             said = at
             tally = load.tally
-            console.print(
+            say(
                 f"{at / 60:.1f} min: {tally.answered} answered, {tally.aborted} gone away from, "
-                f"{sum(tally.failures.values())} failed, {len(tally.wrong)} wrong",
-                highlight=False,
+                f"{sum(tally.failures.values())} failed, {len(tally.wrong)} wrong"
             )
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

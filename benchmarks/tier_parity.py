@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.lib.command import parser_of, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.policies import POLICIES, ArcPolicy
@@ -175,12 +175,12 @@ def run_theirs(policy: EvictionPolicy, requests: list[list[bytes]]) -> None:
         manager.on_request_finished(context)
 
 
-def measure(run: Callable[[EvictionPolicy, list[list[bytes]]], None], policy: EvictionPolicy) -> float:
+def measure(work: Callable[[EvictionPolicy, list[list[bytes]]], None], policy: EvictionPolicy) -> float:
     """Returns the microseconds per request."""
     requests, seconds = prefixes(), []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        run(policy, requests)
+        work(policy, requests)
         seconds.append(time.perf_counter() - started)
     return median(seconds) / REQUESTS * 1e6
 
@@ -189,31 +189,28 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--vllm", type=Path, required=True, help="an environment that has vLLM 0.32")
     parser.add_argument("--runs", type=int, default=500)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
         root = Path(__file__).parents[1]
-        python = str(arguments.vllm / "bin" / "python")
+        python = str(options.vllm / "bin" / "python")
         environment = {**os.environ, "PYTHONPATH": str(root), "VLLM_LOGGING_LEVEL": "ERROR"}
         os.execve(python, [python, "-m", "benchmarks.tier_parity", *sys.argv[1:]], environment)
     parity = Parity()
     for policy in EvictionPolicy:
-        for seed in range(arguments.runs):
+        for seed in range(options.runs):
             try:
                 parity.operations += compare(seed, policy)
             except AssertionError as error:
-                print(f"{policy.value}, run {seed}: {error}", file=sys.stderr)
-                return 1
+                return report(options, parity, f"{policy.value}, run {seed}: {error}", failed=True)
         parity.our_us[policy.value] = measure(run_ours, policy)
         parity.their_us[policy.value] = measure(run_theirs, policy)
-    print(f"{parity.operations} operations, the same decisions")
+    said = [f"{parity.operations} operations, the same decisions"]
     for name, ours in parity.our_us.items():
         theirs = parity.their_us[name]
-        print(
-            f"{name}: {ours:.0f} µs for a request of {PREFIX} chunks, vLLM's {theirs:.0f} µs: {theirs / ours:.1f} ×"
-        )
-    write_figures(parity, arguments.json)
-    return 0
+        beside = f"vLLM's {theirs:.0f} µs: {theirs / ours:.1f} ×"
+        said.append(f"{name}: {ours:.0f} µs for a request of {PREFIX} chunks, {beside}")
+    return report(options, parity, *said)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -32,9 +32,9 @@ import msgspec
 import torch
 
 from benchmarks import tier_parity
-from benchmarks.lib.command import parser_of, show, write_figures
 from benchmarks.lib.engines import greedy, request_of
-from benchmarks.lib.tables import Floor, at_least, at_most, floors_table, table_of
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.tables import Floor, at_least, at_most, table_of
 from benchmarks.scheduler import (
     BLOCK_SIZE,
     CONTEXT,
@@ -351,7 +351,7 @@ def beside_vllm(environment: Path) -> tier_parity.Parity:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = ["benchmarks.tier_parity", "--vllm", str(environment), "--runs", "20", "--json", file.name]
         subprocess.run([sys.executable, "-m", *command], check=True)
-        return msgspec.json.decode(file.read(), type=tier_parity.Parity)
+        return msgspec.convert(msgspec.json.decode(file.read())["figures"], tier_parity.Parity)
 
 
 def main() -> int:
@@ -368,10 +368,9 @@ def main() -> int:
     if options.vllm:
         figures.managers = beside_vllm(options.vllm)
     columns = {"": "{what}", " ": "{figure}", "beside": "{beside}"}
-    show(table_of("Tiers of the cache", rows_of(figures), columns, left=3), floors_table(floors_of(figures)))
-    write_figures(figures, options.json)
-    return 0
+    table = table_of("Tiers of the cache", rows_of(figures), columns, left=3)
+    return report(options, figures, table, floors=floors_of(figures))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 import time
 from typing import Any
 
-from benchmarks.lib.command import parser_of, show, write_figures
+from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from tandem.api.text.tokenizer import Tokenizer
 
@@ -101,10 +100,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of each length; medians are shown")
     options = parser.parse_args()
     rows = [measure(options.folder, characters, options.rounds) for characters in CHARACTERS]
-    write_figures(rows, options.json)
-    show(table_of(f"A chat of {MESSAGES} messages", rows, COLUMNS, left=0))
-    return 0
+    return report(options, rows, table_of(f"A chat of {MESSAGES} messages", rows, COLUMNS, left=0))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -27,16 +27,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.lib.command import parser_of, show, write_figures
-from benchmarks.lib.processes import Remote
-from benchmarks.lib.tables import Floor, at_least, at_most, floors_table, table_of
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.processes import Remote, output_of
+from benchmarks.lib.tables import Floor, at_least, at_most, table_of
 from benchmarks.transfer_nodes import BLOCK_BYTES, TransferNode, TransferPair, blocks_of
 from benchmarks.transfer_ranks import LLAMA_1B, RankPairs, parse_widths
 from tandem.engine.model.memory import available_bytes
@@ -166,8 +165,7 @@ class Benchmark(TransferPair):
         }
         if self.options.raw_script:
             command = [sys.executable, self.options.raw_script, str(BLOCK_BYTES)]
-            finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            results["raw_script"] = finished.stdout.splitlines()
+            results["raw_script"] = output_of(command, 120.0).splitlines()
         return results
 
     def close(self) -> None:
@@ -207,16 +205,14 @@ def floors_of(results: dict[str, Any]) -> list[Floor]:
     return floors
 
 
-def show_results(title: str, results: dict[str, Any]) -> None:
-    show(table_of(title, results["throughput"], left=0))
+def lines_of(results: dict[str, Any]) -> Iterator[str]:
     for tokens, requests in results["left_out"]:
-        show(f"left out: {requests} × {tokens} tokens do not fit into the memory that is free")
+        yield f"left out: {requests} × {tokens} tokens do not fit into the memory that is free"
     for name in ("handover_512", "overlap_2048", "cpu", "idle", "step"):
         for row in (found,) if isinstance(found := results.get(name, []), dict) else found:
-            show(f"{name}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
-    show(floors_table(floors_of(results)))
+            yield f"{name}: " + ", ".join(f"{key} {value}" for key, value in row.items())
     for line in results.get("raw_script", []):
-        print(f"raw script: {line}")
+        yield f"raw script: {line}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -247,10 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             benchmark.close()
         title = f"{options.connector}, {options.direction}, {options.device}"
-    show_results(title, results)
-    write_figures(results, options.json)
-    return 0
+    table = table_of(title, results["throughput"], left=0)
+    return report(options, results, table, *lines_of(results), floors=floors_of(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

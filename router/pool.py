@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from tandem.router.adapters import ServedAdapters
 from tandem.router.config import Heartbeat
+from tandem.router.in_view import NodesInView
 from tandem.router.member import Member
-from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.views import Average, PoolSnapshot, first_by_rendezvous
+from tandem.router.policy.views import Average
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role
-from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NodeStatus
 from tandem.wire.versions import WIRE_VERSION, out_of_reach
 
@@ -54,18 +52,9 @@ class NodePool:
         self._on_lost = on_lost
         self._on_change = on_change
         self._members: dict[str, Member] = {}
-        # The nodes in view, by their model's content. There are two contents while a cluster moves to another
-        # one; all nodes of a request have the same content.
-        self._shortlists: dict[str, Shortlist] = {}
-        # the encoder nodes in view, by their model's content and their ids
-        self._encoders: dict[str, dict[str, NodeInfo]] = {}
-        self._snapshot: PoolSnapshot | None = None
+        self.view = NodesInView(self._members)
         self._block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
-        self._max_model_len: int | None = None
-        self._knows_max_model_len = False
-        self._adapters: Mapping[str, str] | None = None  # None: must be computed again
-        self._served_adapters = ServedAdapters()
         self.handover = Average()
         self._accusers: dict[
             str, list[str]
@@ -88,31 +77,6 @@ class NodePool:
     def now(self) -> float:
         return self._clock()
 
-    def max_model_len(self) -> int | None:
-        """The shortest context length of the nodes in view, or of all members while none is in view."""
-        if not self._knows_max_model_len:
-            members = [each for each in self._members.values() if each.info.role.runs_requests]
-            infos = [member.info for member in members if member.is_in_view]
-            infos = infos or [member.info for member in members]
-            self._max_model_len = min((info.max_model_len for info in infos), default=None)
-            self._knows_max_model_len = True
-        return self._max_model_len
-
-    def vectors(self) -> VectorModel | None:
-        """How the members' model makes vectors. Nodes that work together have one model, so any node's word
-        will do."""
-        views = self.snapshot().prompt_readers
-        infos = [view.info for view in views] or [member.info for member in self._members.values()]
-        return next((info.vectors for info in infos if info.role.runs_requests), None)
-
-    def adapters(self) -> Mapping[str, str]:
-        """The digests, by name, of the LoRA adapters that new requests may name."""
-        if self._adapters is None:
-            views = self.snapshot()
-            of_nodes = {view.info.node_id: view.status for view in (*views.prefill, *views.decode)}
-            self._adapters = self._served_adapters.of(list(of_nodes.values()))
-        return self._adapters
-
     def member(self, node_id: str) -> Member | None:
         return self._members.get(node_id)
 
@@ -123,7 +87,7 @@ class NodePool:
         gone = [m for m in self._members.values() if wanted.get(m.info.node_id) != m.info]
         for member in gone:
             del self._members[member.info.node_id]
-            self._drop(member)
+            self.view.drop(member)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
         for info in came:
             self._members[info.node_id] = member = Member.of(info, self._clock())
@@ -137,8 +101,7 @@ class NodePool:
         self.oldest_version = min(
             (member.info.wire_version for member in self._members.values()), default=WIRE_VERSION
         )
-        self._knows_max_model_len = False
-        self._adapters = None
+        self.view.changed()
         self._changed()
         for member in gone:
             if member.lost is None:
@@ -210,9 +173,7 @@ class NodePool:
         if latest.left_out != before.left_out:
             self._note_accusers(latest)
         if latest.adapters != before.adapters or latest.replaced_adapters != before.replaced_adapters:
-            self._adapters = None
-            for name in before.adapters.keys() - latest.adapters.keys():
-                self._served_adapters.forget(name)
+            self.view.adapters_changed(before.adapters.keys() - latest.adapters.keys())
 
     def _note_accusers(self, latest: NodeStatus) -> None:
         logger.warning(
@@ -230,28 +191,19 @@ class NodePool:
             self._look_at(member)
 
     def heard(self, node_id: str, epoch: int) -> bool:
-        """A message shows that the node lives. Returns False when its sender is not a member."""
-        return self._heard(node_id, epoch) is not None
-
-    def _heard(self, node_id: str, epoch: int) -> Member | None:
-        member = self._member_of(node_id, epoch)
-        if member is None:
-            return None
+        """A message shows that the node lives. Returns False when its sender is not a member: the message is counted,
+        and the caller drops it."""
+        member = self._members.get(node_id)
+        if member is None or member.info.epoch != epoch:
+            self.foreign_messages += 1
+            return False
         member.heard_at = self._clock()
         if member.is_starved:
             member.is_starved = False
             self._changed(member)
         if member.lost is not None and member.has_reported and member.status.state is not NodeState.FAILED:
             self._revive(member)
-        return member
-
-    def _member_of(self, node_id: str, epoch: int) -> Member | None:
-        """Returns the member with this epoch. Counts a message from any other sender; the caller drops it."""
-        member = self._members.get(node_id)
-        if member is None or member.info.epoch != epoch:
-            self.foreign_messages += 1
-            return None
-        return member
+        return True
 
     def _revive(self, member: Member) -> None:
         logger.info("node %s is back", member.info.node_id)
@@ -305,7 +257,7 @@ class NodePool:
         """Whether another node in view could do the same work."""
         if not member.info.role.runs_requests:
             return True  # nodes that compute prompts can encode images, too
-        shortlist = self.shortlist_of(member.info.content)
+        shortlist = self.view.shortlist_of(member.info.content)
         lane = shortlist.decode if member.info.role.writes_answers else shortlist.prefill
         return len(lane.views) > (member.info.node_id in lane.views)
 
@@ -350,99 +302,15 @@ class NodePool:
 
     def _look_at(self, member: Member) -> None:
         """Puts the node into view or takes it out, according to `unusable`."""
-        info = member.info
         if self.unusable(member) is not None:
-            if not member.is_in_view:
-                return
-            self._drop(member)
-        elif member.is_in_view:
-            member.file()
-            return
+            self.view.drop(member)
         else:
-            member.is_in_view = True
-            if not info.role.runs_requests:
-                self._encoders.setdefault(info.content, {})[info.node_id] = info
-            else:
-                member.shortlist = self._shortlists.setdefault(info.content, Shortlist())
-                member.file()
-        self._snapshot = None
-        self._knows_max_model_len = False
-        self._adapters = None
-
-    def encoders_for(self, content: str, digests: Iterable[str]) -> list[NodeInfo]:
-        """Returns an encoder node in view for each image; an empty list when there are none. The same image
-        goes to the same node while it is in view, because that node has the image's rows."""
-        there = self._encoders.get(content)
-        if not there:
-            return []
-        return [there[first_by_rendezvous(there, digest)] for digest in digests]
-
-    def _drop(self, member: Member) -> None:
-        info, shortlist = member.info, member.shortlist
-        member.is_in_view, member.shortlist = False, None
-        if (there := self._encoders.get(info.content)) is not None:
-            there.pop(info.node_id, None)
-            if not there:
-                del self._encoders[info.content]
-        if shortlist is not None:
-            shortlist.drop(member)
-            if not shortlist.decode.views and not shortlist.prefill.views:
-                del self._shortlists[info.content]
-
-    def shortlist_of(self, content: str) -> Shortlist:
-        """Returns the nodes in view whose model has this content."""
-        return self._shortlists.get(content) or Shortlist()
-
-    def content_for(self, turn: int, *, vector: bool) -> str:
-        """Returns the content that a new request runs on. Contents get requests in proportion to the nodes
-        that could take them."""
-        if len(self._shortlists) < 2:
-            return next(iter(self._shortlists), "")
-        able: list[str] = []
-        for content, shortlist in self._shortlists.items():
-            nodes = shortlist.every_node(None)
-            able += [content] * len(nodes.prompt_readers if vector else nodes.decode)
-        return able[turn % len(able)] if able else next(iter(self._shortlists))
-
-    def has_room(self, tokens: int, promised: int) -> bool:
-        """Whether a decode node has the blocks for a sequence of `tokens`, after the `promised` tokens of
-        admitted sequences."""
-        return any(each.room.has_room(tokens, promised) for each in self._shortlists.values())
-
-    def has_room_for_vector(self, tokens: int, promised: int) -> bool:
-        """The same for the nodes that make vectors."""
-        readers = self.snapshot().prompt_readers
-        if not any(view.has_room(tokens) for view in readers):
-            return False
-        return promised == 0 or promised + tokens <= sum(view.room_tokens for view in readers)
-
-    def line_wait_s(self) -> float:
-        """About how long a prompt that arrives now waits on a node before it is begun."""
-        return min((each.line_wait_s() for each in self._shortlists.values()), default=0.0)
-
-    @property
-    def prefill_ids(self) -> frozenset[str]:
-        return frozenset(name for each in self._shortlists.values() for name in each.prefill.views)
-
-    @property
-    def decode_count(self) -> int:
-        """The number of decode and aggregated nodes in view."""
-        return sum(len(each.decode.views) for each in self._shortlists.values())
+            self.view.put(member)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """The members' block sizes, each once."""
         return self._block_sizes
-
-    def snapshot(self) -> PoolSnapshot:
-        """Returns every node in view."""
-        if self._snapshot is None:
-            every = [each.every_node(None) for each in self._shortlists.values()]
-            self._snapshot = PoolSnapshot(
-                tuple(view for nodes in every for view in nodes.prefill),
-                tuple(view for nodes in every for view in nodes.decode),
-            )
-        return self._snapshot
 
     def _foreign(self, member: Member) -> str | None:
         """Returns why no request of this router may ever run on this node, or None."""
@@ -509,5 +377,5 @@ class NodePool:
             self.is_paused = bool(self.paused and writers) and all(map(self._is_held_back, writers))
         for each in self._members.values() if member is None else (member,):
             self._look_at(each)
-        self._snapshot = None
+        self.view.changed()
         self._on_change()

@@ -159,10 +159,10 @@ class RouterServer:
             config,
             tokenizer,
             template,
-            pool.max_model_len,
+            pool.view.max_model_len,
             int(time.time()),
-            pool.vectors,
-            pool.adapters,
+            pool.view.vectors,
+            pool.view.adapters,
             images,
         )
         links = NodeLinks(config.inbox_host)

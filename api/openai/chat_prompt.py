@@ -21,6 +21,7 @@ from tandem.api.openai.chat_request import (
 from tandem.api.openai.prompts import too_many_characters
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.template_messages import image_parts, messages_for_template, tool_for_template
+from tandem.api.openai.text_request import TokenizeRequest
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import InvalidRequest
@@ -81,52 +82,50 @@ def _check_characters(tokenizer: Tokenizer, context: int, *values: Any) -> None:
             )
 
 
-async def with_images(
-    text: str, messages: Sequence[ChatMessage], model: ServedModel
+class TemplateInput(msgspec.Struct, frozen=True):
+    """What a chat's template is given."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] | None = None
+    documents: Sequence[JsonObject] | None = None
+    variables: JsonObject | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        request: ChatRequest | TokenizeRequest,
+        tools: Sequence[Tool] | None,
+        variables: JsonObject | None,
+    ) -> TemplateInput:
+        continues, adds = bool(request.continue_final_message), request.add_generation_prompt
+        if continues and adds:
+            raise InvalidRequest(
+                "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
+            )
+        adds = not continues and adds is not False
+        return cls(request.messages or (), tools, request.documents, variables, adds, continues)
+
+
+async def chat_prompt(
+    model: ServedModel, chat: TemplateInput, context: int | None
 ) -> tuple[str, wings.PromptImages | None]:
-    """Reads the messages' images and expands their placeholders in the rendered prompt."""
-    parts = image_parts(messages)
-    if not parts or model.images is None:
-        return text, None
-    images = await model.images.read(parts)
-    return images.expanded(text), images
-
-
-def check_images(messages: Sequence[ChatMessage], model: ServedModel) -> None:
-    """Raises InvalidRequest for an image when the model reads none. Must be called before rendering."""
-    if model.images is None and (parts := image_parts(messages)):
+    """Renders a chat with the model's template, and expands its images' placeholders. Raises InvalidRequest.
+    `context`: None when any length is allowed."""
+    parts = image_parts(chat.messages)
+    if parts and model.images is None:
         where = parts[0].where
         raise InvalidRequest(
             f"{where}: must be a part of type 'text' with a text; this model reads no 'image_url'", where
         )
-
-
-async def chat_prompt(
-    request: ChatRequest, model: ServedModel, context: int | None
-) -> tuple[str, wings.PromptImages | None]:
-    """Renders a chat with the model's template. Raises InvalidRequest. `context`: None when any length is
-    allowed."""
-    check_images(request.messages, model)
     if model.template is None:
-        raise InvalidRequest("messages: this model has no chat template; use /v1/completions", "messages")
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
-        )
-    text = await render_chat(
-        model.template,
-        model.guard,
-        request.messages,
-        tools_to_call(request),
-        tokenizer=model.tokenizer,
-        context=context,
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-        documents=request.documents,
-        extra=template_variables(request),
-    )
-    return await with_images(text, request.messages, model)
+        raise InvalidRequest("messages: this model has no chat template; send a prompt", "messages")
+    text = await render_chat(model.template, model.guard, model.tokenizer, chat, context)
+    if not parts or model.images is None:
+        return text, None
+    images = await model.images.read(parts)
+    return images.expanded(text), images
 
 
 def tools_to_call(request: ChatRequest) -> list[Tool] | None:
@@ -137,55 +136,43 @@ def tools_to_call(request: ChatRequest) -> list[Tool] | None:
 async def render_chat(
     template: ChatTemplate,
     guard: SpecialTextGuard,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
-    *,
     tokenizer: Tokenizer,
+    chat: TemplateInput,
     context: int | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    extra: Mapping[str, Any] | None,
 ) -> str:
     """Renders a chat, a long one in a thread, so that other streams go on. A chat whose texts certainly do not fit
     into the context is refused before anything looks into them. `context`: None when any length is allowed."""
 
-    given = (messages, tools, documents, extra)
-    is_short = len(messages) + len(tools or ()) <= INLINE_ITEMS and _is_short(*given)
+    given = (chat.messages, chat.tools, chat.documents, chat.variables)
+    is_short = len(chat.messages) + len(chat.tools or ()) <= INLINE_ITEMS and _is_short(*given)
     # What is short has fewer characters than most contexts hold, so they need not be counted again.
     surely_fits = is_short and tokenizer.most_characters(context or 0) >= INLINE_CHAT_CHARACTERS
 
     def render() -> str:
         if context is not None and not surely_fits:
             _check_characters(tokenizer, context, *given)
-        return _render(
-            template,
-            guard,
-            messages,
-            tools or (),
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            documents=guard.plain_value(documents),
-            extra=extra,
-        )
+        return _render(template, guard, chat)
 
     return render() if is_short else await asyncio.to_thread(render)
 
 
-def _render(
-    template: ChatTemplate,
-    guard: SpecialTextGuard,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool],
-    **options: Any,
-) -> str:
-    plain: Sequence[Mapping[str, Any]] = [guard.plain_message(one) for one in messages_for_template(messages)]
-    offered = [tool_for_template(tool) for tool in tools]
+def _render(template: ChatTemplate, guard: SpecialTextGuard, chat: TemplateInput) -> str:
+    plain: Sequence[Mapping[str, Any]] = [
+        guard.plain_message(one) for one in messages_for_template(chat.messages)
+    ]
+    offered = [tool_for_template(tool) for tool in chat.tools or ()]
     if offered and not template.mentions_tools:
         plain, offered = wings.told_in_words(plain, offered, has_system=template.takes_system), []
     if not template.takes_text:
         plain = [_in_parts(message) for message in plain]
-    return template.render(plain, tools=offered or None, **options)
+    return template.render(
+        plain,
+        tools=offered or None,
+        documents=guard.plain_value(chat.documents),
+        extra=chat.variables,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+    )
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ import msgspec
 from tandem.api import wings
 from tandem.api.answer_format import PlainText
 from tandem.api.openai.caller import Caller
-from tandem.api.openai.chat_prompt import chat_prompt, tools_to_call
+from tandem.api.openai.chat_prompt import TemplateInput, chat_prompt, template_variables, tools_to_call
 from tandem.api.openai.chat_request import ChatRequest, thinking_budget
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.fields import SamplingFields
@@ -89,7 +89,8 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     tools = tools_to_call(request)
     _check_tools(request, model)
     # First, because it refuses what is too long before anything looks into it.
-    text, images = await chat_prompt(request, model, _context_for(request, model))
+    chat = TemplateInput.of(request, tools, template_variables(request))
+    text, images = await chat_prompt(model, chat, _context_for(request, model))
     owner = caller.cache_owner(request.cache_salt)
     budget = _reasoning_budget(request, text, model)
     grammar = await chat_grammar(request, tools, model, owner, any_answer=budget is not None)

@@ -17,15 +17,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tandem.base.errors import Unavailable
+from tandem.base.errors import DeadlineExceeded, Unavailable
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.1
 _LOG_TAIL_LINES = 15
 _ANSWER_S = 180.0
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,43 @@ def _all_processes() -> dict[int, _Process]:
     return found
 
 
+def output_of(
+    command: Sequence[str | Path],
+    within_s: float,
+    environment: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+) -> str:
+    """Runs a peer's command, and returns what it printed. Raises DeadlineExceeded or Unavailable."""
+    what = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **(environment or {})},
+            input=stdin,
+            capture_output=True,
+            timeout=within_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"{what} did not end within {within_s:.0f} s") from error
+    except OSError as error:
+        raise Unavailable(f"{what} did not start: {error}") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace")[-2000:]
+        raise Unavailable(f"{what} ended with status {done.returncode}:\n{said}")
+    return done.stdout.decode(errors="replace")
+
+
+def wait_for(answer: Callable[[], Found | None], within_s: float, what: str) -> Found:
+    """Asks again and again, until there is an answer. Raises DeadlineExceeded with `what`, which was waited for."""
+    deadline = time.monotonic() + within_s
+    while not (found := answer()):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{what} within {within_s:.0f} s")
+        time.sleep(_LOOK_EVERY_S)
+    return found
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -160,14 +199,19 @@ def cpu_of(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@contextmanager
-def child(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Runs `work` in a process of its own, with the other end of the pipe before its arguments. It must end when the pipe is closed."""
+def _spawn(work: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=work, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
+    return process, ours
+
+
+@contextmanager
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Runs `work` in a process of its own, with the other end of the pipe before its arguments. It must end when the pipe is closed."""
+    process, ours = _spawn(work, *arguments)
     try:
         yield ours
     finally:
@@ -190,10 +234,7 @@ class Remote:
     """An object in a process of its own. It must have `close`."""
 
     def __init__(self, kind: Callable[..., Any], *arguments: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._calls, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve_calls, args=(theirs, kind, arguments), daemon=True)
-        self._process.start()
+        self._process, self._calls = _spawn(_serve_calls, kind, arguments)
 
     def begin(self, name: str, *arguments: Any) -> None:
         self._calls.send((name, arguments))

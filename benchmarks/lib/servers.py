@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from benchmarks.lib.processes import Family, free_port
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
@@ -186,11 +187,15 @@ def _is_healthy(http: httpx.Client, port: int) -> bool:
         return False
 
 
+def text_of(url: str, path: str) -> str:
+    try:
+        return httpx.get(f"{url}{path}", timeout=30.0, trust_env=False).raise_for_status().text
+    except httpx.HTTPError as error:
+        raise Unavailable(f"{url}{path} is not shown: {error}") from error
+
+
 def _served_name(system: System) -> str:
     try:
-        listed = httpx.get(f"{system.url}/v1/models", timeout=30.0, trust_env=False).raise_for_status().json()
-        return str(listed["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise Unavailable(
-            f"{system.title} does not say what it serves: {str(error).splitlines()[0]}"
-        ) from error
+        return str(msgspec.json.decode(text_of(system.url, "/v1/models"))["data"][0]["id"])
+    except (msgspec.MsgspecError, LookupError, TypeError) as error:
+        raise Unavailable(f"{system.title} does not say what it serves: {error}") from error

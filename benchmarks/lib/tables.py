@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _ABSENT = "–"
-VERDICTS = {True: "met", False: "missed", None: ""}
+_VERDICTS = {True: "met", False: "missed", None: ""}
 
 
 class Floor(msgspec.Struct, frozen=True):
@@ -45,13 +47,23 @@ def missed(floors: Iterable[Floor]) -> bool:
     return any(floor.met is False for floor in floors)
 
 
-def floors_table(floors: Iterable[Floor], title: str = "Floors") -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("claim", "floor", "measured", ""):
-        table.add_column(name)
-    for floor in floors:
-        table.add_row(floor.claim, floor.required, floor.figure, VERDICTS[floor.met])
-    return table
+FLOOR_COLUMNS = {"claim": "{claim}", "floor": "{required}", "measured": "{figure}", "": "{verdict}"}
+
+
+def rows_of(floors: Iterable[Floor]) -> list[dict[str, str]]:
+    return [
+        {
+            "claim": floor.claim,
+            "required": floor.required,
+            "figure": floor.figure,
+            "verdict": _VERDICTS[floor.met],
+        }
+        for floor in floors
+    ]
+
+
+def floors_table(floors: Iterable[Floor]) -> Table:
+    return table_of("Main figures and floors", rows_of(floors), FLOOR_COLUMNS, left=4)
 
 
 def table_of(
@@ -60,6 +72,8 @@ def table_of(
     """Makes a table of dicts or structs. `columns` has each column's heading and a template for its cells, which names fields of the row, such
     as "{ttft_ms:.1f}"; a field that is absent or None leaves a dash. Without `columns` every field has one. The first `left` columns are
     words, and all others are numbers."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     fields = [dict(row) if isinstance(row, dict) else msgspec.structs.asdict(row) for row in rows]
     if columns is None:

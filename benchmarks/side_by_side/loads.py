@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.console import Console
@@ -64,19 +64,12 @@ FULL = LoadPlan(
     shared=Lengths(64, 32),
     at_most_s=90.0,
 )
-QUICK = LoadPlan(
+QUICK = replace(
+    FULL,
     closed_loops=((1, 3), (4, 8), (8, 16)),
-    prompt=Lengths(512, 64),
-    chat_users=3,
-    chat=Lengths(64, 64),
     chats_alone_s=8.0,
     long_prompts=3,
-    long=Lengths(2048, 8),
-    long_every_s=4.0,
-    shared_users=4,
     shared_requests=8,
-    shared_prefix=1000,
-    shared=Lengths(64, 32),
     at_most_s=12.0,
 )
 

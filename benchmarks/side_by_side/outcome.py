@@ -1,17 +1,18 @@
-"""Medians over the runs, their spread, and their floors."""
+"""Medians over the runs, their spread, their floors, and one table of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 import msgspec
+from rich.table import Table
+from rich.text import Text
 
 from benchmarks.lib.servers import TANDEM_AGGREGATED, TANDEM_PD, VLLM_AGGREGATED, VLLM_PD
-from benchmarks.lib.tables import Floor, at_least, at_most
+from benchmarks.lib.tables import Floor, at_least, at_most, seen
 from benchmarks.side_by_side.loads import ALONE, BESIDE, closed_loop
 from tandem.loadgen.metrics import Summary
-from tandem.loadgen.report import MachineDescription
 
 _FIRST_ANSWER_S = 25.0
 _HANDOVER_MS = 10.0
@@ -63,11 +64,8 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class ComparisonOutcome(msgspec.Struct):
-    """Everything that one experiment found. Written after every system, so that no measurement is lost."""
+    """Everything that one experiment found."""
 
-    made_at: str
-    machine: MachineDescription
-    command: str
     settings: dict[str, object]
     titles: dict[str, str]  # of the systems, by key
     cells: list[str]
@@ -75,14 +73,7 @@ class ComparisonOutcome(msgspec.Struct):
     examined: list[ExaminedSystem] = []
     handovers: list[Handovers] = []
     absences: list[Absence] = []
-    floors: list[Floor] = []
 
-    def has(self, system: str, run: int) -> bool:
-        return any((start.system, start.run) == (system, run) for start in self.starts)
-
-
-Gaps = dict[str, dict[str, list[float]]]
-"""By cell and system, every inter-token latency in seconds."""
 
 Reading = Callable[[Summary], float | None]
 
@@ -95,10 +86,6 @@ def tpot(summary: Summary) -> float | None:
     return summary.tpot_ms.p50 if summary.tpot_ms else None
 
 
-def itl_p50(summary: Summary) -> float | None:
-    return summary.itl_ms.p50 if summary.itl_ms else None
-
-
 def itl_p99(summary: Summary) -> float | None:
     return summary.itl_ms.p99 if summary.itl_ms else None
 
@@ -107,8 +94,14 @@ def output_rate(summary: Summary) -> float:
     return summary.output_tokens_per_s
 
 
-def goodput(summary: Summary) -> float | None:
-    return summary.goodput_per_s
+_COLUMNS: dict[str, Reading] = {
+    "TTFT p50 ms": ttft,
+    "TPOT p50 ms": tpot,
+    "ITL p50 ms": lambda summary: summary.itl_ms.p50 if summary.itl_ms else None,
+    "ITL p99 ms": itl_p99,
+    "output tokens/s": output_rate,
+    "goodput/s": lambda summary: summary.goodput_per_s,
+}
 
 
 def figure(outcome: ComparisonOutcome, system: str, cell: str, reading: Reading) -> Figure | None:
@@ -118,6 +111,20 @@ def figure(outcome: ComparisonOutcome, system: str, cell: str, reading: Reading)
 
 def first_answer_after(outcome: ComparisonOutcome, system: str) -> Figure | None:
     return Figure.of([start.first_answer_s for start in outcome.starts if start.system == system])
+
+
+def headlines(outcome: ComparisonOutcome) -> list[Floor]:
+    """The main figures that need no other system."""
+    found = []
+    for system, title in outcome.titles.items():
+        for cell, name, reading, unit in (
+            (closed_loop(1), ": TTFT p50", ttft, "ms"),
+            (closed_loop(1), ": TPOT p50", tpot, "ms"),
+            (closed_loop(8), "", output_rate, "tokens/s"),
+        ):
+            if value := figure(outcome, system, cell, reading):
+                found.append(seen(f"{title}, {cell}{name}", value.median, unit))
+    return found
 
 
 def judge(outcome: ComparisonOutcome) -> list[Floor]:
@@ -169,3 +176,47 @@ def _promptness(outcome: ComparisonOutcome) -> Floor:
 
 def _median(found: Figure | None) -> float | None:
     return None if found is None else found.median
+
+
+def shown(outcome: ComparisonOutcome) -> Iterator[Table | Text]:
+    yield _table(outcome)
+    yield Text(f"goodput: requests with {outcome.settings['slo']}")
+    for system, title in outcome.titles.items():
+        first = first_answer_after(outcome, system)
+        if first is not None:
+            yield Text(f"{title}: first token {_cell(first)} s after the command")
+    for absence in outcome.absences:
+        title = outcome.titles[absence.system]
+        yield Text(f"{title}, run {absence.run + 1}: not examined: {absence.why}", "yellow")
+
+
+def _table(outcome: ComparisonOutcome) -> Table:
+    runs = 1 + max((examined.run for examined in outcome.examined), default=0)
+    table = Table(
+        title=f"Medians of {runs} runs (least to greatest)" if runs > 1 else "One run", title_justify="left"
+    )
+    table.add_column("load")
+    table.add_column("system")
+    for name in (*_COLUMNS, "failed"):
+        table.add_column(name, justify="right")
+    for cell in outcome.cells:
+        for system, title in outcome.titles.items():
+            summaries = [e.summary for e in outcome.examined if (e.system, e.cell) == (system, cell)]
+            if summaries:
+                failed = sum(summary.failed for summary in summaries)
+                figures = [_cell(figure(outcome, system, cell, reading)) for reading in _COLUMNS.values()]
+                table.add_row(cell, title, *figures, str(failed) if failed else "")
+        table.add_section()
+    return table
+
+
+def _cell(value: Figure | None) -> str:
+    if value is None:
+        return "–"
+    if value.low == value.high:
+        return _number(value.median)
+    return f"{_number(value.median)} ({_number(value.low)}–{_number(value.high)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib.tables import table_of
 from benchmarks.soaking.cluster import Bounds, Growth, Kill
 from benchmarks.soaking.requests import AnswerTally
-from tandem.loadgen.report import MachineDescription
 
 OURS = ("ray::PrefillActor", "ray::DecodeActor", "ray::RouterActor", "ray::ControllerActor", "tandem")
 
 
 class SoakVerdict(msgspec.Struct):
-    made_at: str
-    machine: MachineDescription
-    command: str
     minutes: float
     answered: int
     aborted: int
@@ -60,47 +57,40 @@ def tallied(tally: AnswerTally) -> dict[str, object]:
 
 
 _MIB = 2**20
+_COLUMNS = {
+    "process": "{process}",
+    "minutes": "{minutes:.1f}",
+    "memory MiB": "{memory:.0f}",
+    "gained": "{memory_grew:+.1f}",
+    "descriptors": "{descriptors:.0f}",
+    "gained ": "{descriptors_grew:+.1f}",
+    "threads": "{threads:.0f}",
+    "gained  ": "{threads_grew:+.1f}",
+}
 
 
-def print_soaked(console: Console, soaked: SoakVerdict) -> None:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(soaked.by_kind.items()))
-    console.print(
+def shown(soaked: SoakVerdict) -> Iterator[Table | str]:
+    yield (
         f"{soaked.minutes:.1f} minutes: {soaked.answered} answers ({soaked.tokens} tokens), "
         f"{soaked.aborted} gone away from, {sum(soaked.failures.values())} failed; "
-        f"{soaked.checked} answers were known, {len(soaked.wrong)} of them wrong",
-        highlight=False,
+        f"{soaked.checked} answers were known, {len(soaked.wrong)} of them wrong"
     )
-    console.print(kinds, style="dim", highlight=False)
+    yield ", ".join(f"{count} {kind}" for kind, count in sorted(soaked.by_kind.items()))
     if soaked.kills:
         times = [kill.whole_after_s for kill in soaked.kills]
-        console.print(
-            f"{len(soaked.kills)} nodes killed; whole again after {median(times):.1f} s (median), "
-            f"{max(times):.1f} s at most",
-            highlight=False,
-        )
-    console.print(_growths(soaked))
+        after = f"whole again after {median(times):.1f} s (median), {max(times):.1f} s at most"
+        yield f"{len(soaked.kills)} nodes killed; {after}"
+    rows = [
+        msgspec.structs.asdict(growth)
+        | {
+            "minutes": growth.seconds / 60,
+            "memory": growth.memory / _MIB,
+            "memory_grew": growth.memory_grew / _MIB,
+        }
+        for growth in sorted(soaked.growths, key=lambda growth: growth.process)
+    ]
+    yield table_of("After the first third: the middle, and what was gained", rows, _COLUMNS)
     for fault in soaked.faults:
-        console.print(f"✗ {fault}", style="red", markup=False, highlight=False)
+        yield f"✗ {fault}"
     if not soaked.faults:
-        console.print(
-            "✓ nothing failed, nothing was wrong, nothing grew, every block came back", style="green"
-        )
-
-
-def _growths(soaked: SoakVerdict) -> Table:
-    table = Table(title="After the first third: the middle, and what was gained", title_justify="left")
-    table.add_column("process")
-    for name in ("minutes", "memory MiB", "gained", "descriptors", "gained", "threads", "gained"):
-        table.add_column(name, justify="right")
-    for growth in sorted(soaked.growths, key=lambda growth: growth.process):
-        table.add_row(
-            growth.process,
-            f"{growth.seconds / 60:.1f}",
-            f"{growth.memory / _MIB:.0f}",
-            f"{growth.memory_grew / _MIB:+.1f}",
-            f"{growth.descriptors:.0f}",
-            f"{growth.descriptors_grew:+.1f}",
-            f"{growth.threads:.0f}",
-            f"{growth.threads_grew:+.1f}",
-        )
-    return table
+        yield "✓ nothing failed, nothing was wrong, nothing grew, every block came back"

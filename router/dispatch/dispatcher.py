@@ -62,10 +62,12 @@ class Dispatcher:
         self.followed = FollowedAnswers()
         # Set when the last request has ended. None until `wait_idle` is called.
         self._idle: asyncio.Event | None = None
-        self.admission = self._admission(lambda: pool.decode_count, pool.has_room)
+        self.admission = self._admission(lambda: pool.view.decode_count, pool.view.has_room)
         # Vectors wait for other nodes than answers do, so they have a line of their own, and neither line
         # delays the other.
-        self.vectors = self._admission(lambda: len(pool.snapshot().prompt_readers), pool.has_room_for_vector)
+        self.vectors = self._admission(
+            lambda: len(pool.view.snapshot().prompt_readers), pool.view.has_room_for_vector
+        )
 
     def _admission(self, nodes: Callable[[], int], has_room: Callable[[int, int], bool]) -> Admission:
         config, pool = self.config, self._pool
@@ -80,7 +82,7 @@ class Dispatcher:
             lambda: pool.is_paused,
             by_priority=config.by_priority,
             admit_within_s=config.admit_within,
-            wait_at_nodes=pool.line_wait_s,
+            wait_at_nodes=pool.view.line_wait_s,
         )
 
     def report_to_siblings(self, reports: SentReports | None) -> None:
@@ -133,9 +135,9 @@ class Dispatcher:
         `eager`: the reader wants tokens as they come, not only the end.
         """
         makes_vectors = specs[0].facts.pooling is not None
-        if makes_vectors and not self._pool.snapshot().prompt_readers:
+        if makes_vectors and not self._pool.view.snapshot().prompt_readers:
             raise Unavailable(self.why_unavailable("prefill or aggregated"))
-        if not makes_vectors and not self._pool.decode_count:
+        if not makes_vectors and not self._pool.view.decode_count:
             raise Unavailable(self.why_unavailable())
         trace = specs[0].trace
         came = self._clock()

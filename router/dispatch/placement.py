@@ -265,7 +265,7 @@ class Placement(Generic[L]):
 
     @property
     def prefill_ids(self) -> frozenset[str]:
-        return self._pool.prefill_ids
+        return self._pool.view.prefill_ids
 
     # --- an attempt, from its choice to its end
 
@@ -311,7 +311,7 @@ class Placement(Generic[L]):
             digests = [""] * len(spec.facts.images)
             for part in spec.facts.media:
                 digests[part.image] = part.identifier.rpartition("/")[0]
-            encoders = self._pool.encoders_for(attempt.nodes[0].content, digests)
+            encoders = self._pool.view.encoders_for(attempt.nodes[0].content, digests)
         for node, message in attempt.submits(spec, tokens, self._links.endpoint, remaining, encoders):
             try:
                 attempt.sent[node] = self._links.submit(node, message)

@@ -76,6 +76,6 @@ class Services:
             return "the router is draining"
         if self.tasks.down:
             return "; ".join(f"task {name} died: {why}" for name, why in sorted(self.tasks.down.items()))
-        if not self.pool.decode_count:
+        if not self.pool.view.decode_count:
             return self.dispatcher.why_unavailable()
         return None

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from tandem.api.openai.answer import json_pieces
-from tandem.api.openai.chat_prompt import chat_prompt, check_images, render_chat, with_images
+from tandem.api.openai.chat_prompt import TemplateInput, chat_prompt, template_variables, tools_to_call
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.prompts import encoded, long_texts, prompt_ids
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.text_request import DetokenizeRequest, TokenizeRequest
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
-from tandem.api.wings import PromptImages
 from tandem.base.errors import DeadlineExceeded, InvalidRequest
 from tandem.router.http.body import TOKEN_BYTES, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
@@ -93,29 +92,10 @@ async def _token_ids(model: ServedModel, request: TokenizeRequest, owner: CacheO
     if request.prompt is not None:
         special = request.add_special_tokens is not False
         return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
-    text, _ = await _rendered(model, request)
+    chat = TemplateInput.of(request, request.tools, request.chat_template_kwargs)
+    text, _ = await chat_prompt(model, chat, context)
     special = bool(request.add_special_tokens)
     return await encoded(text, "messages", model.tokenizer, context, special=special, owner=owner)
-
-
-async def _rendered(model: ServedModel, request: TokenizeRequest) -> tuple[str, PromptImages | None]:
-    if model.template is None or request.messages is None:
-        raise InvalidRequest("messages: this model has no chat template", "messages")
-    check_images(request.messages, model)
-    continues = bool(request.continue_final_message)
-    text = await render_chat(
-        model.template,
-        model.guard,
-        request.messages,
-        request.tools,
-        tokenizer=model.tokenizer,
-        context=model.max_model_len,
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-        documents=request.documents,
-        extra=request.chat_template_kwargs,
-    )
-    return await with_images(text, request.messages, model)
 
 
 def _pieces(token_ids: list[int], tokenizer: Tokenizer) -> list[str]:
@@ -143,10 +123,11 @@ async def detokenize(services: Services, exchange: HttpExchange) -> None:
                 await send_pieces(exchange.send, json_pieces({"prompt": prompt}))
 
 
-async def prompt_size(services: Services, exchange: HttpExchange, chat: ChatRequest) -> int:
+async def prompt_size(services: Services, exchange: HttpExchange, request: ChatRequest) -> int:
     """Counts the tokens of a chat's prompt."""
     model, context = services.model, services.model.max_model_len
-    text, _ = await chat_prompt(chat, model, context)
+    chat = TemplateInput.of(request, tools_to_call(request), template_variables(request))
+    text, _ = await chat_prompt(model, chat, context)
     owner = owner_of(exchange)
     ids = await encoded(text, "messages", model.tokenizer, context, special=False, owner=owner)
     return len(ids)

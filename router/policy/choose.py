@@ -63,9 +63,9 @@ class Chooser:
         self._turn += 1
         content = request.content
         if content is None:
-            content = self._pool.content_for(self._turn, vector=request.makes_vector)
+            content = self._pool.view.content_for(self._turn, vector=request.makes_vector)
         nodes, request = self._known(request, content, hashes)
-        decode = self._pool.shortlist_of(content).decode
+        decode = self._pool.view.shortlist_of(content).decode
         try:
             decision = at_mirror(request, decode.views) or self._policy(nodes, request)
         except Unavailable as error:
@@ -134,7 +134,7 @@ class Chooser:
 
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
         """Returns the nodes that the policy ranks."""
-        shortlist = self._pool.shortlist_of(request.content or "")
+        shortlist = self._pool.view.shortlist_of(request.content or "")
         return shortlist.of(self._name, request, overlaps, self._pool.handover.value)
 
     def answered(self, node: NodeInfo, hashes: PromptHashes, output: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from tandem.api.openai.chat_prompt import INLINE_CHAT_CHARACTERS, INLINE_ITEMS, render_chat
+from tandem.api.openai.chat_prompt import INLINE_CHAT_CHARACTERS, INLINE_ITEMS, TemplateInput, render_chat
 from tandem.api.openai.chat_request import ChatMessage
 from tandem.api.text import segment_cache
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
@@ -70,14 +70,9 @@ def test_a_long_chat_is_rendered_beside_everything_else(
         return await render_chat(
             ChatTemplate({"default": "{{ messages | length }}"}, {}),
             WaitingGuard(tokenizer),
-            messages,
-            None,
-            tokenizer=tokenizer,
-            context=context,
-            add_generation_prompt=True,
-            continue_final_message=False,
-            documents=[{"text": "a document"}],
-            extra=None,
+            tokenizer,
+            TemplateInput(messages, documents=[{"text": "a document"}]),
+            context,
         )
 
     for context in (None, 1_000_000):

@@ -37,7 +37,6 @@ from benchmarks.soaking.requests import (
 )
 from benchmarks.soaking.verdict import SoakVerdict, judge
 from tandem.base.errors import Unavailable
-from tandem.loadgen.report import MachineDescription
 
 WORDS = [f"word{index}" for index in range(50)]
 MIB = 2**20
@@ -105,8 +104,7 @@ class TestGrowth:
 
 def soaked(**fields: Any) -> SoakVerdict:
     given: dict[str, Any] = {
-        "made_at": "", "machine": MachineDescription("p", 1, "s", "3"), "command": "", "minutes": 1.0, "answered": 9,
-        "aborted": 1, "tokens": 90, "by_kind": {}, "failures": {}, "examples": {}, "checked": 3, "wrong": [],
+        "minutes": 1.0, "answered": 9, "aborted": 1, "tokens": 90, "by_kind": {}, "failures": {}, "examples": {}, "checked": 3, "wrong": [],
         "kills": [], "growths": [],
     }  # fmt: skip
     return SoakVerdict(**(given | fields))

@@ -30,9 +30,9 @@ class Exchange:
         self._writer.write(raw)
         await self._writer.drain()
 
-    async def respond(self, status: int, body: object) -> None:
+    async def respond(self, status: int, body: object, headers: str = "") -> None:
         payload = json.dumps(body).encode()
-        head = f"HTTP/1.1 {status} Reason\r\nContent-Length: {len(payload)}\r\n\r\n"
+        head = f"HTTP/1.1 {status} Reason\r\n{headers}Content-Length: {len(payload)}\r\n\r\n"
         await self.write(head.encode() + payload)
 
     async def begin(self) -> None:

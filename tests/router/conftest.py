@@ -111,7 +111,7 @@ class RunningRouter:
         self.call(wait())
 
     def in_view(self) -> set[str]:
-        snapshot = self.server.services.pool.snapshot()
+        snapshot = self.server.services.pool.view.snapshot()
         return {view.node_id for view in (*snapshot.prefill, *snapshot.decode)}
 
     def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:

@@ -14,7 +14,7 @@ SQL, LAW = "1" * 64, "2" * 64
 def with_adapters(router: RunningRouter, adapters: dict[str, str]) -> None:
     for node in router.nodes.values():
         node.set(status_fields={"adapters": adapters})
-    router.wait_for(lambda: router.server.services.pool.adapters() == adapters, "they are known")
+    router.wait_for(lambda: router.server.services.pool.view.adapters() == adapters, "they are known")
 
 
 @pytest.fixture

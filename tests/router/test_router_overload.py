@@ -39,7 +39,7 @@ def test_a_decode_node_is_given_no_work_for_which_it_has_no_blocks(start_router:
     full = {"free_blocks": 40, "wanted_blocks": 38, "running": 9, "total_blocks": 100}
 
     def room() -> int:
-        [view] = router.server.services.pool.snapshot().decode
+        [view] = router.server.services.pool.view.snapshot().decode
         return view.room_blocks
 
     decode.set(status_fields=full)
@@ -60,7 +60,7 @@ def test_a_wait_for_blocks_that_is_too_long_is_refused_with_the_time_to_come_bac
     full = {"free_blocks": 0, "wanted_blocks": 0, "running": 9, "total_blocks": 100}
     router.nodes["d0"].set(status_fields=full)
     router.wait_for(
-        lambda: router.server.services.pool.snapshot().decode[0].room_blocks == 0, "the node's report"
+        lambda: router.server.services.pool.view.snapshot().decode[0].room_blocks == 0, "the node's report"
     )
     refused = router.complete(max_tokens=30)
     assert refused.status_code == 503

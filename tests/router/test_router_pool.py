@@ -55,7 +55,7 @@ class World:
 
     @property
     def in_view(self) -> set[str]:
-        snapshot = self.pool.snapshot()
+        snapshot = self.pool.view.snapshot()
         return {view.node_id for view in (*snapshot.prefill, *snapshot.decode)}
 
 
@@ -269,15 +269,15 @@ def test_what_was_sent_counts_until_a_status_shows_it(world: World) -> None:
     world.say(node)
     world.pool.sent("p0", "r1", 100)
     world.pool.sent("p0", "r2", 50)
-    (view,) = world.pool.snapshot().prefill
+    (view,) = world.pool.view.snapshot().prefill
     assert (view.pending_requests, view.pending_tokens) == (2, 150)
     world.pool.answered("p0", "r1")
-    assert world.pool.snapshot().prefill[0].pending_tokens == 50
+    assert world.pool.view.snapshot().prefill[0].pending_tokens == 50
     world.say(node)  # written before it can have read them
-    assert world.pool.snapshot().prefill[0].pending_tokens == 50
+    assert world.pool.view.snapshot().prefill[0].pending_tokens == 50
     world.now += 0.2
     world.say(node)
-    assert world.pool.snapshot().prefill[0].pending_tokens == 0
+    assert world.pool.view.snapshot().prefill[0].pending_tokens == 0
 
 
 def test_a_snapshot_is_one_value_until_nodes_come_or_go_and_its_views_are_as_the_nodes_are(
@@ -286,13 +286,13 @@ def test_a_snapshot_is_one_value_until_nodes_come_or_go_and_its_views_are_as_the
     node = info("d0")
     world.pool.set_members([node])
     world.say(node)
-    first = world.pool.snapshot()
+    first = world.pool.view.snapshot()
     world.pool.sent("d0", "r", 1)
     world.say(node, running=3)
-    assert world.pool.snapshot() is first
+    assert world.pool.view.snapshot() is first
     assert (first.decode[0].pending_requests, first.decode[0].status.running) == (1, 3)
     world.say(node, state=NodeState.DRAINING)
-    assert world.pool.snapshot().decode == ()
+    assert world.pool.view.snapshot().decode == ()
 
 
 def test_another_model_is_never_in_view(world: World) -> None:
@@ -303,13 +303,13 @@ def test_another_model_is_never_in_view(world: World) -> None:
 
 
 def test_the_context_is_the_shortest_of_those_in_view(world: World) -> None:
-    assert world.pool.max_model_len() is None
+    assert world.pool.view.max_model_len() is None
     long, short = info("d0"), msgspec.structs.replace(info("p0", role=Role.PREFILL), max_model_len=512)
     world.pool.set_members([long, short])
     world.say(long)
-    assert world.pool.max_model_len() == 2048
+    assert world.pool.view.max_model_len() == 2048
     world.say(short)
-    assert world.pool.max_model_len() == 512
+    assert world.pool.view.max_model_len() == 512
 
 
 def test_each_request_runs_on_nodes_of_one_content(world: World) -> None:
@@ -329,8 +329,11 @@ def test_each_request_runs_on_nodes_of_one_content(world: World) -> None:
     for node in nodes:
         world.say(node)
     assert world.in_view == {node.node_id for node in nodes}
-    assert Counter(world.pool.content_for(turn, vector=False) for turn in range(30)) == {"x": 20, "y": 10}
-    assert Counter(world.pool.content_for(turn, vector=True) for turn in range(30)) == {
+    assert Counter(world.pool.view.content_for(turn, vector=False) for turn in range(30)) == {
+        "x": 20,
+        "y": 10,
+    }
+    assert Counter(world.pool.view.content_for(turn, vector=True) for turn in range(30)) == {
         "x": 10,
         "y": 10,
         "z": 10,
@@ -401,7 +404,7 @@ def test_what_is_kept_between_two_looks_is_what_a_fresh_look_would_find(
                 world.pool.note_deaf(member, amount % 2 == 0)
             case "pass":
                 world.pass_time(amount / 10)
-        snapshot = world.pool.snapshot()
+        snapshot = world.pool.view.snapshot()
         seen = {view.node_id: view for view in (*snapshot.prefill, *snapshot.decode)}
         usable = {m.info.node_id: m for m in world.pool.members if world.pool.unusable(m) is None}
         assert seen.keys() == usable.keys()
@@ -437,21 +440,23 @@ def test_an_adapter_is_served_once_every_node_in_view_has_the_same_and_until_one
 ) -> None:
     nodes = [info("p0", role=Role.PREFILL), info("d0"), info("d1")]
     world.pool.set_members(nodes)
-    assert world.pool.adapters() == {}
+    assert world.pool.view.adapters() == {}
     for node in nodes[:2]:
         world.say(node, adapters={"sql": "1", "law": "2"})
-    assert world.pool.adapters() == {"sql": "1", "law": "2"}
+    assert world.pool.view.adapters() == {"sql": "1", "law": "2"}
     world.say(nodes[2], adapters={"sql": "1", "law": "other", "tax": "3"})
-    assert world.pool.adapters() == {"sql": "1", "law": "2"}, "those that can serve it"
+    assert world.pool.view.adapters() == {"sql": "1", "law": "2"}, "those that can serve it"
     world.say(nodes[1], adapters={})
-    assert world.pool.adapters() == {}
+    assert world.pool.view.adapters() == {}
     world.say(nodes[1], adapters={"sql": "1"})
     world.say(nodes[2], adapters={"sql": "1"}, state=NodeState.DRAINING)
-    assert world.pool.adapters() == {"sql": "1"}
+    assert world.pool.view.adapters() == {"sql": "1"}
     world.pool.set_members(nodes[:1])
-    assert world.pool.adapters() == {"sql": "1", "law": "2"}
+    assert world.pool.view.adapters() == {"sql": "1", "law": "2"}
     world.pool.set_members([])
-    assert world.pool.adapters() == {"sql": "1", "law": "2"}, "requests wait for nodes like the model's own"
+    assert world.pool.view.adapters() == {"sql": "1", "law": "2"}, (
+        "requests wait for nodes like the model's own"
+    )
 
 
 def test_nodes_of_the_next_version_serve_and_those_further_off_get_nothing(world: World) -> None:
@@ -484,23 +489,23 @@ def test_an_image_meets_the_same_encoder_node_as_long_as_it_is_in_view(world: Wo
     encoders = [info(f"encode-{index}", role=Role.ENCODE) for index in range(3)]
     reader = info("a0", role=Role.AGGREGATED)
     world.pool.set_members([*encoders, reader])
-    assert world.pool.encoders_for("", ["x"]) == []
+    assert world.pool.view.encoders_for("", ["x"]) == []
     for node in (*encoders, reader):
         world.say(node)
     assert world.in_view == {"a0"}  # no request is sent to an encoder node
     digests = [f"image-{index}" for index in range(40)]
-    before = world.pool.encoders_for("", digests)
+    before = world.pool.view.encoders_for("", digests)
     assert {node.node_id for node in before} == {node.node_id for node in encoders}
-    assert world.pool.encoders_for("", digests) == before
-    assert world.pool.encoders_for("another model", digests) == []
+    assert world.pool.view.encoders_for("", digests) == before
+    assert world.pool.view.encoders_for("another model", digests) == []
     world.say(encoders[1], state=NodeState.DRAINING)
-    after = world.pool.encoders_for("", digests)
+    after = world.pool.view.encoders_for("", digests)
     assert encoders[1] not in after
     assert all(new == old for new, old in zip(after, before, strict=True) if old != encoders[1])
     for node in (encoders[0], encoders[2]):
         world.say(node, state=NodeState.FAILED, detail="broken")
-    assert world.pool.encoders_for("", digests) == []
+    assert world.pool.view.encoders_for("", digests) == []
     world.say(encoders[1])
-    assert set(world.pool.encoders_for("", digests)) == {encoders[1]}
+    assert set(world.pool.view.encoders_for("", digests)) == {encoders[1]}
     world.pool.set_members([reader])
-    assert world.pool.encoders_for("", digests) == []
+    assert world.pool.view.encoders_for("", digests) == []

@@ -206,7 +206,7 @@ def test_nodes_that_have_most_of_the_prompt_are_on_it(seed: int, holders: int) -
 
 class EveryNode(Chooser):
     def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
-        return self._pool.snapshot()
+        return self._pool.view.snapshot()
 
 
 def test_a_session_of_requests_ends_up_where_it_would_among_all() -> None:

@@ -54,7 +54,7 @@ def router(*nodes: Node) -> NodePool:
 
 
 def served(pool: NodePool) -> str | None:
-    return pool.adapters().get("law")
+    return pool.view.adapters().get("law")
 
 
 def pair(*versions: str) -> tuple[Node, Node]:
