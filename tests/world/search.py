@@ -150,6 +150,7 @@ class Sums:
             "steps",
             "preemptions",
             "tier_loads",
+            "copied",
             "corrupted",
             "wrong_answers",
         ):
