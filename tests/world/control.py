@@ -59,7 +59,7 @@ from tests.world.schedule import Outcome
 
 FAULTS_S = 60.0
 UNDER_WAY_S = 6.0  # an older controller looks at the record at least every 5 s
-MENDED_S = 3.0  # a record whose answer was lost is made right within this
+MENDED_S = 2.0  # a record whose answer was lost is made right within this
 QUIET_S = 240.0  # after the faults, everything is as it was ordered within this time
 PROBE_S = 15.0
 ROLES = (Role.PREFILL, Role.DECODE)
