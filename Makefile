@@ -13,9 +13,9 @@
 #                    without a leak, and streams whose connections are reset thirty times (about 3 minutes); ten times the usual
 #                    examples of the API's fuzzing, of the transfer protocol's histories, and of conversations on nodes that die
 #                    (about 20 minutes)
-# make search   schedules of the whole cluster on one clock, each by a seed, with faults of networks, memory, disks and processes: none may
-#                    break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or MUTANTS=1 to see how soon it finds
-#                    bugs that are put in; WORLDS=control plays the control plane, of which some schedules still break one
+# make search   schedules of the whole cluster, and of its control plane, on one clock, each by a seed, with faults of networks, memory,
+#                    disks, processes and Ray: none may break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or
+#                    MUTANTS=1 to see how soon it finds bugs that are put in; WORLDS=control plays one of the two alone
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -104,7 +104,7 @@ MINUTES_OF_SEARCH = $(or $(MINUTES),10)
 search: install
 	$(if $(MUTANTS),$(BIN)/python -m tests.world.mutants, \
 	$(BIN)/python -m tests.world.search --minutes '$(MINUTES_OF_SEARCH)' --processes 2 \
-		--worlds $(or $(WORLDS),cluster) $(if $(FIRST),--first '$(FIRST)',--resume build/search.json))
+		--worlds $(or $(WORLDS),cluster control) $(if $(FIRST),--first '$(FIRST)',--resume build/search.json))
 
 # Installed beside the environment, not in it: if Triton were in it, torch would compile for a GPU that is not there.
 test-gpu-packages: install

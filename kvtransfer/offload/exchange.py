@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -104,8 +105,35 @@ def compared_chunks(number: int, chunks: int, every: int) -> list[int]:
     return ChecksumSample(every, number % every if every else 0, chunks - 1).between(0, chunks)
 
 
+class SharingChannel(Protocol):
+    """A `SideChannel` between tiers."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    @property
+    def malformed(self) -> int: ...
+
+    @property
+    def died(self) -> str | None: ...
+
+    def send(self, endpoint: str, message: SharingMessage) -> None: ...
+
+    def close(self) -> None: ...
+
+
+MakeChannel = Callable[[str, str, Callable[[SharingMessage], None], Clock], SharingChannel]
+
+
+def _side_channel(
+    host: str, name: str, on_message: Callable[[SharingMessage], None], clock: Clock
+) -> SharingChannel:
+    return SideChannel(host, name, on_message, clock, messages=SharingMessage)
+
+
 class Exchange:
-    """Sends and receives messages, and reads. `wake` is called when there is something to take."""
+    """Sends and receives messages, and reads. `wake` is called when there is something to take. A simulation brings its own clock and
+    channel, and takes the turns itself."""
 
     def __init__(
         self,
@@ -115,6 +143,7 @@ class Exchange:
         transport: Transport,
         wake: Callable[[], None],
         clock: Clock = time.monotonic,
+        make_channel: MakeChannel = _side_channel,
     ) -> None:
         self._transport = transport
         self._wake = wake
@@ -126,15 +155,14 @@ class Exchange:
         self._broken: set[PeerKey] = set()  # peers to disconnect when nothing is in flight there
         self._open: list[_Progress] = []
         self._handles: dict[HandleId, _Progress] = {}
-        self._channel: SideChannel[SharingMessage] = SideChannel(
-            host, f"{node_id}-tier", self._add, clock, messages=SharingMessage
-        )
+        self._channel = make_channel(host, f"{node_id}-tier", self._add, clock)
         self._me = Identity(node_id, epoch, self._channel.endpoint)
-        self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
+        self._thread: threading.Thread | None = None
         self.memory: CacheMemory | None = None
         # Peers that are asked every few seconds for a sign of their cache's generation.
         self.sources: KVSources | None = None
         self._ask_at = 0.0
+        self._poll_s = POLL_MIN_S
         self._rows: npt.NDArray[np.uint8] | None = None
 
     @property
@@ -146,9 +174,13 @@ class Exchange:
         return self._channel.malformed + self._transport.malformed_frames
 
     def open(self, memory: KVCacheMemory) -> None:
-        """Opens the tier to peers and starts the thread. `memory` is the tier's pool: its blocks are the places."""
+        """Opens the tier to peers and begins to take turns. `memory` is the tier's pool: its blocks are the places."""
         self.memory = self._transport.register(memory)
         self._rows = flat_bytes(memory.tensor).numpy().reshape(-1, self.memory.block_bytes)
+        self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
         self._thread.start()
 
     def begin_generation(self) -> None:
@@ -189,28 +221,34 @@ class Exchange:
 
     def _run(self) -> None:
         try:
-            poll_s = POLL_MIN_S
-            while True:
-                try:
-                    posted = self._posted.get(timeout=poll_s if self._open else ASK_S)
-                except queue.Empty:
-                    poll_s = min(2 * poll_s, POLL_MAX_S)
-                else:
-                    if isinstance(posted, _Stop):
-                        return
-                    poll_s = POLL_MIN_S
-                    if isinstance(posted, ChecksummedAnswer):
-                        self._sum_up(posted)
-                    else:
-                        self._open.append(_Progress(posted, began=self._clock()))
-                        self._open.sort(key=lambda progress: not progress.reading.urgent)
-                self._poll()
-                self._post()
-                self._ask_sources()
+            wait_s: float | None = ASK_S
+            while wait_s is not None:
+                wait_s = self.turn(wait_s)
         except BaseException as error:
             logger.exception("the thread that reads other nodes' tiers died")
             self._failure = error
             self._wake()
+
+    def turn(self, wait_s: float) -> float | None:
+        """Waits up to `wait_s` for something new to do, does it, and looks after what is under way. Returns in how many seconds the next
+        turn is due; None: never."""
+        try:
+            posted = self._posted.get(timeout=wait_s)
+        except queue.Empty:
+            self._poll_s = min(2 * self._poll_s, POLL_MAX_S)
+        else:
+            if isinstance(posted, _Stop):
+                return None
+            self._poll_s = POLL_MIN_S
+            if isinstance(posted, ChecksummedAnswer):
+                self._sum_up(posted)
+            else:
+                self._open.append(_Progress(posted, began=self._clock()))
+                self._open.sort(key=lambda progress: not progress.reading.urgent)
+        self._poll()
+        self._post()
+        self._ask_sources()
+        return self._poll_s if self._open else ASK_S
 
     def _ask_sources(self) -> None:
         now = self._clock()
@@ -332,7 +370,7 @@ class Exchange:
 
     def close(self) -> None:
         """Idempotent. When it returns, nothing reads our tier through this agent or writes to it."""
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._posted.put(_Stop())
             self._thread.join(STOP_GRACE_S)
         try:

@@ -26,23 +26,34 @@ from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Tier, create_tier, find_tiers_of_ranks
 from tandem.kvtransfer.sources import TierSources
 
+MakeExchange = Callable[[ConnectorContext], Exchange]
+
 
 class TierWorker(WorkerConnector):
     """Stores what a step computes while the next step runs. So the copies do not hold up what follows a forward
     pass, on which the next token depends."""
 
-    def __init__(self, context: ConnectorContext, tier: Tier, *, is_shared: bool = False) -> None:
-        """`is_shared`: other nodes read this tier."""
+    def __init__(
+        self,
+        context: ConnectorContext,
+        tier: Tier,
+        make_exchange: MakeExchange | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`make_exchange`: other nodes read this tier, by what it makes."""
         self._context = context
-        self._is_shared = is_shared
+        self._make_exchange = make_exchange
+        self._clock = clock
         self._tier = tier
         self._plan = TierPlan()
         self._deferred: list[Copy] = []
 
     def register_kv_caches(self, memory: KVCacheMemory) -> None:
         self._tier.open(memory, self._context.wake)
-        if self._is_shared and isinstance(self._tier.spec, CpuTier):
-            self._tier.sharing = _shared(self._context, memory, self._tier, self._tier.spec)
+        if self._make_exchange is not None and isinstance(self._tier.spec, CpuTier):
+            exchange = self._make_exchange(self._context)
+            exchange.open(msgspec.structs.replace(memory, tensor=self._tier.spec.places()))
+            self._tier.sharing = _shared(self._context, memory, self._tier, exchange, self._clock)
 
     @property
     def tier_endpoint(self) -> str:
@@ -104,22 +115,28 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
 
 
 def halves_of(
-    tiers: Sequence[Tier], context: ConnectorContext, clock: Callable[[], float] = time.monotonic
+    tiers: Sequence[Tier],
+    context: ConnectorContext,
+    clock: Callable[[], float] = time.monotonic,
+    make_exchange: MakeExchange | None = None,
 ) -> list[tuple[SchedulerConnector, WorkerConnector]]:
-    """Makes the connector of each of these tiers, the nearest first."""
+    """Makes the connector of each of these tiers, the nearest first. `make_exchange`: how one is shared; None: over NIXL."""
     for tier in tiers:
         if isinstance(tier.spec, LastingSpec):
             tier.spec.recall = tier.recall = TierSources(context.sources)
     shares = context.remote or context.mirror
     shared = next((tier for tier in tiers if isinstance(tier.spec, CpuTier)), None) if shares else None
+    make_exchange = make_exchange or _nixl_exchange
     return [
-        (TierScheduler(context.groups, tier, clock), TierWorker(context, tier, is_shared=tier is shared))
+        (
+            TierScheduler(context.groups, tier, clock),
+            TierWorker(context, tier, make_exchange if tier is shared else None, clock),
+        )
         for tier in tiers
     ]
 
 
-def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: CpuTier) -> TierSharing:
-    """Opens the tier to other nodes."""
+def _nixl_exchange(context: ConnectorContext) -> Exchange:
     # Imported here, because nodes that share no tier do not need NIXL, and may not have it.
     from tandem.kvtransfer.nixl.options import NixlOptions
     from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
@@ -127,8 +144,17 @@ def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: 
     is_nixl = context.config.connector == "nixl"
     options = NixlOptions.parse(context.config.options) if is_nixl else NixlOptions()
     transport = NixlTransport(NixlAgent(f"{context.node_id}-{context.epoch:x}-tier", options, context.host))
-    exchange = Exchange(context.node_id, context.epoch, context.host, transport, context.wake)
-    exchange.open(msgspec.structs.replace(memory, tensor=spec.places()))
+    return Exchange(context.node_id, context.epoch, context.host, transport, context.wake)
+
+
+def _shared(
+    context: ConnectorContext,
+    memory: KVCacheMemory,
+    tier: Tier,
+    exchange: Exchange,
+    clock: Callable[[], float],
+) -> TierSharing:
+    """Shares the tier with other nodes."""
     return TierSharing(
         tier.manager,
         exchange,
@@ -141,4 +167,5 @@ def _shared(context: ConnectorContext, memory: KVCacheMemory, tier: Tier, spec: 
         mirror=context.mirror,
         checksums=context.config.checksums,
         sources=context.sources.copied,
+        clock=clock,
     )

@@ -13,6 +13,7 @@ features  what is switched on in a schedule: policies, pins, news of caches, sib
 storage   the tiers and disks of a schedule, what happens to them, and prompts that come again
 wrong_kv  KV that becomes wrong silently, who finds it, and that nothing of it is used from then on
 tiers     the tiers of a node: the product's, with copies on the world's clock
+sharing   tiers that nodes share: copies from another node's, mirrors of running requests
 schedule  what happens in a schedule: requests, faults, healing; and what must hold
 control   schedules of the control plane: operators' orders, kills of the controller, rollouts; control_ray: Ray as it uses it
 search    runs schedules by their seeds, and prints those that break a promise

@@ -71,9 +71,11 @@ from tests.world.schedule import Outcome
 
 FAULTS_S = 60.0
 UNDER_WAY_S = 6.0  # an older controller looks at the record at least every 5 s
+MENDED_S = 2.0  # a record whose answer was lost is made right within this
 QUIET_S = 240.0  # after the faults, everything is as it was ordered within this time
 PROBE_S = 15.0
 ROLES = (Role.PREFILL, Role.DECODE)
+_NOT_ON_THE_HUB = "missing/"
 DOWN = "down"  # an operator ends the deployment
 
 OnMessage = Callable[[float, str, str, str], None]
@@ -240,6 +242,8 @@ class Schedule:
         self.is_healed = False
         self.machines_made = 0
         self.hub_is_away = False
+        self.well_since = 0.0  # since when the controller can record
+        self.load = 0.0  # of the nodes' engines
         self._planned: Counter[str] = Counter()
         self._made: Counter[str] = Counter()  # processes, by their names
         self.config = self._first_config()
@@ -269,8 +273,19 @@ class Schedule:
             self.outcome.violations.append(f"control plane: {text}")
 
     def _look(self) -> None:
+        self._look_at_the_record()
         if self.outcome.violations:
             raise _Broken(self.outcome.violations.pop().removeprefix("control plane: "))
+
+    def _look_at_the_record(self) -> None:
+        """What an order was refused for may stand in the record; the next controller must not carry it out."""
+        store, process, now = self.ray.store, self.process, self.loop.time()
+        if process is None or not process.is_alive or process.is_stopped or not self.ray.is_well:
+            self.well_since = now
+        elif store.doubtful_since is not None and store.writer is process:
+            doubtful_s = now - max(self.well_since, store.doubtful_since)
+            if doubtful_s > MENDED_S:
+                self.broken(f"a record that was not confirmed has stayed for {doubtful_s:.0f} s")
 
     # ── what there is ──
 
@@ -316,6 +331,8 @@ class Schedule:
             await self.ray.delay(f"{process} asks the hub")
             if self.hub_is_away and not commit:
                 raise Unavailable("the hub did not tell the current commit")
+            if config.model.path.startswith(_NOT_ON_THE_HUB):
+                raise ConfigurationError("the hub has no such model")
             await process.step()
             return config, commit or "1"
 
@@ -383,6 +400,8 @@ class Schedule:
             # Clients ask for what no node can do.
             actor.client_errors = rng.randint(3, 9)
             actor.finished = {"stop": rng.randint(0, 20), "error": actor.client_errors}
+        if isinstance(actor, NodeActor):
+            actor.load = self.load
         if actor.machine in self.ray.cut:
             self.blamed[actor.name] = f"{actor.machine} is out of reach"
         if self.with_faults and not self.is_healed and rng.random() < 0.08 and self._has(name):
@@ -586,8 +605,7 @@ class Schedule:
             self.kept.last_number,
         ):
             self.broken(f"{order.text} was refused, and there is another revision")
-        scaled = any(pool.max is not None for pool in (self.config.pools.prefill, self.config.pools.decode))
-        if whole and not scaled and kept.sizes != self.kept.sizes:
+        if whole and not self._is_scaled and kept.sizes != self.kept.sizes:
             self.broken(f"{order.text} was refused, and the sizes become {_sizes(self.kept)}")
 
     async def _order(self, rng: random.Random) -> None:
@@ -625,13 +643,16 @@ class Schedule:
             address = rng.choice(self.ray.machines).address
             await self._ordered(_Order(f"evacuate {address}"), _sent(EvacuateOrder(address, 20.0)))
 
+    @property
+    def _is_scaled(self) -> bool:
+        return self.config.pools.decode.max is not None
+
     async def _scale(self, sizes: dict[Role, int]) -> bool:
-        scaled = self.config.pools.decode.max is not None
         return await self._ordered(
             _Order(
                 f"scale {', '.join(f'{role.value}={size}' for role, size in sizes.items())}",
                 None
-                if scaled
+                if self._is_scaled
                 else lambda kept: all(kept.sizes[role] == size for role, size in sizes.items()),
             ),
             _sent(ScaleOrder(sizes)),
@@ -640,11 +661,14 @@ class Schedule:
     async def _apply(self, rng: random.Random) -> None:
         config = self.config if self.kept is None else self.kept.revision.config or self.config
         number = 100 * rng.choice(KINDS) + rng.randrange(100)
-        what = rng.choice(["nodes", "nodes", "routers", "both", "sizes", "at once"])
+        what = rng.choice(["nodes", "nodes", "routers", "both", "sizes", "at once", "model"])
         if what in ("nodes", "both"):
             config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=number))
         if what in ("routers", "both"):
             config = replace(config, router=replace(config.router, max_failovers=number))
+        if what == "model":
+            owner = rng.choice(["org/", "org/", _NOT_ON_THE_HUB])
+            config = replace(config, model=replace(config.model, path=f"{owner}model-{number}"))
         if what == "sizes" or rng.random() < 0.3:
             pools = config.pools
             config = replace(
@@ -652,6 +676,8 @@ class Schedule:
             )
         if what == "at once":
             config = replace(config, slo=replace(config.slo, ttft_s=rng.choice([1.0, 2.0, 3.0])))
+        if self._is_scaled and rng.random() < 0.5:  # users come and go during a rollout, too
+            self.loop.call_later(rng.uniform(0.0, 3.0), self._load, rng)
         await self._ordered(_Order(f"apply {what} {number}"), _sent(ApplyOrder(config)))
 
     # ── faults ──
@@ -769,8 +795,11 @@ class Schedule:
             self._load(rng)
 
     def _load(self, rng: random.Random) -> None:
-        load = rng.choice([0.0, 0.05, 0.95])
-        self.note(f"the load is {load}")
+        self._set_load(rng.choice([0.0, 0.05, 0.95]))
+        self.note(f"the load is {self.load}")
+
+    def _set_load(self, load: float) -> None:
+        self.load = load
         for actor in self.ray.living():
             if isinstance(actor, NodeActor):
                 actor.load = load
@@ -825,8 +854,7 @@ class Schedule:
             self._join(self.rng, room=6)  # what no machine had room for finds it
         for actor in self.ray.living():
             actor.go_on()
-            if isinstance(actor, NodeActor):
-                actor.load = 0.3
+        self._set_load(0.3)
         for process in self.processes:
             process.fatal = None
             self._go_on(process)

@@ -161,6 +161,12 @@ class SimulatedRay:
     def living(self) -> list[Actor]:
         return [actor for actor in self.all if actor.is_alive]
 
+    @property
+    def is_well(self) -> bool:
+        """Whether the control store takes records, and in time."""
+        store = self.store
+        return self.head_is_there.is_set() and not (self.late or store.is_full or store.loses_answers)
+
     def is_seen(self, machine: str) -> bool:
         return machine not in self.unseen and any(host.name == machine for host in self.machines)
 
@@ -215,6 +221,7 @@ class KeptState:
         self.is_full = False
         self.loses_answers = 0.0
         self.lost_answers = 0
+        self.doubtful_since: float | None = None  # since when the latest record is one whose answer was lost
         self.on_save: Callable[[ControllerProcess, bytes], None] = lambda process, state: None
         self.on_turn: Callable[[ControllerProcess, ControllerProcess | None, bool], None] = (
             lambda process, before, has_read: None
@@ -253,7 +260,9 @@ class KeptStateOf:
         self._kept.value = state
         if self._ray.calls(f"{self._process} hears").random() < self._kept.loses_answers:
             self._kept.lost_answers += 1
+            self._kept.doubtful_since = self._kept.doubtful_since or self._ray.loop.time()
             raise Unavailable("Ray's control store did not answer in time")
+        self._kept.doubtful_since = None
         self._kept.on_save(self._process, state)
         await self._process.step()
 

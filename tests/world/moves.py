@@ -57,14 +57,16 @@ class _Posted:
 class WorldTransport(Transport):
     name = "world"
 
-    def __init__(self, fabric: Fabric, process: Process) -> None:
+    def __init__(self, fabric: Fabric, process: Process, what: str = "") -> None:
+        """`what`: which memory of the process it reaches, besides the device's."""
         self._fabric = fabric
         self._process = process
-        self.memory_name = f"{process.name}@{process.identity.pid}"
+        self.memory_name = f"{process.name}{what}@{process.identity.pid}"
         self._remotes: dict[RemoteId, tuple[str, int]] = {}
         self._posted: dict[HandleId, _Posted] = {}
         self._ids = itertools.count(1)
         self.wake: Callable[[], None] = lambda: None
+        self.flips = True  # whether bits may flip on the way
         self._ways = [0]  # through which our memory is reached
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
@@ -107,7 +109,7 @@ class WorldTransport(Transport):
             at += rng.uniform(0.5, 8.0)
         fabric.busy_until[link] = at
         fails = rng.random() < fabric.weather.fails
-        flips = rng.random() < fabric.weather.flips
+        flips = rng.random() < fabric.weather.flips and self.flips
         self._process.loop.call_at(at, self._complete, posted, move, fails, flips)
         return handle
 

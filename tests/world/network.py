@@ -7,8 +7,12 @@ import hashlib
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from tandem.base.errors import NodeLost
+from tandem.wire.handoff import HandoffMessage
 from tandem.wire.listening import Listener
 from tests.world.process import Process
 
@@ -104,3 +108,37 @@ class Network:
         there = self._open.get(endpoint)
         if there is not None:
             there.process.do(lambda: there.receive(frame))
+
+
+class WorldChannel:
+    """The node's end of the way to its peers."""
+
+    malformed = 0
+    died = None
+
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        on_message: Callable[[Any], None],
+        messages: Any = HandoffMessage,
+    ) -> None:
+        self._network, self._process = network, process
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.endpoint = network.open(process, lambda frame: on_message(self._decoder.decode(frame)))
+
+    def send(self, endpoint: str, message: msgspec.Struct) -> None:
+        try:
+            self._network.send(self._process, endpoint, self._encoder.encode(message))
+        except NodeLost:
+            return
+
+    def forget(self, endpoint: str) -> None:
+        pass
+
+    def listener(self, endpoint: str) -> Listener:
+        return self._network.listener(self._process, endpoint)
+
+    def close(self) -> None:
+        self._network.close(self.endpoint)

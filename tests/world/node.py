@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from tandem.base.errors import NodeLost
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import CacheConfig, EngineConfig, Reserve, SchedulerConfig
@@ -30,15 +29,15 @@ from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.handoff import HandoffMessage, ProcessIdentity
 from tandem.wire.lines import LetterToNode, Lines, Position
-from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import ToNode
 from tests.world.disk import WorldDisk
 from tests.world.model import WorldModel
 from tests.world.moves import Fabric, WorldTransport
-from tests.world.network import Network
+from tests.world.network import Network, WorldChannel
 from tests.world.news import WorldNews
 from tests.world.process import Process, Timer
+from tests.world.sharing import Sharing, WorldExchange
 from tests.world.tiers import NodeTiers, TierSetting
 
 MODEL = "world"
@@ -100,36 +99,6 @@ class WorldLine:
         self.lines.forget(endpoint)
 
 
-class WorldChannel:
-    """The node's end of the way to its peers."""
-
-    malformed = 0
-    died = None
-
-    def __init__(
-        self, network: Network, process: Process, on_message: Callable[[HandoffMessage], None]
-    ) -> None:
-        self._network, self._process = network, process
-        self._decoder = msgspec.msgpack.Decoder(HandoffMessage)
-        self._encoder = msgspec.msgpack.Encoder()
-        self.endpoint = network.open(process, lambda frame: on_message(self._decoder.decode(frame)))
-
-    def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        try:
-            self._network.send(self._process, endpoint, self._encoder.encode(message))
-        except NodeLost:
-            return
-
-    def forget(self, endpoint: str) -> None:
-        pass
-
-    def listener(self, endpoint: str) -> Listener:
-        return self._network.listener(self._process, endpoint)
-
-    def close(self) -> None:
-        self._network.close(self.endpoint)
-
-
 class WatchedHalf(SchedulerHalf):
     """Knows the pool, to say which blocks are free when something is written."""
 
@@ -186,6 +155,7 @@ class WorldNode:
         scheduler: dict[str, Any],
         has_news: bool,
         disk: WorldDisk,
+        sharing: Sharing,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
         self.process = process
@@ -242,7 +212,7 @@ class WorldNode:
             )
             parts.append((half, worker))
         self.tiers = NodeTiers(
-            context,
+            sharing.context(context),
             model.block_bytes,
             tiers,
             process,
@@ -250,6 +220,7 @@ class WorldNode:
             rng,
             lambda blocks: self.scheduler._state.cache.pool.num_free_among(blocks),
             fabric.on_broken,
+            lambda context: WorldExchange(context, network, fabric, process, self.tiers.await_no_copy),
         )
         if len(self.tiers.halves) > 1:
             parts.append(joined(self.tiers.halves, longest=True))
@@ -314,6 +285,8 @@ class WorldNode:
             max_model_len=MAX_LEN,
             block_size=BLOCK_SIZE,
             content="world",
+            tier_endpoint=self.worker.tier_endpoint if self.worker is not None else "",
+            mirrors=sharing.exists and sharing.mirror,
             pin_seconds=config.engine.scheduler.pins_for_s,
         )
 

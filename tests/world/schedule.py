@@ -28,6 +28,7 @@ from tandem.wire.handoff import ProcessIdentity
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import RequestFacts, forget_drawn_ids
 from tandem.wire.sampling import SamplingParams
+from tandem.wire.sharing import LEASE_S
 from tests.world.features import Features
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
@@ -35,11 +36,14 @@ from tests.world.network import Network, OnFrame, Weather
 from tests.world.node import WorldNode
 from tests.world.process import Process, begin_pids
 from tests.world.router import WorldRouter
+from tests.world.sharing import Sharing
 from tests.world.storage import Asked, Storage
 from tests.world.wrong_kv import WrongKV
 
 FAULTS_S = 20.0
 AWAY = "away"  # one node stays away after the faults
+PARTITION = "partition"  # a busy link between two machines is cut
+GIVEN_UP_S = 3.0  # while all is well, what a client that went away had is free again within this
 AWAY_S = 45.0
 AT_ONCE_S = 7.5  # while a node has been away for long, new requests are answered within this
 QUIET_S = 120.0  # after the faults, everything has ended within this time
@@ -60,6 +64,7 @@ class Outcome:
     steps: int = 0
     preemptions: int = 0
     tier_loads: int = 0  # tokens
+    copied: int = 0  # bytes from other nodes' tiers
     corrupted: int = 0  # blocks
     wrong_answers: int = 0  # that were asked before their cause was found
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -89,6 +94,10 @@ def _drawn_from(rng: random.Random) -> Iterator[None]:
     finally:
         os.urandom = random._urandom = real  # type: ignore[attr-defined]
         random.setstate(state)
+
+
+def is_partitioned(seed: int) -> bool:
+    return random.Random(f"is {PARTITION} {seed}").random() < 0.3
 
 
 def run(
@@ -161,6 +170,7 @@ class Schedule:
         self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
         self.features = Features(outcome.seed)
         self.storage = Storage(self)
+        self.sharing = Sharing(outcome.seed, bool(self.storage.tiers.cpu_slots))
         self.wrong_kv = WrongKV(self)
         self.transfer = self.wrong_kv.with_canary(self.transfer)
         self.healthy_since = 0.0
@@ -209,6 +219,7 @@ class Schedule:
             scheduler=self.features.scheduler,
             has_news=self.features.has_news,
             disk=self.storage.disk_of(name),
+            sharing=self.sharing,
             on_broken=self._on_broken,
         )
         self.nodes[name] = node
@@ -420,10 +431,7 @@ class Schedule:
             self.loop.call_later(lasts, self._fair_weather)
         elif kind == "cut" and len(self.machines) > 1:
             pair = tuple(rng.sample(self.machines, 2))
-            ways = {pair, pair[::-1]} if rng.random() < 0.5 else {pair}
-            self.network.cut |= ways
-            self.note(f"cut: {sorted(ways)} for {lasts:.1f} s")
-            self.loop.call_later(lasts, self.network.cut.difference_update, ways)
+            self._cut({pair, pair[::-1]} if rng.random() < 0.5 else {pair}, lasts)
         elif kind == "moves":
             self.fabric.weather = MoveWeather(
                 rng.choice([0.0, 0.2]),
@@ -448,6 +456,23 @@ class Schedule:
             node = rng.choice(alive)
             self.note(f"{node.process.name}: its cache is reset")
             node.process.do(lambda: node.mailbox.put(ResetCache(threading.Event())))
+
+    def _begin_partition(self) -> None:
+        """Between two machines moves become slow, and then nothing passes: what was posted arrives when the link is back."""
+        if len(self.machines) < 2 or PARTITION in self.without:
+            return
+        self.outcome.faults += 1
+        rng = self._drawn_for(f"{PARTITION} itself")
+        lasts, pair = rng.uniform(2.0, 7.0), tuple(rng.sample(self.machines, 2))
+        self.fabric.weather = MoveWeather(stalls=rng.choice([0.2, 0.6]), bytes_per_s=rng.choice([2e3, 1e5]))
+        self.note(f"moves: {self.fabric.weather}")
+        self.loop.call_later(rng.uniform(0.2, 1.5), self._cut, {pair, pair[::-1]}, lasts)
+        self.loop.call_later(lasts, self._fair_moves)
+
+    def _cut(self, ways: set[tuple[str, str]], lasts: float) -> None:
+        self.network.cut |= ways
+        self.note(f"cut: {sorted(ways)} for {lasts:.1f} s")
+        self.loop.call_later(lasts, self.network.cut.difference_update, ways)
 
     def _fair_weather(self) -> None:
         self.network.weather = Weather()
@@ -537,6 +562,9 @@ class Schedule:
             for at in () if self.wrong_kv.is_calm else faults:
                 self.healthy_since = math.inf
                 self.loop.call_later(at, self._fault)
+            if is_partitioned(self.outcome.seed) and not self.wrong_kv.is_calm:
+                at = self._drawn_for(PARTITION).uniform(1.0, FAULTS_S - 8.0)
+                self.loop.call_later(at, self._begin_partition)
             self.storage.begin(FAULTS_S)
             self.wrong_kv.begin(FAULTS_S)
         while self.loop.time() < end:
@@ -550,8 +578,12 @@ class Schedule:
         self.look()
         await self._probe()
         await self._until_quiet()
+        if not self.features.has_jobs:  # their blocks stay pinned for the next turn
+            await self._give_up_some()
         await self.wrong_kv.finish()
         await self._until_quiet()
+        if self.sharing.exists:
+            await asyncio.sleep(LEASE_S + 1.0)
         for node in self.nodes.values():
             node.tiers.check_idle()
         self.look()
@@ -559,6 +591,7 @@ class Schedule:
     def count(self) -> None:
         self.outcome.parts = [
             AWAY,
+            PARTITION,
             *self.outcome.parts,
             *(f"f{number}" for number in range(1, self.outcome.faults + 1)),
             *(f"r{number}" for number in range(1, self.outcome.requests + 1)),
@@ -568,6 +601,7 @@ class Schedule:
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
         for node in self.nodes.values():
+            self.outcome.copied += node.tiers.copied_bytes
             if node.worker is not None:
                 for tier in node.tiers.tiers:
                     self.outcome.tier_loads += tier.loaded_tokens
@@ -604,6 +638,21 @@ class Schedule:
                 raise _Broken(
                     f"not quiet {QUIET_S:.0f} s after all faults: {left}; {places}; {len(self._clients)} clients wait"
                 )
+
+    async def _give_up_some(self) -> None:
+        """Clients go away in the middle of their requests, while all is well."""
+        for _ in range(3):
+            tasks = [
+                self._ask(router, within_s=PROBE_S, must_succeed=False, gives_up=False)
+                for router in self.living_routers
+            ]
+            await asyncio.sleep(self.rng.uniform(0.0, 0.1))
+            for task in tasks:
+                self._give_up(task, "a client of a healthy cluster")
+            await asyncio.sleep(GIVEN_UP_S)
+            self.look()
+            if busy := [node.left_over() for node in self.nodes.values() if not node.is_quiet]:
+                raise _Broken(f"not quiet {GIVEN_UP_S:.0f} s after a client went away: {'; '.join(busy)}")
 
     async def _probe(self, within_s: float = PROBE_S, *, promised: bool = True) -> None:
         tasks = [

@@ -48,7 +48,7 @@ def main() -> int:
     )
     parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--no-faults", action="store_true")
-    parser.add_argument("--worlds", nargs="*", choices=WORLDS, default=["cluster"])
+    parser.add_argument("--worlds", nargs="*", choices=WORLDS, default=[*WORLDS])
     asked = parser.parse_args()
     fix_hashes("tests.world.search")
     sums = Sums(asked.first) if asked.resume is None else Sums.kept_in(asked.resume, asked.first)
@@ -150,6 +150,7 @@ class Sums:
             "steps",
             "preemptions",
             "tier_loads",
+            "copied",
             "corrupted",
             "wrong_answers",
         ):

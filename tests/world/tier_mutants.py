@@ -3,6 +3,7 @@ wrong: in the others nothing differs."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,20 @@ from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.pins.pins import Pins
 from tandem.kvtransfer.offload.cpu import CopyThread
 from tandem.kvtransfer.offload.disk import _CHECKSUM_BYTES, _HEADER, HEADER_BYTES, SlotFile, _checked
+from tandem.kvtransfer.offload.exchange import Exchange
+from tandem.kvtransfer.offload.lending import ChunkLender
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler, _Load, _Store
+from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
 from tandem.kvtransfer.protocol.generations import SourceGenerations
 from tandem.kvtransfer.protocol.producer import Producer
+from tandem.kvtransfer.protocol.side import key_of
 from tandem.kvtransfer.sources import TierSources
 from tests.world.features import Features
+from tests.world.schedule import is_partitioned
+from tests.world.sharing import Sharing
 from tests.world.storage import tiers_of
 from tests.world.wrong_kv import happens_in
 
@@ -28,13 +35,15 @@ Patch = tuple[type, str, Callable[[Any], Any]]
 
 
 def can_differ(name: str, seed: int) -> bool:
-    """Whether the schedule has what the mutant needs: tiers, a disk, KV that becomes wrong."""
-    needs, tiers = NEEDS.get(name, "tiers"), tiers_of(seed)
+    """Whether the schedule has what the mutant needs: tiers, a disk, shared tiers, KV that becomes wrong, a partition."""
+    needs, tiers = NEEDS.get(name, "tiers" if name in TIER_MUTANTS else ""), tiers_of(seed)
     return (
         (tiers.exist or "tiers" not in needs)
         and (Features(seed).has_jobs or "jobs" not in needs)
         and (tiers.disk_slots > 0 or "disk" not in needs)
+        and (Sharing(seed, bool(tiers.cpu_slots)).exists or "shared" not in needs)
         and (happens_in(seed) or "wrong" not in needs)
+        and (is_partitioned(seed) or "partition" not in needs)
     )
 
 
@@ -185,6 +194,49 @@ def _header_of_a_later_generation(right: Any) -> Any:
     return write
 
 
+def _copies_not_distrusted(right: Any) -> Any:
+    return lambda self, envelope: None
+
+
+def _lent_slot_taken(right: Any) -> Any:
+    def answer(self: ChunkLender, ask: Any, *, is_distrusted: bool) -> None:
+        right(self, ask, is_distrusted=is_distrusted)
+        self._let_go((key_of(ask.envelope), ask.number))
+
+    return answer
+
+
+def _late_reading_used(right: Any) -> Any:
+    return lambda self, reading: right(self, dataclasses.replace(reading, until=float("inf")))
+
+
+def _ended_under_a_move(right: Any) -> Any:
+    def break_(self: Exchange, peer: Any, error: Any) -> None:
+        right(self, peer, error)
+        for progress in self._open:
+            if progress.reading.peer == peer:
+                progress.in_flight = 0
+        self._broken.discard(peer)
+
+    return break_
+
+
+def _copied_bytes_not_compared(right: Any) -> Any:
+    return lambda self, reading: (0, "")
+
+
+def _old_generation_copied(right: Any) -> Any:
+    def end_reading(self: TierSharing, ended: Any) -> None:
+        self._fetches[ended.number].generation = 1 << 60
+        right(self, ended)
+
+    return end_reading
+
+
+def _wait_for_a_copy_never_ends(right: Any) -> Any:
+    return lambda self, request_id: self._waiting.get(request_id) is not None
+
+
 def _pin_never_ends(right: Any) -> Any:
     return lambda self: []
 
@@ -271,10 +323,46 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         "a store that was planned before a reset is valid after it",
         ((SlotFile, "write", _header_of_a_later_generation),),
     ),
+    "copies-not-distrusted": (
+        "nodes go on with what they copied from a tier whose node distrusts it",
+        ((TierSharing, "_hear", _copies_not_distrusted),),
+    ),
+    "lent-slot-taken": (
+        "a chunk is evicted while another node reads it",
+        ((ChunkLender, "answer", _lent_slot_taken),),
+    ),
+    "late-reading-used": (
+        "a copy that came after its lease is used",
+        ((Exchange, "read", _late_reading_used),),
+    ),
+    "ended-under-a-move": (
+        "vLLM #53095, between tiers: the room of a failed copy is used while a move still writes there",
+        ((Exchange, "_break", _ended_under_a_move),),
+    ),
+    "copied-bytes-not-compared": (
+        "a bit that flips between two tiers is in every later answer",
+        ((Exchange, "_compared", _copied_bytes_not_compared),),
+    ),
+    "old-generation-copied": (
+        "a copy that was begun before its owner distrusted it is kept",
+        ((TierSharing, "_end_reading", _old_generation_copied),),
+    ),
+    "copy-waited-for": (
+        "a request waits for a tier's copy from a node that does not answer",
+        ((TierSharing, "is_fetching", _wait_for_a_copy_never_ends),),
+    ),
 }
 """The name, where it was seen, what is patched."""
 
 NEEDS = {
+    "silence-is-proof": "partition",
+    "copies-not-distrusted": "shared, wrong",
+    "lent-slot-taken": "shared",
+    "late-reading-used": "shared",
+    "ended-under-a-move": "shared",
+    "copied-bytes-not-compared": "shared",
+    "old-generation-copied": "shared, wrong",
+    "copy-waited-for": "shared",
     "tier-keeps-what-is-distrusted": "tiers, wrong",
     "disk-keeps-what-is-distrusted": "disk, wrong",
     "generation-not-told": "wrong",

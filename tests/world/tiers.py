@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
@@ -14,7 +14,7 @@ from tandem.kvtransfer.offload.cpu import Copier, CopyThread, CpuTier, QueuedCop
 from tandem.kvtransfer.offload.disk import HEADER_BYTES, DiskTier
 from tandem.kvtransfer.offload.manager import SlotManager
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
-from tandem.kvtransfer.offload.worker_half import halves_of
+from tandem.kvtransfer.offload.worker_half import MakeExchange, halves_of
 from tests.world.disk import WorldDisk
 from tests.world.process import Process, Timer
 
@@ -205,6 +205,13 @@ class WorldCopies(CopyThread):
         disk.release(self._process)
 
 
+def _slots(tier: Tier) -> SlotManager:
+    manager: Any = tier.manager
+    slots = getattr(manager, "_manager", manager)  # beneath a filter
+    assert isinstance(slots, SlotManager)
+    return slots
+
+
 class NodeTiers:
     """What a schedule looks at in the tiers of a node."""
 
@@ -218,6 +225,7 @@ class NodeTiers:
         rng: random.Random,
         are_free: Callable[[Sequence[int]], int],
         on_broken: Callable[[str], None],
+        make_exchange: MakeExchange,
     ) -> None:
         self.tiers: list[Tier] = []
         self._process, self._on_broken = process, on_broken
@@ -246,25 +254,33 @@ class NodeTiers:
             )
             self.tiers.append(Tier(spec, config.block_factor))
         self.halves: list[tuple[SchedulerConnector, WorkerConnector]] = halves_of(
-            self.tiers, context, process.clock
+            self.tiers, context, process.clock, make_exchange
         )
+
+    def await_no_copy(self, places: Iterable[int]) -> int:
+        """How many of these places of the tier in memory no copy may be written to."""
+        tier = next(tier for tier in self.tiers if isinstance(tier.spec, CpuTier))
+        return sum(not _slots(tier)._is_written(place // tier.block_factor) for place in places)
 
     def check_integrity(self) -> None:
         for tier in self.tiers:
-            manager: Any = tier.manager
-            slots = getattr(manager, "_manager", manager)  # beneath a filter
-            if isinstance(slots, SlotManager):
-                slots.check_integrity()
+            _slots(tier).check_integrity()
 
     def check_idle(self) -> None:
         """Nothing is under way, so every slot has been let go."""
         for tier in self.tiers:
-            manager: Any = tier.manager
-            slots = getattr(manager, "_manager", manager)
-            if any(slots._busy):
+            if tier.sharing is not None:
+                tier.sharing.turn()  # an idle node takes none, so that what it lent is still lent
+            if any(_slots(tier)._busy):
                 self._on_broken(
                     f"slots of the {tier.spec.name} tier of {self._process.name} are never let go"
                 )
+
+    @property
+    def copied_bytes(self) -> int:
+        """From other nodes' tiers."""
+        shared = [tier.sharing for tier in self.tiers if tier.sharing is not None]
+        return sum(sharing.fetched_bytes + sharing.mirrored_bytes for sharing in shared)
 
     @property
     def movers(self) -> list[Mover]:

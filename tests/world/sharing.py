@@ -1,0 +1,82 @@
+"""Tiers that nodes share: copies from another node's tier, and mirrors of running requests. The product's, over the world's network
+and moves. Everything here is drawn from a generator of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tandem.kvtransfer.base import ConnectorContext
+from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
+from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead
+from tandem.kvtransfer.sources import ASK_S
+from tandem.wire.sharing import SharingMessage
+from tests.world.moves import Fabric, WorldTransport
+from tests.world.network import Network, WorldChannel
+from tests.world.process import Process, Timer
+
+SHARE = 0.6  # of the schedules whose nodes have a tier in memory
+
+
+class Sharing:
+    """What the nodes of a schedule share."""
+
+    def __init__(self, seed: int, has_memory: bool) -> None:
+        rng = random.Random(f"sharing {seed}")
+        self.exists = has_memory and rng.random() < SHARE
+        self.remote, self.mirror = rng.choice([(True, False), (True, True), (True, True), (False, True)])
+        # Without checksums nothing but leases and generations keeps foreign bytes out.
+        self.checksums = rng.choice([ChecksumPolicy.ALL, ChecksumPolicy.OFF])
+
+    def context(self, context: ConnectorContext) -> ConnectorContext:
+        if not self.exists:
+            return context
+        transfer: TransferConfig = msgspec.structs.replace(context.config, checksums=self.checksums)
+        return msgspec.structs.replace(context, remote=self.remote, mirror=self.mirror, config=transfer)
+
+
+class WorldExchange(Exchange):
+    """Takes the turns of the exchange's thread on the world's clock."""
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        network: Network,
+        fabric: Fabric,
+        process: Process,
+        are_let_go: Callable[[Iterable[int]], int],
+    ) -> None:
+        """`are_let_go`: how many of these places wait for no copy."""
+        transport = WorldTransport(fabric, process, " tier")
+        transport.flips = context.config.checksums is ChecksumPolicy.ALL
+        fabric.num_free_among[transport.memory_name] = are_let_go
+        self._timer = Timer(process, self._take_turn)
+        transport.wake = lambda: self._timer.within(0.0)
+        super().__init__(
+            context.node_id,
+            context.epoch,
+            "10.0.0.1",
+            transport,
+            context.wake,
+            process.clock,
+            lambda host, name, on_message, clock: WorldChannel(network, process, on_message, SharingMessage),
+        )
+
+    def _start(self) -> None:
+        self._timer.within(0.0)
+
+    def read(self, reading: RemoteRead) -> None:
+        super().read(reading)
+        self._timer.within(0.0)
+
+    def answer(self, answer: ChecksummedAnswer) -> None:
+        super().answer(answer)
+        self._timer.within(0.0)
+
+    def _take_turn(self) -> float:
+        self.turn(0.0)
+        while not self._posted.empty():
+            self.turn(0.0)
+        return ASK_S
