@@ -3,7 +3,8 @@
 deployment, controller_host       a controller with its routers' URL; the controller as its process serves it to commands
 controller, limits                what operators may order, and what is refused
 changes, over_http                which settings a running cluster can change; what only the command may, and HTTP may not
-reconciler, plan                  the one task that changes pools; the next change
+reconciler                        the recorded state, and the one task that makes processes as it says
+facts, plan                       what is known of machines and processes; from it and the state, the next change
 departures                        nodes and routers that are draining before they end
 turn                              of two controllers only the later one records and acts
 state, view                       what the next controller must know and what routers are told; what commands are shown

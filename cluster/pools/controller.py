@@ -217,9 +217,9 @@ class Controller:
     async def view(self) -> ClusterView:
         return cluster_view(
             self._config,
+            self._fleet.config,
             self._pools.state,
-            self._pools.machines,
-            self._fleet,
+            self._pools.facts(),
             list(self._pools.decisions),
             self._tasks.failure,
             self._pools.rollout_waits,

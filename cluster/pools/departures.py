@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from tandem.base.errors import TandemError
 from tandem.base.tasks import Tasks
@@ -13,7 +14,7 @@ from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.tasks import Clock, Wakeup, first_of
+from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +30,18 @@ class Departures:
         tasks: Tasks,
         changed: Wakeup,
         timeouts: Callable[[], ClusterTimeouts],
+        is_lost: Callable[[str], bool],
         update: Callable[[StateChange], Awaitable[None]],
         note: Callable[[str], None],
     ) -> None:
-        """`timeouts` returns the current ones, `update` records a change of the state, `note` tells operators."""
+        """`timeouts` returns the current ones, `is_lost` whether the machine of a node or router is gone, so that waiting for it is in
+        vain. `update` records a change of the state, `note` tells operators."""
         self._fleet = fleet
         self._clock = clock
         self._tasks = tasks
         self._changed = changed
         self._timeouts = timeouts
+        self._is_lost = is_lost
         self._update = update
         self._note = note
         self.nodes: dict[str, asyncio.Task[bool]] = {}  # the result: whether all requests ended in time
@@ -52,22 +56,60 @@ class Departures:
         task.add_done_callback(lambda _: self.nodes.pop(node_id, None))
         return task
 
-    def begin_router(self, name: str, *, is_replaced: bool = True) -> None:
+    def begin_router(self, name: str, *, is_replaced: bool) -> None:
         """Starts to drain the router. `is_replaced`: another router takes its place, and the old one serves until that is ready."""
         self.routers.add(name)
         self._tasks.spawn(self._retire_router(name, is_replaced), f"retire {name}")
 
+    async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
+        finished = await self._unless_lost(node_id, self._until_drained(node_id, limit_s, wait))
+        await self._fleet.end_node(node_id)
+        await self._until_kept(lambda current: current.without(node_id), node_id)
+        self._say_gone(node_id, finished, "continue on other nodes")
+        self._fleet.wake()
+        return bool(finished)
+
+    async def _until_drained(
+        self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None
+    ) -> bool:
+        deadline = self._clock.now() + limit_s
+        if wait is not None:
+            await wait()
+        node = self._fleet.nodes.get(node_id)
+        return node is None or await node.leave(max(0.0, deadline - self._clock.now()))
+
     async def _retire_router(self, name: str, is_replaced: bool) -> None:
+        finished = await self._unless_lost(name, self._until_router_drained(name, is_replaced))
+        await self._fleet.end_router(name)
+        await self._until_kept(lambda current: current.without_router(name), name)
+        self.routers.discard(name)  # at once: the next router of the place may get the name
+        self._say_gone(name, finished, "have failed")
+        self._fleet.wake()
+
+    async def _until_router_drained(self, name: str, is_replaced: bool) -> bool:
         router = self._fleet.routers.get(name)
         if router is not None and is_replaced:
             await first_of(self._until_another_accepts(router), self._until_none_comes(router))
-        finished = router is None or await router.leave()
-        await self._fleet.end_router(name)
-        await self._until_kept(lambda current: current.without_router(name), name)
-        self.routers.discard(name)
-        self._note(
-            f"{name} is gone" + ("" if finished else "; requests that it had not finished have failed")
-        )
+        return router is None or await router.leave()
+
+    async def _unless_lost(self, name: str, leaving: Coroutine[Any, Any, bool]) -> bool | None:
+        """Returns whether its requests ended in time; None if its machine has gone meanwhile, which operators are told elsewhere."""
+
+        async def until_lost() -> None:
+            while not self._is_lost(name):
+                await self._changed.wait()
+
+        if self._is_lost(name):
+            leaving.close()
+            return None
+        left, _ = await first_of(leaving, until_lost())
+        return left.result() if has_ended(left) else None
+
+    def _say_gone(self, name: str, finished: bool | None, else_they: str) -> None:
+        if finished is not None:
+            self._note(
+                f"{name} is gone" + ("" if finished else f"; requests that it had not finished {else_they}")
+            )
 
     async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:
         while not any(
@@ -100,19 +142,3 @@ class Departures:
             except TandemError as error:
                 logger.warning("%s is gone, but that could not be recorded; trying again: %s", name, error)
                 await self._clock.sleep(self._timeouts().heartbeat_s)
-
-    async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
-        deadline = self._clock.now() + limit_s
-        if wait is not None:
-            await wait()
-        limit_s = max(0.0, deadline - self._clock.now())
-        supervisor = self._fleet.nodes.get(node_id)
-        finished = supervisor is None or await supervisor.leave(limit_s)
-        await self._fleet.end_node(node_id)
-        await self._until_kept(lambda current: current.without(node_id), node_id)
-        self._note(
-            f"{node_id} is gone"
-            + ("" if finished else "; requests that it had not finished continue on other nodes")
-        )
-        self._fleet.wake()
-        return finished

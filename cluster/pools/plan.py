@@ -1,21 +1,26 @@
-"""Decides the next change that brings the pools closer to what is wanted. Pure: state and machines in, one change out."""
+"""Decides the next change that brings nodes and routers closer to what is wanted. Pure: state and facts in, one change out. A change only says
+what is recorded; processes follow the record."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from tandem.cluster.config import PoolsConfig, TandemConfig
 from tandem.cluster.launcher import Host
-from tandem.cluster.pools.placement import place
-from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
+from tandem.cluster.pools.facts import Facts
+from tandem.cluster.pools.placement import place, router_config
+from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord, RouterRecord
+from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import Role
 
-Rank = Callable[[NodeRecord], int]
-"""How little a node would be missed. A pool that shrinks loses the node with the highest rank."""
+_ROUTER = "router"
+_RANKS = {ProcessPhase.READY: 0, ProcessPhase.LEFT_OUT: 2}  # how little a node would be missed; others: 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,7 @@ class AddNode:
     """The pool needs one more node. The node waits until a machine has room for it."""
 
     role: Role
+    why = ""
 
     def apply(self, state: ClusterState) -> ClusterState:
         return state.with_new_node(self.role)
@@ -34,6 +40,7 @@ class PlaceNode:
 
     node: NodeRecord
     placement: NodePlacement
+    why = ""
 
     def apply(self, state: ClusterState) -> ClusterState:
         return state.with_node(msgspec.structs.replace(self.node, placement=self.placement))
@@ -41,50 +48,49 @@ class PlaceNode:
 
 @dataclass(frozen=True, slots=True)
 class RetireNode:
-    """The pool has more nodes than wanted."""
+    """The node drains, is ended and then forgotten. One whose machine is gone is ended at once."""
 
     node: NodeRecord
+    why: str = ""  # as operators are told; "": they see it for themselves
 
     def apply(self, state: ClusterState) -> ClusterState:
         return state.with_node(msgspec.structs.replace(self.node, leaving=True))
 
 
 @dataclass(frozen=True, slots=True)
-class LoseNode:
-    """A machine of the node is gone, and no router hears the node."""
+class SetRouter:
+    """A router starts, leaves, or has another configuration."""
 
-    node: NodeRecord
+    router: RouterRecord
+    why: str = ""
 
     def apply(self, state: ClusterState) -> ClusterState:
-        return state.without(self.node.node_id)
+        return state.with_router(self.router)
 
 
-Change = AddNode | PlaceNode | RetireNode | LoseNode
+Change = AddNode | PlaceNode | RetireNode | SetRouter
 
 
-def next_change(
-    config: TandemConfig, state: ClusterState, hosts: Sequence[Host], rank: Rank
-) -> Change | None:
-    present = {host.name for host in hosts}
+def retire_router(router: RouterRecord, why: str) -> SetRouter:
+    """The router leaves once another one has its place, if one should, and is then ended and forgotten."""
+    return SetRouter(msgspec.structs.replace(router, leaving=True), f"{router.name} {why}")
+
+
+def next_change(config: TandemConfig, state: ClusterState, facts: Facts) -> Change | None:
+    """`config` is the one with which processes start now."""
+    return _of_routers(config, state, facts) or _of_nodes(config, state, facts)
+
+
+def _of_nodes(config: TandemConfig, state: ClusterState, facts: Facts) -> Change | None:
     for node in state.nodes:
-        if node.placement is not None and not present.issuperset(node.placement.hosts):
-            return LoseNode(node)
-    hosts = staying_hosts(state, hosts)
+        if not node.leaving and (why := why_lost(node, facts)):
+            return RetireNode(node, f"{node.node_id} is lost: {why}")
+    hosts = staying_hosts(state, facts.hosts)
     for role in Role:
         staying = state.staying(role)
         wanted = wanted_size(state, hosts, role, config.pools) + surge(config, state, role)
         if len(staying) > wanted:
-            return RetireNode(
-                max(
-                    staying,
-                    key=lambda node: (
-                        node.placement is None,
-                        rank(node),
-                        node.revision != state.revision.number,
-                        _index(node),
-                    ),
-                )
-            )
+            return RetireNode(max(staying, key=lambda node: _needlessness(node, state, facts)))
         if len(staying) < wanted:
             return AddNode(role)
     for node in state.nodes:
@@ -95,16 +101,110 @@ def next_change(
     return None
 
 
+def why_lost(node: NodeRecord, facts: Facts) -> str:
+    """Returns why the node certainly serves no more, or never did; "" if it may."""
+    if node.placement is None:
+        return ""
+    present = {host.name for host in facts.hosts}
+    if gone := [part.address for part in node.placement.parts if part.host not in present]:
+        return f"its machine {' and '.join(gone)} is gone"
+    if node.info is None and node.placement.host in facts.unseen:
+        return f"its machine {node.placement.address} is not seen, and it never served"
+    return ""
+
+
+def _needlessness(node: NodeRecord, state: ClusterState, facts: Facts) -> tuple[object, ...]:
+    """A pool that shrinks loses the node for which this is the largest."""
+    known = facts.nodes.get(node.node_id)
+    rank = _RANKS.get(known.phase, 1) if known is not None else 1
+    index = int(node.node_id.rpartition("-")[2])
+    return node.placement is None, rank, node.revision != state.revision.number, index
+
+
+# --- routers
+
+
+def router_places(config: TandemConfig, hosts: Sequence[Host]) -> Mapping[str, Host | None]:
+    """Returns the machines that should have routers: the head (None), and with `router.placement: every_host` every other machine."""
+    places: dict[str, Host | None] = {"": None}
+    if config.router.placement is RouterPlacement.EVERY_HOST:
+        heads = {host.address for host in hosts if host.head}
+        for host in hosts:
+            if host.address not in heads:  # the head's router has the port there
+                places.setdefault(host.address, host)
+    return places
+
+
+def wanted_router_config(config: TandemConfig, place: str) -> RouterConfig:
+    return router_config(config.router, place) if place else config.router
+
+
+def starting_config(config: TandemConfig, state: ClusterState, record: RouterRecord) -> RouterConfig:
+    """Returns the configuration with which the router's process starts, or is adopted. During a rollout each keeps its own."""
+    return record.config if state.rollout is not None else wanted_router_config(config, record.place)
+
+
+def is_outdated(config: TandemConfig, record: RouterRecord) -> bool:
+    """Returns whether a new router in its place would start with another configuration."""
+    return as_it_serves(record.config) != as_it_serves(wanted_router_config(config, record.place))
+
+
+def as_it_serves(config: RouterConfig) -> RouterConfig:
+    """Returns the configuration without what a running router can change: its tokenizer's folder, the number and placement of routers."""
+    return msgspec.structs.replace(config, tokenizer_path="-", processes=1, placement=RouterPlacement.HEAD)
+
+
+def is_router_lost(router: RouterRecord, facts: Facts) -> bool:
+    return bool(router.place) and router.place not in {host.address for host in facts.hosts}
+
+
+def new_router(config: TandemConfig, state: ClusterState, facts: Facts, place: str) -> SetRouter | None:
+    """None: it must wait, because its machine has not been seen yet or an earlier router of the place is still ending."""
+    host = router_places(config, facts.hosts).get(place)
+    ending = (old for old in state.routers if old.leaving and old.name not in facts.routers)
+    if (host is not None and host.name in facts.unseen) or any(old.place == place for old in ending):
+        return None
+    name = f"{_ROUTER}-{place}" if place else _ROUTER
+    names = (name if number == 1 else f"{name}~{number}" for number in itertools.count(1))
+    free = next(each for each in names if state.router(each) is None)
+    return SetRouter(RouterRecord(free, place, wanted_router_config(config, place)))
+
+
+def _of_routers(config: TandemConfig, state: ClusterState, facts: Facts) -> Change | None:
+    """Brings each place to `router.processes` routers. A rollout replaces the outdated ones, and removes the surplus that it makes."""
+    places, wanted = router_places(config, facts.hosts), config.router.processes
+    for record in state.staying_routers:
+        router = facts.routers.get(record.name)
+        if is_router_lost(record, facts):
+            return retire_router(record, f"is lost: its machine {record.place} is gone")
+        if record.place not in places:
+            return retire_router(record, "drains and ends: router.placement has no router on its machine")
+        if router is not None and router.load.is_ending:
+            return retire_router(record, "got SIGTERM: another router takes its place")
+        if (config_now := starting_config(config, state, record)) != record.config:
+            # An earlier controller started it with another configuration.
+            return SetRouter(msgspec.structs.replace(record, config=config_now))
+    for where in places:
+        there = [record for record in state.staying_routers if record.place == where]
+        # The second and later ones get the listening socket from one that serves.
+        may_listen = not there or any(facts.serves(record.name) for record in there)
+        if len(there) < wanted and may_listen and (new := new_router(config, state, facts, where)):
+            return new
+        if len(there) > wanted and state.rollout is None:
+            # The last ones go: the first have the plain names.
+            return retire_router(there[wanted], f"drains and ends: router.processes is {wanted}")
+    return None
+
+
+# --- sizes
+
+
 def surge(config: TandemConfig, state: ClusterState, role: Role) -> int:
     """Returns how many nodes beyond its size a pool may have while a rollout replaces some. 0 for a pool that follows the machines:
     it fills them already."""
     if state.rollout is None or state.sizes.get(role, 0) is None:
         return 0
     return min(config.rollout.surge, len(state.outdated(role)))
-
-
-def _index(node: NodeRecord) -> int:
-    return int(node.node_id.rpartition("-")[2])
 
 
 def staying_hosts(state: ClusterState, hosts: Sequence[Host]) -> list[Host]:

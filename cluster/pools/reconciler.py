@@ -1,4 +1,4 @@
-"""The state that is wanted, and the one task that changes nodes and routers until they are as wanted, one change at a time."""
+"""The recorded state, and the one task that changes nodes and routers until they are as wanted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, TakenPlace
 from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.departures import Departures, StateChange
+from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.room import needed_by, needs_of
-from tandem.cluster.pools.state import ClusterState, NodeRecord
+from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
@@ -120,12 +121,26 @@ class Reconciler:
             turn.confirm,
         )
         self.fleet.wake = self.wake
-        self.fleet.pool_reports = lambda: pool_reports(
-            self.fleet.config, self.state, self.machines, self.fleet
-        )
+        self.fleet.pool_reports = lambda: pool_reports(self.fleet.config, self.state, self.facts())
         self.departures = Departures(
-            self.fleet, clock, tasks, self.changed, lambda: self.config.timeouts, self.update, self.note
+            self.fleet,
+            clock,
+            tasks,
+            self.changed,
+            lambda: self.config.timeouts,
+            self._is_lost,
+            self.update,
+            self.note,
         )
+
+    def facts(self) -> Facts:
+        return self.fleet.facts(self.machines)
+
+    def _is_lost(self, name: str) -> bool:
+        node, router = self.state.find(name), self.state.router(name)
+        if node is not None:
+            return bool(plan.why_lost(node, self.facts()))
+        return router is not None and plan.is_router_lost(router, self.facts())
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
@@ -163,28 +178,15 @@ class Reconciler:
             for router in self.state.routers:
                 if router.info is not None:
                     await self.fleet.membership.announce_router(router.name, router.info)
-            machines = {host.name: host for host in await self._machines_of(self.state)}
-            self.machines = self.state.unseen_machines(machines)
-            unseen = {host.name: host for host in self.machines}
-            known = self.state
-            for record in known.nodes:
-                if record.info is None and record.placement is not None and record.placement.host in unseen:
-                    # It never served: another node takes its place.
-                    await self.fleet.end_node(record.node_id)
-                    known = known.without(record.node_id)
-            if known is not self.state:
-                await self.keep(known)
-            for record in known.nodes:
-                placement = record.placement
-                host = (machines | unseen).get(placement.host) if placement else None
-                if placement is None or host is None:
-                    continue
-                if record.info is not None:
-                    await self.fleet.membership.announce(record.info)
-                self.fleet.launch_node(record, placement, host, is_seen=host.name in machines)
-            for record in self.state.nodes:
-                if record.leaving:
-                    self.departures.begin(record.node_id, self.config.timeouts.nodes.drain_s)
+            machines = await self._machines_of(self.state)
+            unseen = self.state.unseen_machines([host.name for host in machines])
+            self.fleet.unseen.update((host.name, asyncio.Event()) for host in unseen)
+            self.machines = [*machines, *unseen]
+            there = {host.name for host in self.machines}
+            for node in self.state.nodes:
+                if node.info is not None and node.placement is not None and node.placement.host in there:
+                    await self.fleet.membership.announce(node.info)
+            self._carry_out()
             if self.state.rollout is not None:
                 self._begin_rollout("goes on")
         self.note(f"took over {counted(len(self.fleet.nodes), 'node')} from an earlier controller")
@@ -421,7 +423,6 @@ class Reconciler:
             try:
                 async with self._hosts.placing():
                     await self._look()
-                    await self._place_routers()
                     await self._converge()
                 await self._turn.confirm()
                 await self._hosts.want(plan.needed_slots(self.state, self.fleet.config.pools))
@@ -453,28 +454,6 @@ class Reconciler:
                 self._unseen.discard(host.name)
         self.machines = [*present, *kept]
 
-    async def _place_routers(self) -> None:
-        """Starts and ends routers until each place has `router.processes`. Routers of a machine that is gone are ended; routers on a
-        machine that should have none drain first."""
-        async with self.writing():
-            places = self.fleet.router_places(self.machines)
-            hosts = {host.address: host for host in self.machines} | dict(places)
-            new, going = self.fleet.planned_routers(self._as_it_runs(self.state), places, hosts)
-            await self.keep(new)
-            for name in [name for name in self.fleet.routers if new.router(name) is None]:
-                self._tasks.spawn(self.fleet.end_router(name), f"end {name}")
-            for record in new.routers:
-                known = self.fleet.routers.keys() | self.departures.routers
-                host = hosts[record.place]
-                if record.name not in known and not self.fleet.is_unseen(host):
-                    self.fleet.launch_router(record, host)
-                    if record.leaving:
-                        self.departures.begin_router(record.name, is_replaced=record.place in places)
-            for name, (why, is_replaced) in going.items():
-                self.note(f"{name} {why}")
-                if name not in self.departures.routers:
-                    self.departures.begin_router(name, is_replaced=is_replaced)
-
     async def _until_woken(self) -> None:
         woken = self._until_told_or_late() if self._unseen else self._wake.wait()
         _, changed = await first_of(woken, self._hosts.changed(_LOOK_AGAIN_S))
@@ -486,13 +465,51 @@ class Reconciler:
             await self._clock.within(self.config.timeouts.heartbeat_s, self._wake.wait(), "a wish")
 
     async def _converge(self) -> None:
-        while True:
-            async with self.writing():
-                change = plan.next_change(self.fleet.config, self.state, self.machines, self._rank)
-                if change is None:
-                    return
-                await self.keep(change.apply(self.state))
-                self._carry_out(change)
+        """Records all changes that are due, then carries them out."""
+        async with self.writing():
+            new, facts, said = self._as_it_runs(self.state), self.facts(), list[str]()
+            while (change := plan.next_change(self.fleet.config, new, facts)) is not None:
+                new = change.apply(new)
+                said.append(change.why)
+            try:
+                await self.keep(new)
+            finally:
+                self._carry_out()
+            for why in filter(None, said):
+                self.note(why)
+
+    async def make(self, change: plan.Change) -> None:
+        """Records one change and carries it out. Requires `writing`."""
+        await self.keep(change.apply(self.state))
+        self._carry_out()
+        if change.why:
+            self.note(change.why)
+
+    def _carry_out(self) -> None:
+        """Starts or adopts what is recorded, and lets go what is to leave. Requires `writing`."""
+        fleet, leaving = self.fleet, self.departures
+        machines = {host.name: host for host in self.machines}
+        for node in self.state.nodes:
+            there = machines.get(node.placement.host) if node.placement is not None else None
+            is_seen = there is not None and there.name not in fleet.unseen
+            if node.node_id in leaving.nodes:
+                continue
+            if node.node_id not in fleet.nodes and node.placement and there and (is_seen or node.info):
+                fleet.launch_node(node, node.placement, there)
+            if node.leaving:
+                leaving.begin(node.node_id, self.config.timeouts.nodes.drain_s)
+        places = plan.router_places(fleet.config, self.machines)
+        at = {"": None} | {host.address: host for host in self.machines} | dict(places)
+        for router in self.state.routers:
+            if router.name in leaving.routers:
+                continue
+            host = at.get(router.place)
+            is_seen = router.place in at and (host is None or host.name not in fleet.unseen)
+            if router.name not in fleet.routers and is_seen:
+                config = plan.starting_config(fleet.config, self.state, router)
+                fleet.launch_router(msgspec.structs.replace(router, config=config), host)
+            if router.leaving and (router.name in fleet.routers or router.place not in at):
+                leaving.begin_router(router.name, is_replaced=router.place in places)
 
     # --- another configuration
 
@@ -530,24 +547,3 @@ class Reconciler:
         )
         if self.roll_out is not None:
             self._tasks.spawn(self.roll_out(), "roll out")
-
-    def _rank(self, record: NodeRecord) -> int:
-        supervisor = self.fleet.nodes.get(record.node_id)
-        phase = supervisor.phase if supervisor is not None else ProcessPhase.STARTING
-        return {ProcessPhase.READY: 0, ProcessPhase.LEFT_OUT: 2}.get(phase, 1)
-
-    def _carry_out(self, change: plan.Change) -> None:
-        match change:
-            case plan.PlaceNode(node, placement):
-                host = next(host for host in self.machines if host.name == placement.host)
-                self.fleet.launch_node(node, placement, host)
-            case plan.RetireNode(node):
-                self.departures.begin(node.node_id, self.config.timeouts.nodes.drain_s)
-            case plan.LoseNode(node):
-                here = {host.name for host in self.machines}
-                parts = node.placement.parts if node.placement else []
-                gone = " and ".join(part.address for part in parts if part.host not in here)
-                self.note(f"{node.node_id} is lost: its machine {gone} is gone")
-                self._tasks.spawn(self.fleet.end_node(node.node_id), f"end {node.node_id}")
-            case plan.AddNode():
-                pass  # the next change places it, or it waits for a machine

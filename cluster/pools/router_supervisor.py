@@ -39,6 +39,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.host = host
         self.info = record.info  # as it last announced itself
         self.load = RouterQueue()  # as it last reported
+        self.accepts_since: float | None = None  # clients' connections; None: it does not
         self.told = -1  # the membership revision that it last confirmed
         self._door = ""  # with which it was last launched
         self._admit = admit
@@ -77,7 +78,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         return info
 
     async def _lost(self) -> None:
-        self.load, self.told = RouterQueue(), -1
+        self.load, self.accepts_since, self.told = RouterQueue(), None, -1
         await self._context.membership.withdraw_router(self.name)
 
     def _may_leave_out(self) -> bool:
@@ -127,6 +128,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             silence.answered()
             said = ""
             before, self.load = self.load, load
+            if load.accepts is not before.accepts:
+                self.accepts_since = self._clock.now() if load.accepts else None
             was_told, self.told = self.told, revision
             if was_told != revision or _what_it_serves(load) != _what_it_serves(before):
                 self._context.on_change()

@@ -43,6 +43,10 @@ class ProcessPhase(enum.StrEnum):
     LEFT_OUT = "left out"
     STOPPED = "stopped"
 
+    @property
+    def serves(self) -> bool:
+        return self in (ProcessPhase.READY, ProcessPhase.DRAINING)
+
 
 @dataclass(slots=True)
 class SupervisorContext:
@@ -67,6 +71,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self.phase = ProcessPhase.STARTING
         self.detail = ""  # the reason for the phase; when READY again, why it was restarted
         self.restarts = 0
+        self.ready_since: float | None = None  # None: it is not READY
         self._context = context
         self._events = context.events
         self._clock = context.clock
@@ -129,15 +134,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
 
     @property
     def serves(self) -> bool:
-        return self.phase in (ProcessPhase.READY, ProcessPhase.DRAINING)
-
-    @property
-    def keeps_dying(self) -> bool:
-        """Whether it has been ready and has failed again so often that waiting for it to stay ready is in vain."""
-        return (
-            self.phase in (ProcessPhase.STARTING, ProcessPhase.RESTARTING)
-            and self.restarts >= MAX_START_FAILURES
-        )
+        return self.phase.serves
 
     async def settled(self) -> None:
         await self._settled.wait()
@@ -230,6 +227,10 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         return Silence(self._clock, self._timeouts.heartbeat_s + self._timeouts.silence_s)
 
     def _enter(self, phase: ProcessPhase, detail: str) -> None:
+        if phase is not ProcessPhase.READY:
+            self.ready_since = None
+        elif self.ready_since is None:
+            self.ready_since = self._clock.now()
         self.phase, self.detail = phase, detail
         self._context.on_change()
 

@@ -1,4 +1,4 @@
-"""Builds what the controller shows of its cluster, from its state and its supervisors."""
+"""Builds what the controller shows of its cluster, from its state and facts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from tandem.cluster.control import (
     RouterView,
     SupervisedNode,
 )
-from tandem.cluster.launcher import Host, LogSource
+from tandem.cluster.launcher import LogSource
+from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
-from tandem.cluster.pools.node_supervisor import NodeSupervisor
-from tandem.cluster.pools.plan import wanted_size
-from tandem.cluster.pools.router_supervisor import RouterSupervisor
+from tandem.cluster.pools.plan import is_outdated, wanted_size
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.tasks import Clock
@@ -33,56 +32,49 @@ _WAITING = "waiting"
 
 def cluster_view(
     config: TandemConfig,
+    fixed: TandemConfig,
     state: ClusterState,
-    hosts: Sequence[Host],
-    fleet: Fleet,
+    facts: Facts,
     decisions: list[ControllerDecision],
     failure: str,
     rollout_waits: str = "",
 ) -> ClusterView:
-    nodes = [_node(record, fleet) for record in state.nodes]
-    pools = [_pool(role, config, state, hosts, nodes) for role in Role]
+    """`fixed` is the configuration with which processes start."""
+    nodes = [_node(record, facts) for record in state.nodes]
+    pools = [_pool(role, config, state, facts, nodes) for role in Role]
     return ClusterView(
         model=config.router.model_name,
         pools=[pool for pool in pools if pool.wanted or any(node.role is pool.role for node in nodes)],
         nodes=nodes,
         routers=[
             RouterView(name, router.url, router.phase.value, router.detail, router.restarts)
-            for name, router in fleet.routers.items()
+            for name, router in facts.routers.items()
         ],
         decisions=decisions,
         failure=failure,
         revision=state.revision.number,
-        rollout=_rollout(state, fleet, rollout_waits),
+        rollout=_rollout(fixed, state, facts, rollout_waits),
         paused=state.paused,
     )
 
 
-def _rollout(state: ClusterState, fleet: Fleet, waits: str) -> RolloutView | None:
-    if state.rollout is None:
+def _rollout(config: TandemConfig, state: ClusterState, facts: Facts, waits: str) -> RolloutView | None:
+    rollout, number = state.rollout, state.revision.number
+    if rollout is None:
         return None
-    number = state.revision.number
     old_nodes = [node.node_id for node in state.nodes if node.revision != number]
-    old_routers = [router.name for router in state.staying_routers if fleet.is_outdated(router)]
+    old_routers = [router.name for router in state.staying_routers if is_outdated(config, router)]
     leaving = {router.name for router in state.routers if router.leaving}
-    new: list[NodeSupervisor | RouterSupervisor] = []
-    if state.rollout.nodes:
-        new += [node for node in fleet.nodes.values() if node.name not in old_nodes]
-    if state.rollout.routers:
-        new += [router for router in fleet.routers.values() if router.name not in {*old_routers, *leaving}]
-    return RolloutView(
-        number,
-        sum(part.phase is ProcessPhase.READY for part in new),
-        [*old_routers, *old_nodes],
-        state.rollout.unix_time,
-        waits,
-        state.rollout.going_back,
-    )
+    new = facts.nodes.keys() - {*old_nodes} if rollout.nodes else set()
+    new |= facts.routers.keys() - {*old_routers, *leaving} if rollout.routers else set()
+    ready = sum(facts.is_ready(name) for name in new)
+    left = [*old_routers, *old_nodes]
+    return RolloutView(number, ready, left, rollout.unix_time, waits, rollout.going_back)
 
 
-def _node(record: NodeRecord, fleet: Fleet) -> SupervisedNode:
-    supervisor = fleet.nodes.get(record.node_id)
-    if record.placement is None or supervisor is None:
+def _node(record: NodeRecord, facts: Facts) -> SupervisedNode:
+    node = facts.nodes.get(record.node_id)
+    if record.placement is None or node is None:
         role = record.role.value
         detail = (
             f"no machine has room for another {role} node" if record.placement is None else "it is leaving"
@@ -90,29 +82,20 @@ def _node(record: NodeRecord, fleet: Fleet) -> SupervisedNode:
         return SupervisedNode(
             record.node_id, record.role, "", _WAITING if not record.leaving else "draining", detail, 0
         )
+    host = " + ".join(part.address for part in record.placement.parts)
     return SupervisedNode(
-        node_id=record.node_id,
-        role=record.role,
-        host=" + ".join(part.address for part in record.placement.parts),
-        phase=supervisor.phase.value,
-        detail=supervisor.detail,
-        restarts=supervisor.restarts,
-        status=supervisor.status,
+        record.node_id, record.role, host, node.phase.value, node.detail, node.restarts, node.status
     )
 
 
 def _pool(
-    role: Role,
-    config: TandemConfig,
-    state: ClusterState,
-    hosts: Sequence[Host],
-    nodes: Sequence[SupervisedNode],
+    role: Role, config: TandemConfig, state: ClusterState, facts: Facts, nodes: Sequence[SupervisedNode]
 ) -> PoolView:
     pool = config.pools.of(role)
     mine = [node for node in nodes if node.role is role]
     return PoolView(
         role=role,
-        wanted=wanted_size(state, hosts, role, config.pools),
+        wanted=wanted_size(state, facts.hosts, role, config.pools),
         ready=sum(node.phase == ProcessPhase.READY for node in mine),
         min_nodes=pool.min,
         max_nodes=pool.max or 0,
@@ -120,32 +103,29 @@ def _pool(
     )
 
 
-def pool_reports(
-    config: TandemConfig, state: ClusterState, hosts: Sequence[Host], fleet: Fleet
-) -> list[PoolReport]:
+def pool_reports(config: TandemConfig, state: ClusterState, facts: Facts) -> list[PoolReport]:
     """Returns what routers show of the pools. Nodes that leave are in no figure: they are not missed."""
-    return [_pool_report(role, config, state, hosts, fleet) for role in Role]
+    return [_pool_report(role, config, state, facts) for role in Role]
 
 
-def _pool_report(
-    role: Role, config: TandemConfig, state: ClusterState, hosts: Sequence[Host], fleet: Fleet
-) -> PoolReport:
+def _pool_report(role: Role, config: TandemConfig, state: ClusterState, facts: Facts) -> PoolReport:
     down: dict[str, str] = {}
     left_out: dict[str, str] = {}
     starting = waiting = 0
     for record in state.staying(role):
-        node = fleet.nodes.get(record.node_id)
+        node = facts.nodes.get(record.node_id)
         if node is not None and node.phase is ProcessPhase.LEFT_OUT:
             left_out[record.node_id] = node.detail
         elif record.info is not None:
-            if node is None or not node.serves:
+            if node is None or not node.phase.serves:
                 down[record.node_id] = node.detail if node is not None else "its process is not running"
         elif record.placement is None:
             waiting += 1
         else:
             starting += 1
-    wanted = wanted_size(state, hosts, role, config.pools)
-    return PoolReport(role, wanted, starting, waiting, down, left_out)
+    return PoolReport(
+        role, wanted_size(state, facts.hosts, role, config.pools), starting, waiting, down, left_out
+    )
 
 
 async def collected_logs(fleet: Fleet, query: LogsQuery, clock: Clock) -> ClusterLogs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from tandem.cluster.pools.departures import Departures
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
-from tandem.cluster.pools.rollouts import steps, watch
+from tandem.cluster.pools.rollouts import steps, watch, wing
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import ClusterState, Membership
 from tandem.cluster.pools.turn import Turn
@@ -67,11 +68,17 @@ def _never_judged(right: Any) -> Any:
 
 def _departures_forgotten(right: Any) -> Any:
     async def take_over(self: Reconciler) -> None:
-        begin, self.departures.begin = self.departures.begin, lambda *_: None  # type: ignore[assignment, return-value]
-        try:
-            await right(self)
-        finally:
-            self.departures.begin = begin  # type: ignore[method-assign]
+        begin, taking_over = self.departures.begin, True
+
+        def forget(node_id: str, *given: Any) -> Any:
+            if taking_over:
+                self.departures.nodes[node_id] = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+                return None
+            return begin(node_id, *given)
+
+        self.departures.begin = forget  # type: ignore[method-assign]
+        await right(self)
+        taking_over = False
 
     return take_over
 
@@ -131,8 +138,8 @@ def _last_node_may_go(right: Any) -> Any:
 def _old_ones_stay(right: Any) -> Any:
     """A rollout ends as soon as a new node of each pool serves."""
 
-    def next_step(config: Any, pools: Any, state: ClusterState, hosts: Any, facts: Any) -> Any:
-        step = right(config, pools, state, hosts, facts)
+    def next_step(rules: Any, config: Any, state: ClusterState, facts: Any) -> Any:
+        step = right(rules, config, state, facts)
         new = [node for node in state.nodes if node.revision == state.revision.number]
         if isinstance(step, steps.Wait) and any(node.node_id in facts.ready for node in new):
             return steps.RolloutEnd()
@@ -142,21 +149,13 @@ def _old_ones_stay(right: Any) -> Any:
 
 
 def _only_places_with_old_routers_judged(right: Any) -> Any:
-    def facts(self: Any, state: ClusterState, config: Any, machines: Any) -> Any:
-        found = right(self, state, config, machines)
+    def facts(wanted: Any, config: Any, before: Any, state: ClusterState, *given: Any) -> Any:
+        found = right(wanted, config, before, state, *given)
         if found.outdated_routers:
             return found
         routers = {record.name for record in state.routers}
         failed = {name: why for name, why in found.failed.items() if name not in routers}
-        return steps.RolloutFacts(
-            found.ready,
-            found.idle,
-            found.outdated_routers,
-            failed,
-            found.oldest_wait_s,
-            found.longest_wait_s,
-            found.processes,
-        )
+        return dataclasses.replace(found, failed=failed, coming=frozenset())
 
     return facts
 
@@ -270,7 +269,7 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
     "half-a-rollout": ("a rollout ends with old nodes", (steps, "next_step", _old_ones_stay)),
     "only-new-router-unjudged": (
         "the old router ends by itself",
-        (watch.RolloutWatch, "facts", _only_places_with_old_routers_judged),
+        (wing, "rollout_facts", _only_places_with_old_routers_judged),
     ),
     "ids-given-again": ("an id is given twice", (ClusterState, "with_new_node", _ids_given_again)),
     "unseen-is-gone": (

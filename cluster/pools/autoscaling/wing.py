@@ -8,9 +8,8 @@ from tandem.base.errors import TandemError
 from tandem.cluster.config import PoolConfig
 from tandem.cluster.pools.autoscaling.autoscaler import Autoscaler
 from tandem.cluster.pools.autoscaling.rules import PoolBounds, Resize
-from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.state import ClusterState
-from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.wings import Joints
 from tandem.wire.nodes import Role
 
@@ -29,8 +28,8 @@ class ScalingPools:
         self._autoscaler = Autoscaler(
             pools.config,
             joints.clock,
-            pools.fleet.statuses,
-            pools.fleet.longest_wait_s,
+            lambda: pools.facts().statuses,
+            lambda: pools.facts().longest_wait_s,
             self._scaled,
             self._resize_one,
             pools.note,
@@ -46,9 +45,9 @@ class ScalingPools:
             self._joints.tasks.spawn(self._autoscaler.run(), "autoscale")
 
     def _scaled(self) -> list[PoolBounds]:
-        config, state = self._pools.config.pools, self._pools.state
+        config, state, facts = self._pools.config.pools, self._pools.state, self._pools.facts()
         return [
-            scaled_pool(role, config.of(role), state, self._pools.fleet)
+            scaled_pool(role, config.of(role), state, facts)
             for role in Role
             if config.of(role).max is not None
             and state.sizes[role]
@@ -68,10 +67,10 @@ class ScalingPools:
             self._pools.note(resize.why)
 
 
-def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet) -> PoolBounds:
+def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, facts: Facts) -> PoolBounds:
     """Returns a pool of fixed size and its limits."""
     records = [record for record in state.nodes if record.role is role]
-    supervisors = [node for record in records if (node := fleet.nodes.get(record.node_id)) is not None]
+    nodes = [node for record in records if (node := facts.nodes.get(record.node_id)) is not None]
     wanted = state.sizes[role] or 0
     return PoolBounds(
         role=role,
@@ -80,9 +79,6 @@ def scaled_pool(role: Role, pool: PoolConfig, state: ClusterState, fleet: Fleet)
         max_nodes=wanted if pool.max is None else pool.max,
         is_settled=len(state.staying(role)) == wanted
         and not any(record.leaving for record in records)
-        and all(
-            node.phase in (ProcessPhase.READY, ProcessPhase.LEFT_OUT) or node.keeps_dying
-            for node in supervisors
-        ),
+        and all(node.is_settled for node in nodes),
         is_waiting=any(record.placement is None for record in records),
     )

@@ -3,13 +3,13 @@ out. It only takes old nodes away. A pool may have `plan.surge` nodes more than 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from tandem.cluster.config import PoolsConfig, RolloutConfig
-from tandem.cluster.launcher import Host
-from tandem.cluster.pools.plan import wanted_size
-from tandem.cluster.pools.state import ClusterState, NodeRecord, RouterRecord
+from tandem.cluster.config import PoolsConfig, RolloutConfig, TandemConfig
+from tandem.cluster.pools.facts import Facts
+from tandem.cluster.pools.plan import RetireNode, SetRouter, new_router, retire_router, wanted_size
+from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.wire.nodes import Role
 
 NO_MACHINE = "no machine has what a node needs with the new configuration (pools.{0}.resources, pools.{0}.label_selector)"
@@ -17,36 +17,13 @@ NO_MACHINE = "no machine has what a node needs with the new configuration (pools
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
+    known: Facts
     ready: Set[str]  # nodes and routers that serve; new ones only after `rollout.settle_s`
     idle: Set[str]  # nodes that serve nothing, so that they can be removed at no cost
     outdated_routers: Set[str]
     failed: Mapping[str, str]  # new nodes and routers that failed, and why
-    oldest_wait_s: float  # of the requests in routers' lines
-    longest_wait_s: float  # the longest wait that is acceptable
-    processes: int = 1  # routers in each place
-    # Places whose new routers have not served for `rollout.settle_s` yet; "" is the head
-    coming: Set[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """This node may be drained and ended now."""
-
-    node: NodeRecord
-
-
-@dataclass(frozen=True, slots=True)
-class AddRouter:
-    """A router with the new configuration starts beside this one."""
-
-    old: RouterRecord
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceRouter:
-    """This router may be drained and ended now."""
-
-    old: RouterRecord
+    longest_wait_s: float  # the longest wait of a request in a router's line that is acceptable
+    coming: Set[str]  # places whose new routers have not served for `rollout.settle_s` yet; "" is the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +46,27 @@ class Wait:
 # Nodes that write answers come first: those that compute prompts for them, or encode images, are of no use to others.
 _ROLLOUT_ORDER = sorted(Role, key=lambda role: (not role.writes_answers, not role.runs_requests))
 
-Step = Replace | AddRouter | ReplaceRouter | GoBack | RolloutEnd | Wait
+_REPLACED = "drains and is replaced"
+
+Step = RetireNode | SetRouter | GoBack | RolloutEnd | Wait
 
 
-def next_step(
-    config: RolloutConfig, pools: PoolsConfig, state: ClusterState, hosts: Sequence[Host], facts: RolloutFacts
-) -> Step:
-    """Returns the next step of the state's rollout."""
+def next_step(rules: RolloutConfig, config: TandemConfig, state: ClusterState, facts: RolloutFacts) -> Step:
+    """Returns the next step of the state's rollout. `config` is the one with which processes start now."""
     back = state.rollout is not None and bool(state.rollout.going_back)
     if not back and facts.failed:
         return GoBack("; ".join(f"{name}: {why}" for name, why in sorted(facts.failed.items())))
     # Routers come first: replacing one takes seconds, and a mistake in their settings shows before it costs a node.
-    if (router_step := _of_routers(state, facts)) is not None:
+    if (router_step := _of_routers(config, state, facts)) is not None:
         return router_step
-    waits: list[str] = []
+    oldest_wait_s, waits = facts.known.longest_wait_s, list[str]()
     for role in _ROLLOUT_ORDER:
-        step = _in_pool(config, pools, state, hosts, facts, role)
-        if isinstance(step, Replace):
-            is_slow = facts.oldest_wait_s > facts.longest_wait_s
+        step = _in_pool(rules, config.pools, state, facts, role)
+        if isinstance(step, RetireNode):
+            is_slow = oldest_wait_s > facts.longest_wait_s
             if back or not is_slow or step.node.node_id in facts.idle:
                 return step
-            waits.append(f"requests wait for {facts.oldest_wait_s:.1f} s, longer than slo.ttft_s")
+            waits.append(f"requests wait for {oldest_wait_s:.1f} s, longer than slo.ttft_s")
         elif step is not None:
             waits.append(step.why)
     if waits:
@@ -103,7 +80,7 @@ def next_step(
     return RolloutEnd()
 
 
-def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | ReplaceRouter | Wait | None:
+def _of_routers(config: TandemConfig, state: ClusterState, facts: RolloutFacts) -> SetRouter | Wait | None:
     """Replaces routers one by one. Old and new share a listening socket, so clients are served throughout."""
     for old in state.staying_routers:
         if old.name not in facts.outdated_routers:
@@ -114,9 +91,10 @@ def _of_routers(state: ClusterState, facts: RolloutFacts) -> AddRouter | Replace
         if late:
             return Wait(f"{', '.join(late)}: not served for long enough yet")
         # A place gets its first new router before it loses an old one, whatever `router.processes` is.
-        if len(there) > facts.processes and new:
-            return ReplaceRouter(old)
-        return AddRouter(old)
+        if len(there) > config.router.processes and new:
+            return retire_router(old, _REPLACED)
+        added = new_router(config, state, facts.known, old.place)
+        return added or Wait(f"{old.name}: another router cannot start in its place yet")
     if facts.coming:
         where = ", ".join(place or "the head" for place in sorted(facts.coming))
         return Wait(f"the routers of {where}: not served for long enough yet")
@@ -127,10 +105,10 @@ def _in_pool(
     config: RolloutConfig,
     pools: PoolsConfig,
     state: ClusterState,
-    hosts: Sequence[Host],
     facts: RolloutFacts,
     role: Role,
-) -> Replace | Wait | None:
+) -> RetireNode | Wait | None:
+    hosts = facts.known.hosts
     wanted = wanted_size(state, hosts, role, pools)
     staying, outdated = state.staying(role), state.outdated(role)
     if not outdated:
@@ -140,7 +118,7 @@ def _in_pool(
         return Wait(f"{', '.join(missing)}: not ready yet") if missing else None
     idle = [node for node in outdated if node.node_id in facts.idle]
     if idle:
-        return Replace(idle[-1])
+        return _replace(idle[-1])
     able = {host.name for host in hosts if host.could_have(role)}
     if not able and state.rollout is not None and not state.rollout.going_back:
         # Wait until one comes: an old node would be removed without a replacement.
@@ -162,7 +140,11 @@ def _in_pool(
         return Wait(f"{role.value}: an old node can go when {least + 1} are ready, and {ready} are")
     if not role.writes_answers and role.hands_over and _waits_for_writers(state, facts):
         return Wait(f"{role.value}: waits until a new node that decodes is ready")
-    return Replace(serving[0])
+    return _replace(serving[0])
+
+
+def _replace(node: NodeRecord) -> RetireNode:
+    return RetireNode(node, f"{node.node_id} {_REPLACED}")
 
 
 def _waits_for_writers(state: ClusterState, facts: RolloutFacts) -> bool:

@@ -282,7 +282,7 @@ async def test_the_new_one_of_the_only_two_that_write_answers_is_not_drained() -
     async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.controller.start()
         await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(5.0)
+        await rig.clock.advance(4.0)
         assert {"decode-0", "decode-1"} < rig.routed
         with pytest.raises(ConfigurationError, match="no node would be left to decode"):
             await rig.controller.drain_node("decode-1", 1.0)
@@ -333,7 +333,7 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
             await rig.controller.apply(wish(rig, seqs=5), dry_run=False)
         with pytest.raises(Unavailable, match="a rollout is replacing nodes"):
             await rig.controller.change_role("prefill-0", Role.DECODE)
-        await rig.clock.advance(7.0)
+        await rig.clock.advance(4.0)
         await rig.controller.go_back()
         await rig.clock.advance(LONG_S)
         assert made_with(rig) == {rig.config.scheduler.max_num_seqs: 2}
