@@ -138,7 +138,7 @@ def _pool_report(
         if node is not None and node.phase is ProcessPhase.LEFT_OUT:
             left_out[record.node_id] = node.detail
         elif record.info is not None:
-            if node is None or not node.serves:
+            if node is None or not (node.serves or node.is_announced):
                 down[record.node_id] = node.detail if node is not None else "its process is not running"
         elif record.placement is None:
             waiting += 1
