@@ -153,7 +153,8 @@ class RecentRequests:
         self._latest: deque[RequestAccount] = deque(maxlen=LATEST)
         self._count = 0  # breaks ties between equally slow requests
         self._troubles: dict[tuple[object, ...], Trouble] = {}  # the latest last
-        self._out: frozenset[str] = frozenset()  # nodes that the controller says are down or left out
+        # By node: "down" or "left_out", as the controller said last
+        self._out: dict[str, str] = {}
 
     def answered(self, request_id: str, status: int, code: str, text: str) -> None:
         """Notes an answer that was refused or failed. A request that its client left is neither."""
@@ -174,11 +175,11 @@ class RecentRequests:
         """Notes nodes that have stopped serving since the controller's last report."""
         out = {name: ("down", why) for report in reports for name, why in report.down.items()}
         left_out = {name: ("left_out", why) for report in reports for name, why in report.left_out.items()}
-        for name, (code, why) in [*out.items(), *left_out.items()]:
-            if name not in self._out:
+        for name, (code, why) in (out | left_out).items():
+            if self._out.get(name) != code:
                 self._moment().restarts += code == "down"
                 self._add(Trouble(self.now(), "node", "", 0, code, name, why))
-        self._out = frozenset(out) | frozenset(left_out)
+        self._out = {name: code for name, (code, _) in (out | left_out).items()}
 
     def _add(self, one: Trouble) -> None:
         before = self._troubles.pop(one.key, None)
@@ -195,8 +196,9 @@ class RecentRequests:
     def ended(self, account: RequestAccount) -> None:
         moment, targets = self._moment(), self.targets
         moment.ended += 1
-        moment.failed += account.finish == "error"
-        if account.failovers:
+        has_failed = account.finish == "error"
+        moment.failed += has_failed
+        if account.failovers and not has_failed:
             moment.moved += account.failovers
             text = f"it went on there, after {account.prefill_node or 'no node'} had read its prompt"
             self._add(
@@ -204,7 +206,7 @@ class RecentRequests:
             )
         moment.prompt_tokens += account.prompt_tokens
         moment.output_tokens += account.output_tokens
-        if account.output_tokens:
+        if account.output_tokens and not has_failed:
             first_s = account.first_token_s
             moment.first_in_time += first_s <= targets.ttft_s
             moment.tokens_in_time += account.token_s <= targets.inter_token_s
@@ -266,12 +268,12 @@ def parts_of(account: RequestAccount) -> Sequence[tuple[str, float]]:
 
 def cause_of(account: RequestAccount, targets: Targets) -> str:
     """Returns in a few words what took most of a slow request's time."""
+    if account.finish == "error":
+        return "it failed"
     if account.failovers:
         return "it moved to another node"
     if account.preemptions:
         return "it lost its blocks and was computed again"
-    if not account.output_tokens and account.finish == "error":
-        return "it failed"
     first = account.first_token_s / targets.ttft_s >= account.token_s / targets.inter_token_s
     parts = parts_of(account)[:4] if first else parts_of(account)[4:]
     name, seconds = max(parts, key=lambda part: part[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.replay.reading import TraceReader
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 from tandem.loadgen.traces import TraceRow, read_trace
-from tandem.simulator.costs import CostModel, Width, read_costs
+from tandem.simulator.costs import EXAMPLE, CostModel, Width, read_costs
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
 from tandem.wire.nodes import ENGINE_ROLES, Role
+
+EXAMPLE_NAME = "example"
 
 CostsByWidth = Mapping[Role, Mapping[Width, CostModel]]
 
@@ -27,20 +30,43 @@ def add_costs(
     group = parser.add_argument_group(title)
     more = "; several files: of nodes of several widths, which are compared" if several else ""
     for flag, what, is_required in (
-        ("--costs", f"of a node, as `tandem profile` writes them{more}", required),
+        (
+            "--costs",
+            f"of a node, as `tandem profile` writes them; `{EXAMPLE_NAME}`: those of a small node of another machine{more}",
+            required,
+        ),
         ("--prefill-costs", "of prefill nodes, if they differ", False),
         ("--decode-costs", "of decode nodes, if they differ", False),
     ):
         group.add_argument(
-            flag, type=Path, required=is_required, metavar="FILE", nargs="+" if several else None, help=what
+            flag,
+            type=_costs_file,
+            required=is_required,
+            metavar="FILE",
+            nargs="+" if several else None,
+            help=what,
         )
 
 
+def _costs_file(text: str) -> Path:
+    return EXAMPLE if text == EXAMPLE_NAME else Path(text)
+
+
 def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
-    costs = dict.fromkeys(Role, read_costs(options.costs))
+    costs = dict.fromkeys(Role, _read(options.costs))
     for role, file in ((Role.PREFILL, options.prefill_costs), (Role.DECODE, options.decode_costs)):
         if file is not None:
-            costs[role] = read_costs(file)
+            costs[role] = _read(file)
+    return costs
+
+
+def _read(file: Path) -> CostModel:
+    costs = read_costs(file)
+    if file == EXAMPLE:
+        print(
+            f"note: the costs are an example: {costs.name}, not your nodes. `tandem profile` measures yours",
+            file=sys.stderr,
+        )
     return costs
 
 
@@ -59,7 +85,7 @@ def costs_by_width(options: argparse.Namespace) -> CostsByWidth:
 def _by_width(flag: str, files: Sequence[Path]) -> dict[Width, CostModel]:
     found: dict[Width, CostModel] = {}
     for file in files:
-        costs = read_costs(file)
+        costs = _read(file)
         if costs.width in found:
             raise ConfigurationError(
                 f"{flag}: {file} is of nodes of {costs.width}, and so is another of the files: give one for each width"

@@ -178,7 +178,9 @@ def render(plan: Plan, slo: ServiceLevel) -> RenderableType:
     table = Table(title=f"for {slo}", title_justify="left")
     for name in ("nodes", "settings", "an hour", "within", "goodput/s", "TTFT p99 ms", "ITL p99 ms"):
         is_text = name in ("nodes", "settings")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "nodes")
+        table.add_column(
+            name, justify="left" if is_text else "right", no_wrap=name == "nodes", overflow="fold"
+        )
     shown = sorted(plan.trials, key=lambda trial: (trial != plan.chosen, trial.given_up, trial.cost))
     for trial in shown[:MOST_ROWS]:
         table.add_row(*_cells(trial), style="bold" if trial == plan.chosen else "")

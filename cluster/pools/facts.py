@@ -33,7 +33,13 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts(ProcessFacts):
-    status: NodeStatus | None = None  # the last one that it reported
+    status: NodeStatus | None  # the last one that it reported
+    is_announced: bool  # routers send it requests, or are about to, though it starts
+
+    @property
+    def is_down(self) -> bool:
+        """Whether a node that had served does so no more."""
+        return not (self.phase.serves or self.is_announced)
 
 
 @dataclass(frozen=True, slots=True)

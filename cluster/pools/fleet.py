@@ -89,7 +89,9 @@ class Fleet:
             hosts,
             frozenset(self.unseen),
             {
-                name: NodeFacts(node.phase, node.detail, node.restarts, node.ready_since, node.status)
+                name: NodeFacts(
+                    node.phase, node.detail, node.restarts, node.ready_since, node.status, node.is_announced
+                )
                 for name, node in self.nodes.items()
             },
             {

@@ -91,6 +91,12 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         """The names of its machines."""
         return {host.name for host in (self.host, *self._beside)}
 
+    @property
+    def is_announced(self) -> bool:
+        """Routers send it requests, or are about to: its start is not over, or an earlier controller announced it and this one has not
+        reached it yet."""
+        return self.phase is ProcessPhase.STARTING and self.info is not None
+
     # --- starting
 
     def _launch(self) -> NodeHandle:
@@ -283,7 +289,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         """Withdraws the node's capacity: routers send it nothing new, its requests finish or, after the limit, continue elsewhere.
         Returns True when all of them finished here. Does not end the process; when the process ends it is not replaced."""
         self._leaving = True
-        if self.phase is ProcessPhase.STARTING and self.info is not None:
+        if self.is_announced:
             await self.settled()  # it was adopted, so it may have requests
         if self.phase not in (ProcessPhase.READY, ProcessPhase.DRAINING):
             return True

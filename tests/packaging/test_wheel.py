@@ -114,7 +114,7 @@ def test_nothing_but_one_name_is_installed(wheel: Path) -> None:
     assert {name.split("/")[1] for name in names if name.count("/") > 1} >= set(PACKAGES)
     for file in ("LICENSE", "NOTICE"):
         assert f"tandem_serve-{version}.dist-info/licenses/{file}" in names
-    assert "tandem/manifests/ray/static.yaml" in names
+    assert {"tandem/manifests/ray/static.yaml", "tandem/simulator/example.json"} <= set(names)
 
 
 def test_the_wheel_is_for_any_python_on_this_platform(wheel: Path) -> None:

@@ -129,6 +129,7 @@ def test_why_compares_with_costs_of_each_role(router: RunningRouter, typed: Type
     assert router.client.post("/v1/completions", json=body, headers=headers).status_code == 200
     files = ("--costs", "node.json", "--prefill-costs", "node.json", "--decode-costs", "node.json")
     assert typed("why", "mine", *files)["would_have_been"]["requests"] == 1
+    assert typed("why", "mine", "--costs", "example")["would_have_been"]["requests"] == 1
 
 
 def test_a_conversation_begins_as_its_flags_say(

@@ -326,6 +326,13 @@ def test_it_fits_its_screen(browser: Browser, router: RunningRouter, failing: st
     browser.until(DRAWN, "it is drawn")
     assert browser.run("document.documentElement.scrollWidth") <= width
     assert browser.run("rows.length") == 4, "it has something to show"
+    assert "its process ended: killed" in shown(browser, "#wrong")
+    outside = browser.run(
+        "[...document.querySelectorAll('svg text')].filter(text => { const own = text.getBoundingClientRect(), "
+        "all = text.ownerSVGElement.getBoundingClientRect(); return own.left < all.left || own.right > all.right + 1; })"
+        ".map(text => text.textContent)"
+    )
+    assert not outside, "these are cut off"
 
 
 def test_a_router_that_is_gone_is_said_so_and_nothing_looks_alive(

@@ -18,6 +18,7 @@ from tandem.router.recent import (
     cause_of,
     parts_of,
 )
+from tandem.wire.nodes import PoolReport, Role
 from tests.router.conftest import StartRouter
 
 TARGETS = Targets(ttft_s=2.0, inter_token_s=0.1)
@@ -51,6 +52,7 @@ class Clock:
         ({"decode_s": 9.0, "preemptions": 1}, "it lost its blocks and was computed again"),
         ({"prefill_s": 5.0, "failovers": 1}, "it moved to another node"),
         ({"output_tokens": 0, "finish": "error"}, "it failed"),
+        ({"decode_s": 9.0, "failovers": 2, "finish": "error"}, "it failed"),
     ],
 )
 def test_a_slow_request_has_a_cause(fields: dict[str, object], cause: str) -> None:
@@ -63,8 +65,29 @@ def test_what_is_in_time_is_counted_by_both_targets() -> None:
     recent.ended(account(prefill_s=3.0))
     recent.ended(account(decode_s=5.0))
     recent.ended(account(output_tokens=0, finish="error"))
+    recent.ended(account(finish="error"))
     [moment] = recent.moments()
-    assert (moment.ended, moment.failed, moment.first_in_time, moment.tokens_in_time) == (4, 1, 2, 2)
+    assert (moment.ended, moment.failed, moment.first_in_time, moment.tokens_in_time) == (5, 2, 2, 2)
+
+
+def test_a_request_that_failed_for_want_of_another_node_did_not_move() -> None:
+    recent = RecentRequests(TARGETS, Clock())
+    recent.ended(account(failovers=1, finish="error"))
+    recent.ended(account(failovers=1))
+    [moment] = recent.moments()
+    assert (moment.failed, moment.moved) == (1, 1)
+    assert [one.what for one in recent.troubles()] == ["moved"]
+
+
+def test_a_node_that_is_left_out_in_the_end_is_said_to_be() -> None:
+    recent = RecentRequests(TARGETS, Clock())
+    for _ in range(2):
+        recent.pools_are([PoolReport(Role.DECODE, 1, down={"d0": "its process ended"})])
+    for _ in range(2):
+        recent.pools_are([PoolReport(Role.DECODE, 1, left_out={"d0": "no weights"})])
+    said = [(one.code, one.node, one.text, one.count) for one in recent.troubles()]
+    assert said == [("left_out", "d0", "no weights", 1), ("down", "d0", "its process ended", 1)]
+    assert sum(moment.restarts for moment in recent.moments()) == 1
 
 
 def test_time_passes_also_without_requests_and_what_is_old_goes() -> None:

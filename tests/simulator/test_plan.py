@@ -181,6 +181,22 @@ def test_the_command_plans_and_draws(folder: Path, capsys: pytest.CaptureFixture
     assert len(circles) == 2 + len(whole), "one for each, and two that explain the colours"
 
 
+@pytest.mark.parametrize(
+    "command", [["plan", *PRICES, "--most-nodes", "4"], ["simulate"]], ids=lambda it: it[0]
+)
+def test_the_example_works_at_once_and_is_called_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    load = ["--rate", "0.2", "--duration", "20", "--input", "200", "--output", "20", "-o", "json"]
+    assert main([*command, "--costs", "example", *load]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)
+    assert "the costs are an example: SmolLM2-135M on one core of a Xeon" in told.err
+    assert "not your nodes" in told.err
+    assert main([*command, "--costs", "node.json", *load]) == 0
+    assert "example" not in capsys.readouterr().err
+
+
 def test_the_command_compares_widths(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Here a node of one rank reads prompts too slowly for the limits, however many there are."""
     wide = msgspec.structs.replace(node_costs(), tensor_parallel=2)

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeState, PoolReport, Role, RouterQueue
-from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, FakeRouter, Rig, in_loop, settle
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
 
@@ -59,6 +59,31 @@ async def test_a_node_that_dies_is_out_at_once_and_comes_back_with_a_new_epoch()
         members = {member.node_id: member for member in rig.controller.members}
         assert members["decode-0"].epoch != first.info.epoch
         assert any("signal 9" in what for what in rig.events.of("trouble", "decode-0"))
+
+
+@in_loop
+async def test_no_node_is_called_down_while_all_start() -> None:
+    async with Rig(*PD) as rig:
+        told: list[list[str]] = []
+
+        def listen(process: FakeProcess, before: int) -> None:
+            assert isinstance(process, FakeRouter)
+            process.on_members = lambda: told.append(
+                [name for pool in process.pools.values() for name in pool.down]
+            )
+
+        rig.launcher.prepare["router"] = listen
+        for name, _ in PD:
+            rig.launcher.prepare[name] = waiting
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        for name, _ in PD:
+            rig.launcher.node(name).may_start.set()
+            await settle()
+        await start
+        assert rig.routed == {"prefill-0", "decode-0"}
+        assert len(told) > 1
+        assert not any(told)
 
 
 @in_loop
