@@ -100,6 +100,7 @@ WINGS: dict[str, Wing] = {
             "tests/kvtransfer/test_wide_faults.py",
             "tests/kvtransfer/offload/test_tier_ranks.py",
             "tests/engine/model/test_stages.py",
+            "tests/engine/model/test_quantized_ranks.py",
             "tests/engine/model/test_wide.py",
             "tests/integration/far_machines.py",
             "tests/integration/test_machines.py",
@@ -124,6 +125,7 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/quantized_files.py",
             "tests/engine/model/test_quantized.py",
             "tests/engine/model/test_triton_ops.py",
+            "tests/engine/model/test_quantized_ranks.py",
         ),
     ),
     "gguf": Wing(

@@ -45,18 +45,18 @@ def load_model(
     `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     found = weight_format(source, config)
-    if found is not None:
-        options |= found.loading_options(config)
     part: AbstractContextManager[dict[str, Any]] = nullcontext({})
     loader = loader or AutoModelForCausalLM
     if cut is not None:
-        if found is not None:
+        if (uncut := found.uncut if found is not None else _left_to_transformers(config)) != "":
             raise ConfigurationError(
-                f"{source.name} cannot be served on several ranks: it {found.uncut}. Set pools.<pool>.tensor_parallel to 1"
+                f"{source.name} cannot be served on several ranks: it {uncut}. Set pools.<pool>.tensor_parallel to 1"
             )
         part = cut.part(source, device)
         loader, more = cut.loader(source) or (loader, {})
         options |= more
+    if found is not None:
+        options |= found.loading_options(options.get("config", config), in_parts=cut is not None)
     load = functools.partial(
         loader.from_pretrained,
         source.folder,
@@ -85,12 +85,15 @@ def load_model(
     if absent:
         some = ", ".join(absent[:4]) + (f" and {len(absent) - 4} more" if len(absent) > 4 else "")
         raise ConfigurationError(f"{source.name} cannot be served: its checkpoint lacks {some}")
-    unexpected = report["unexpected_keys"]
+    unexpected = list(report["unexpected_keys"])
     if cut is not None:
         unexpected = [key for key in unexpected if not cut.is_elsewhere(key, model)]
+    if found is not None:
+        unexpected = found.unread(unexpected, model)
     refuse_leftovers(source.name, unexpected, model.config)
     if found is not None:
-        found.finish_loading(model, dtype, device)
+        part_of = functools.partial(cut.part_of, model) if cut is not None else None
+        found.finish_loading(model, dtype, device, part_of)
     model.eval()
     model.requires_grad_(False)
     if cut is not None:
@@ -99,6 +102,15 @@ def load_model(
     if states := states_wing():
         states.take_states_out(model)
     return model
+
+
+def _left_to_transformers(config: Any) -> str:
+    """Why several ranks cannot cut a checkpoint whose quantized matrices only transformers reads; "" if it has none."""
+    is_quantized = (
+        getattr(config, "quantization_config", None)
+        or getattr(config.get_text_config(), "quantization_config", None)
+    ) is not None
+    return "has quantized matrices, as experts, that only transformers reads" if is_quantized else ""
 
 
 def _head_names(model: PreTrainedModel) -> set[str]:

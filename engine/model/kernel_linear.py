@@ -11,17 +11,18 @@ from torch import nn
 class KernelLinear(nn.Module):
     """A linear layer with a quantized matrix. Several of one kind that read the same tensor may be joined into one."""
 
+    # The whole layer's; a rank's part may have fewer.
     in_features: int
     out_features: int
     bias: torch.Tensor | None
     joined: Callable[..., KernelLinear | None]  # see fused.pieces.JoinableKernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, x.shape[-1])
         out = self.product(rows).to(x.dtype)
         if self.bias is not None:
             out = out + self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

@@ -129,6 +129,14 @@ class Shard:
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).sum())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """The part of a linear layer's matrix that a rank has."""
+
+    outputs: range
+    inputs: range
+
+
 class ModelCut(Protocol):
     """How one rank's part of a model is loaded."""
 
@@ -147,6 +155,10 @@ class ModelCut(Protocol):
 
     def is_elsewhere(self, key: str, model: PreTrainedModel) -> bool:
         """Whether another rank has a tensor of the checkpoint."""
+        ...
+
+    def part_of(self, model: PreTrainedModel, where: str) -> MatrixPart:
+        """This rank's part of the linear layer with this name, which has the whole layer's sizes."""
         ...
 
     def finish(self, name: str, model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from tandem.base.wings import find_wings
+from tandem.engine.model.shard import MatrixPart
 from tandem.engine.model.source import ModelSource
 
 if TYPE_CHECKING:
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 
 ROWS = ("tandem.engine.model.gguf.format", "tandem.engine.model.quantized.format")
 
+PartOf = Callable[[str], MatrixPart]
+"""This rank's part of a linear layer, by the layer's name in the model."""
+
 
 class WeightFormat:
     """One checkpoint's format."""
 
-    uncut = ""  # what it is, and why several ranks cannot cut its matrices
+    uncut = ""  # what it is, and why several ranks cannot cut its matrices; "": they can
     always_has_head = False
 
     def compute_dtype(self, stored: Callable[[], torch.dtype]) -> torch.dtype:
@@ -30,11 +34,17 @@ class WeightFormat:
         """The configuration of the same model with ordinary matrices."""
         return config
 
-    def loading_options(self, config: Any) -> dict[str, Any]:
-        """Options for `from_pretrained`."""
+    def loading_options(self, config: Any, *, in_parts: bool = False) -> dict[str, Any]:
+        """Options for `from_pretrained`. `in_parts`: `finish_loading` will be told which part of each matrix to read."""
         return {}
 
-    def finish_loading(self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    def unread(self, keys: list[str], model: PreTrainedModel) -> list[str]:
+        """Those of the checkpoint's tensors that `finish_loading` does not read either. Transformers read none of `keys`."""
+        return keys
+
+    def finish_loading(
+        self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, part_of: PartOf | None = None
+    ) -> None:
         """Makes of the loaded model one that computes. Raises a ConfigurationError for weights that have no place in it."""
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.weight_formats import WeightFormat
+from tandem.engine.model.weight_formats import PartOf, WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,12 +44,14 @@ class GgufFile(WeightFormat):
         # Its weights have fewer bits than bfloat16 keeps, unless they were stored in full precision.
         return torch.bfloat16
 
-    def loading_options(self, config: Any) -> dict[str, Any]:
+    def loading_options(self, config: Any, *, in_parts: bool = False) -> dict[str, Any]:
         from tandem.engine.model.gguf.metadata import loading_options
 
         return loading_options(self._source, config)
 
-    def finish_loading(self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    def finish_loading(
+        self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, part_of: PartOf | None = None
+    ) -> None:
         from tandem.engine.model.gguf.metadata import finish_loading
 
         finish_loading(self._source, model)

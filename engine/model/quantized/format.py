@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.model.quantized.formats import QuantizedCheckpoint, read_checkpoint
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.weight_formats import WeightFormat
+from tandem.engine.model.weight_formats import PartOf, WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +28,6 @@ def weight_format(source: ModelSource, config: Any) -> WeightFormat | None:
 
 
 class QuantizedMatrices(WeightFormat):
-    uncut = "is a quantized checkpoint, whose matrices are not cut"
-
     def __init__(self, source: ModelSource, checkpoint: QuantizedCheckpoint) -> None:
         self._source, self._checkpoint = source, checkpoint
 
@@ -42,12 +40,19 @@ class QuantizedMatrices(WeightFormat):
         plain.quantization_config = None
         return plain
 
-    def loading_options(self, config: Any) -> dict[str, Any]:
+    def loading_options(self, config: Any, *, in_parts: bool = False) -> dict[str, Any]:
         from tandem.engine.model.quantized.loading import loading_options
 
-        return loading_options(config, self._checkpoint)
+        return loading_options(config, self._checkpoint, in_parts)
 
-    def finish_loading(self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    def unread(self, keys: list[str], model: PreTrainedModel) -> list[str]:
+        from tandem.engine.model.quantized.loading import unread
+
+        return unread(keys, model)
+
+    def finish_loading(
+        self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, part_of: PartOf | None = None
+    ) -> None:
         from tandem.engine.model.quantized.loading import finish_loading
 
-        finish_loading(self._source, model, dtype, device)
+        finish_loading(self._source, model, dtype, device, part_of)

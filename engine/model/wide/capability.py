@@ -10,7 +10,7 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.capabilities import Capability, ModelLoad
-from tandem.engine.model.shard import Shard
+from tandem.engine.model.shard import MatrixPart, Shard
 from tandem.engine.model.source import ModelSource
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class RankCut:
         from tandem.engine.model.wide.stages import is_elsewhere
 
         return self._shard.stages > 1 and is_elsewhere(key, model, self._shard)
+
+    def part_of(self, model: PreTrainedModel, where: str) -> MatrixPart:
+        from tandem.engine.model.wide import cut
+
+        return cut.part_of(model, where, self._shard.of_stage())
 
     def finish(self, name: str, model: PreTrainedModel) -> None:
         from tandem.engine.model.wide import cut, stages

@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.attention.layers import AttentionLayer
-from tandem.engine.model.shard import EmptyPart, Shard, heads_of_rank
+from tandem.engine.model.shard import EmptyPart, MatrixPart, Shard, heads_of_rank
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
 from tandem.kvtransfer.base import HeadShare
@@ -61,6 +61,24 @@ def loading_part(source: ModelSource, shard: Shard, device: torch.device) -> Ite
             os.environ.pop("LOCAL_RANK")
             if before is not None:
                 os.environ["LOCAL_RANK"] = before
+
+
+def part_of(model: PreTrainedModel, where: str, shard: Shard) -> MatrixPart:
+    """This rank's part of a linear layer that is not read by transformers. The module there has the whole layer's sizes."""
+    modules = dict(model.named_modules())
+    module = modules[where]
+    outputs, inputs = range(int(module.out_features)), range(int(module.in_features))
+    style = model.tp_plan.get(_NUMBER.sub(".*", where)) if shard.size > 1 else None
+    if style in plan.OUTPUTS | plan.GATHERED:
+        outputs = range(*_share(len(outputs), shard))
+    elif style in plan.INPUTS | plan.SPLIT:
+        inputs = range(*_share(len(inputs), shard))
+    elif style in plan.WHOLE and where.endswith(plan.KEYS_AND_VALUES):
+        dimension = getattr(modules[where.rpartition(".")[0]], "head_dim", None)
+        if isinstance(dimension, int):
+            kept = heads_of_rank(len(outputs) // dimension, shard.rank, shard.size)
+            outputs = range(kept.start * dimension, kept.stop * dimension)
+    return MatrixPart(outputs, inputs)
 
 
 def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
@@ -101,8 +119,8 @@ def _join(module: nn.Module, style: str, shard: Shard) -> None:
         if style in plan.SPLIT:
             first, end = _share(int(module.in_features), shard)  # type: ignore[arg-type]
             module.register_forward_pre_hook(lambda _module, given: (given[0][..., first:end], *given[1:]))
-        if shard.rank and module._parameters.get("bias") is not None:
-            module._parameters["bias"] = None  # only rank 0 adds the bias, so that the sum has it once
+        if shard.rank and getattr(module, "bias", None) is not None:
+            module.bias = None  # type: ignore[assignment]  # only rank 0 adds the bias, so that the sum has it once
         if getattr(module, "_is_expert_parallel", False):
             module.register_forward_pre_hook(_Routing(shard, int(module.num_experts)))  # type: ignore[arg-type]
         module.register_forward_hook(_Adding(shard))
@@ -186,7 +204,12 @@ def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard
         if style == "replicate" and not where.endswith("q_proj"):
             kept = heads_of_rank(heads, shard.rank, shard.size)
             for part, parameter in list(module._parameters.items()):
-                if parameter is not None:
+                # A quantized matrix was read in part.
+                if (
+                    isinstance(module, nn.Linear)
+                    and parameter is not None
+                    and len(parameter) == module.out_features
+                ):
                     rows = parameter[kept.start * dimension : kept.stop * dimension].clone()
                     module._parameters[part] = nn.Parameter(rows, requires_grad=False)
             attention.num_key_value_groups = text.num_attention_heads // shard.size

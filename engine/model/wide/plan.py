@@ -21,7 +21,7 @@ PACKED = {"packed_colwise", "packed_rowwise"}  # for parameters only: two matric
 EXPERTS = {"grouped_gemm"}  # for parameters only: each rank has some whole experts
 KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED | EXPERTS
 
-_KEYS_AND_VALUES = ("k_proj", "v_proj")
+KEYS_AND_VALUES = ("k_proj", "v_proj")
 _SETTING = "pools.<pool>.tensor_parallel"
 
 
@@ -42,7 +42,7 @@ def overrides(name: str, config: Any, size: int) -> dict[str, str]:
         )
     prefix = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
     rules = {f"{prefix}.{key}": style for key, style in _of_experts(text, plan, size).items()}
-    cut = [key for key, style in plan.items() if key.endswith(_KEYS_AND_VALUES) and style in OUTPUTS]
+    cut = [key for key, style in plan.items() if key.endswith(KEYS_AND_VALUES) and style in OUTPUTS]
     if not cut:
         return rules
     heads = int(text.num_attention_heads)

@@ -1,0 +1,165 @@
+"""Several ranks share a quantized checkpoint: each reads its part alone, and together they give the ordinary checkpoint's tokens."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from tandem.base.errors import ConfigurationError
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.kernel_linear import KernelLinear
+from tandem.engine.model.loading import load_runner
+from tandem.engine.model.quantized import kernels, loading
+from tandem.engine.model.quantized.formats import QuantizedCheckpoint, dense, read_checkpoint
+from tandem.engine.model.quantized.parts import is_ordinary, part_of_matrix
+from tandem.engine.model.shard import MatrixPart, Shard
+from tandem.engine.model.source import find_source
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.model.wide import cut
+from tandem.wire.sampling import SamplingParams
+from tests.engine.model import quantized_files as files
+from tests.engine.model.driver import Driver
+from tests.engine.model.ranks_here import ranks_here
+
+PROMPT = [5, 17, 99, 3, 42, 42, 8]
+
+
+def load(path: Path, shard: Shard | None = None, dtype: str = "float32") -> TorchRunner:
+    model = ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1)
+    cache = CacheConfig(block_size=4, memory_bytes=1 << 20, prefix_caching=False)
+    scheduler = SchedulerConfig(max_num_seqs=2, max_model_len=64)
+    return load_runner(model, cache, scheduler, native=False, shard=shard)
+
+
+def answer(runner: TorchRunner) -> tuple[list[int], list[float]]:
+    driver = Driver(runner)
+    driver.add("r", PROMPT, SamplingParams(temperature=0.0, logprobs=0))
+    tokens = driver.generate(12)["r"]
+    return tokens, [entry.logprob for entry in driver.requests["r"].logprobs][:12]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "stages"),
+    [
+        *((name, 2, 1) for name in sorted(files.FORMATS)),
+        ("awq", 4, 1),  # with fewer heads of keys than ranks
+        ("fp8-blocks", 4, 1),
+        ("gptq-act-order", 2, 2),
+        ("compressed-4bit-zeros", 4, 2),
+    ],
+)
+def test_ranks_give_the_tokens_of_the_numbers(name: str, width: int, stages: int, tmp_path: Path) -> None:
+    quantized, ordinary = files.save(name, tmp_path)
+    with ranks_here(width, functools.partial(load, quantized), stages) as runner:
+        tokens, logprobs = answer(runner)
+    right, expected = answer(load(ordinary))
+    assert tokens == right
+    assert logprobs == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+def test_a_quantized_matrix_with_a_bias_is_added_once(name: str, tmp_path: Path) -> None:
+    quantized, ordinary = files.save(name, tmp_path, attention_bias=True, mlp_bias=True)
+    torch.manual_seed(2)
+    for path in (quantized, ordinary):
+        tensors = files.load_file(path / "model.safetensors")
+        for number, key in enumerate(sorted(key for key in tensors if key.endswith(".bias"))):
+            tensors[key] = torch.linspace(-1, 1, len(tensors[key])).roll(number)
+        files.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with ranks_here(2, functools.partial(load, quantized)) as runner:
+        assert answer(runner)[0] == answer(load(ordinary))[0]
+
+
+def test_kernels_compute_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs: each rank's matrices stay quantized."""
+    quantized, ordinary = files.save("awq", tmp_path, torch.bfloat16, hidden_size=256, intermediate_size=512)
+    kept: list[tuple[int, int]] = []
+    join = cut.join_parts
+
+    def noted(name: str, model: PreTrainedModel, shard: Shard) -> None:
+        kept.extend(tuple(one.packed.shape) for one in model.modules() if isinstance(one, KernelLinear))
+        assert not any("proj" in where for where, one in model.named_modules() if isinstance(one, nn.Linear))
+        join(name, model, shard)
+
+    monkeypatch.setattr(cut, "join_parts", noted)
+    monkeypatch.setattr(loading, "_may_stay", lambda device: True)
+    with ranks_here(2, functools.partial(load, quantized, dtype="bfloat16")) as runner:
+        tokens, logprobs = answer(runner)
+    assert len(kept) == 2 * 14
+    right, expected = answer(load(ordinary, dtype="bfloat16"))
+    assert tokens[0] == right[0]
+    assert logprobs[0] == pytest.approx(expected[0], abs=0.05)
+
+
+class CountingFile:
+    """A checkpoint's layer, and how much of it was read."""
+
+    def __init__(self, path: Path, layer: str) -> None:
+        self._file, self._layer = path / "model.safetensors", layer
+        self.read_bytes = 0
+
+    def read(self, name: str, at: tuple[slice, ...]) -> torch.Tensor:
+        with safe_open(self._file, framework="pt") as opened:
+            found: torch.Tensor = opened.get_slice(f"{self._layer}.{name}")[at if at else ...]
+        self.read_bytes += found.nbytes
+        return found
+
+
+def checkpoint_of(path: Path) -> QuantizedCheckpoint:
+    source = find_source(str(path))
+    found = read_checkpoint(source.name, source.folder, read_config(source))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(files.FORMATS))
+def test_a_part_stands_for_a_part_of_the_numbers(name: str, tmp_path: Path) -> None:
+    path, _ = files.save(name, tmp_path, hidden_size=512, intermediate_size=320)
+    checkpoint = checkpoint_of(path)
+    layer = "model.layers.0.mlp.down_proj"
+    facts, size = checkpoint.layers[layer], (512, 320)
+    everything = MatrixPart(*(range(total) for total in size))
+    whole = CountingFile(path, layer)
+    numbers = dense(part_of_matrix(facts, checkpoint, size, everything, whole.read), checkpoint)
+    # Halves of the outputs, halves and thirds of the inputs (of which few lie on a group's or a block's borders), and single ones.
+    outputs = (range(256), range(256, 512), range(512), range(7, 8))
+    inputs = (range(160), range(160, 320), range(320), range(107), range(128, 320))
+    for rows, columns in itertools.product(outputs, inputs):
+        file = CountingFile(path, layer)
+        tensors = part_of_matrix(facts, checkpoint, size, MatrixPart(rows, columns), file.read)
+        found = tensors["weight"] if is_ordinary(tensors) else dense(tensors, checkpoint)
+        assert torch.equal(found, numbers[rows.start : rows.stop, columns.start : columns.stop])
+        if len(rows) == 256 and len(columns) == 320:
+            assert not is_ordinary(tensors)
+            assert file.read_bytes < 0.6 * whole.read_bytes
+
+
+@pytest.mark.parametrize("name", ["compressed-fp8-rows", "awq", "gptq", "compressed-4bit-zeros"])
+def test_a_kernel_takes_a_part(name: str, tmp_path: Path) -> None:
+    path, _ = files.save(name, tmp_path, torch.bfloat16, hidden_size=512, intermediate_size=512)
+    checkpoint, layer = checkpoint_of(path), "model.layers.0.mlp.down_proj"
+    for part in (MatrixPart(range(256, 512), range(512)), MatrixPart(range(512), range(256, 512))):
+        file = CountingFile(path, layer)
+        tensors = part_of_matrix(checkpoint.layers[layer], checkpoint, (512, 512), part, file.read)
+        made, reason = kernels.kernel_for(tensors, checkpoint, torch.bfloat16)
+        assert made is not None, reason
+
+
+def test_experts_that_only_transformers_reads_are_refused(tmp_path: Path) -> None:
+    path, _ = files.save("fp8-tensor", tmp_path)
+    tensors = files.load_file(path / "model.safetensors")
+    for part in ("weight", "weight_scale"):
+        tensors[f"model.layers.0.mlp.experts.0.up_proj.{part}"] = tensors.pop(
+            f"model.layers.0.mlp.up_proj.{part}"
+        )
+    files.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match="several ranks: it has quantized matrices, as experts"):
+        load(path, Shard(0, 2, None))  # type: ignore[arg-type]  # refused before it communicates
