@@ -7,6 +7,7 @@ import base64
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,23 @@ class TestOnePrefillOneDecode:
         )
         other = server.complete(prompt, 12, temperature=0.9, seed=4321)["choices"][0]["text"]
         assert first == second != other
+
+    def test_all_at_once_and_one_by_one_the_log_probabilities_are_the_same_bits(
+        self, server: RunningDeployment
+    ) -> None:
+        """At once the prompts are new, in one batch, and cut into chunks; one by one they are found in the prefix caches."""
+        rng = random.Random(3)
+        prompts = [[rng.randrange(1000, 40_000) for _ in range(length)] for length in (7, 33, 90, 300)]
+        fields = [{"logprobs": 2, "temperature": float(seed % 2), "seed": seed} for seed in range(4)]
+
+        def ask(asked: tuple[list[int], dict[str, Any]]) -> Any:
+            return server.complete(asked[0], 24, **asked[1])["choices"][0]["logprobs"]
+
+        asked = list(zip(prompts, fields, strict=True))
+        with ThreadPoolExecutor(len(asked)) as clients:
+            together = list(clients.map(ask, asked))
+        assert [ask(one) for one in asked] == together
+        server.until_quiet()
 
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
     def test_a_chat_answers_by_its_schema(self, server: RunningDeployment, sampling: dict[str, Any]) -> None:

@@ -1,0 +1,98 @@
+"""The native library gives each token of a sequence the same logits, bit for bit, whatever else is in the step, however the sequence is cut
+into chunks, and with any number of threads; docs/exact.md promises it.
+
+TANDEM_SAME_BITS sets how many random runs each case has.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tests.engine.native.batches import Sequences
+from tests.engine.native.test_native_model import Unit, windows
+from tests.more import more
+
+RUNS = int(os.environ.get("TANDEM_SAME_BITS", "1"))
+LENGTH, COUNT, VOCAB = 160, 3, 515
+
+# So wide that products and attention are cut into several tiles, and with sizes that fill no tile.
+_WIDE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 392,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_WIDE, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**_WIDE, head_dim=64),
+    "mistral-window": lambda: transformers.MistralConfig(**_WIDE, head_dim=16, sliding_window=37),
+    "qwen2-odd": lambda: transformers.Qwen2Config(
+        **{**_WIDE, "hidden_size": 200, "num_attention_heads": 5, "num_key_value_heads": 1}
+    ),
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    torch.manual_seed(len(name))
+    return AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+
+
+def cache_for(forward: NativeLlamaForward, model: PreTrainedModel) -> Sequences:
+    return Sequences(forward, model, windows(model.config), count=COUNT, length=LENGTH)
+
+
+def in_company(
+    forward: NativeLlamaForward, sequences: Sequences, texts: list[list[int]], rng: random.Random
+) -> list[torch.Tensor]:
+    """Reads all texts in random chunks, of which each step has some, in random order. Returns the logits of every token."""
+    done = [0] * len(texts)
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    while unread := [number for number, text in enumerate(texts) if done[number] < len(text)]:
+        step = rng.sample(unread, rng.randint(1, len(unread)))
+        work = {}
+        for number in step:
+            size = 1 if rng.random() < 0.3 else rng.randint(1, rng.choice([3, 17, 64, LENGTH]))
+            work[number] = texts[number][done[number] : done[number] + size]
+        logits, start = forward(sequences.batch(work)), 0
+        for number, chunk in work.items():
+            found[number].append(logits[start : start + len(chunk)].clone())
+            start += len(chunk)
+            done[number] += len(chunk)
+    return [torch.cat(pieces) for pieces in found]
+
+
+@pytest.mark.parametrize("name", ["llama", *more(list(CONFIGS)[1:])])
+def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
+    dtype, instruction_set = unit
+    model = build(name).to(dtype)
+
+    def computed(threads: int, rng: random.Random | None, texts: list[list[int]]) -> list[torch.Tensor]:
+        forward = NativeLlamaForward.from_module(model, threads=threads, instruction_set=instruction_set)
+        try:
+            if rng is not None:
+                return in_company(forward, cache_for(forward, model), texts, rng)
+            return [forward(cache_for(forward, model).batch({0: text})).clone() for text in texts]
+        finally:
+            forward.close()
+
+    for run in range(RUNS):
+        rng = random.Random(run)
+        texts = [[rng.randrange(VOCAB) for _ in range(rng.randint(40, LENGTH))] for _ in range(COUNT)]
+        alone = computed(1, None, texts)
+        for number, (one, other) in enumerate(
+            zip(computed(rng.randint(1, 3), rng, texts), alone, strict=True)
+        ):
+            same = (one == other).all(dim=1)
+            assert same.all(), f"run {run}: token {int((~same).nonzero()[0])} of text {number} has other bits"
