@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
-from tandem.wire.nodes import RouterQueue
+from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
 
@@ -33,12 +33,13 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts(ProcessFacts):
-    status: NodeStatus | None = None  # the last one that it reported
+    info: NodeInfo | None  # as it announced itself
+    status: NodeStatus | None  # the last one that it reported
 
 
 @dataclass(frozen=True, slots=True)
 class RouterFacts(ProcessFacts):
-    url: str
+    info: RouterInfo | None  # as it last announced itself
     load: RouterQueue  # as it last reported
 
 
