@@ -36,6 +36,12 @@ class NodeFacts(ProcessFacts):
     info: NodeInfo | None  # as it announced itself
     status: NodeStatus | None  # the last one that it reported
 
+    @property
+    def is_down(self) -> bool:
+        """Whether a node that had served does so no more. One that starts and is announced serves, or is about to."""
+        is_announced = self.phase is ProcessPhase.STARTING and self.info is not None
+        return not (self.phase.serves or is_announced)
+
 
 @dataclass(frozen=True, slots=True)
 class RouterFacts(ProcessFacts):
