@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, TandemError, Unavailable
-from tandem.cluster.pools.node_supervisor import AdapterPlaces, NodeSupervisor
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
+from tandem.cluster.pools.supervisor import AdapterPlaces
 from tandem.cluster.pools.wings import Joints
 from tandem.cluster.settings.rules import broken_adapters
 from tandem.cluster.tasks import Clock
@@ -32,7 +33,7 @@ class AdapterDesk:
     async def change(self, load: AdapterPlaces, unload: Sequence[str]) -> dict[str, str]:
         """Changes all nodes or none. Returns the location of every adapter by name once all routers serve them. See `cluster.orders.Adapters`."""
         pools = self._pools
-        async with pools.adapters.changing:
+        async with pools.changing_adapters:
             await pools.has_read.wait()
             before = self._before()
             wanted = self._wanted(before, load, unload)

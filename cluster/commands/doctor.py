@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,7 +37,7 @@ def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
 
     def run(subject: str, check: Check) -> Finding:
         try:
-            return check()
+            return dataclasses.replace(check(), subject=subject)
         except Exception as error:
             return Finding(
                 subject,

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.commands.machine_checks import Check, Finding, Level, has_gpu, last_line, run_python
+from tandem.cluster.commands.machine_checks import (
+    Check,
+    Finding,
+    fail,
+    has_gpu,
+    last_line,
+    ok,
+    run_python,
+    warn,
+)
 from tandem.cluster.config import PoolsConfig
 from tandem.cluster.describe import format_size
 from tandem.wire.nodes import Role
@@ -59,27 +68,23 @@ def check_rdma(folder: Path, verbs: Path) -> Finding:
     """`folder` is where the kernel describes the devices, `verbs` where processes open them."""
     devices = rdma_devices(folder)
     if not devices:
-        return Finding("rdma", Level.OK, "no RDMA device: between machines KV travels over TCP")
+        return ok("no RDMA device: between machines KV travels over TCP")
     ports = [_port(port) for device in devices for port in sorted((folder / device / "ports").glob("*"))]
     active = [text for text, is_active in ports if is_active]
     what = ", ".join(active or [text for text, _ in ports] or devices)
     if not active:
-        return Finding(
-            "rdma",
-            Level.WARN,
+        return warn(
             f"no port is active: {what}",
             "look at the cable, the switch and, for InfiniBand, the subnet manager (ibstat); until then KV travels over TCP",
         )
     usable = [file for file in verbs.glob("uverbs*") if os.access(file, os.R_OK | os.W_OK)]
     if not usable:
-        return Finding(
-            "rdma",
-            Level.WARN,
+        return warn(
             f"{what}, but no {verbs}/uverbs* can be opened here",
             "give the container the devices (docker run --device /dev/infiniband; on Kubernetes the rdma component), or this user "
             "the right to read and write them",
         )
-    return Finding("rdma", Level.OK, what)
+    return ok(what)
 
 
 def _port(folder: Path) -> tuple[str, bool]:
@@ -101,15 +106,13 @@ def _read(file: Path) -> str:
 
 def check_locked_memory(limit: int, capabilities: int, devices: Sequence[str]) -> Finding:
     if limit == resource.RLIM_INFINITY:
-        return Finding("memlock", Level.OK, "no limit on locked memory")
+        return ok("no limit on locked memory")
     if capabilities & _CAP_IPC_LOCK:
-        return Finding("memlock", Level.OK, "no limit on locked memory (IPC_LOCK)")
+        return ok("no limit on locked memory (IPC_LOCK)")
     what = f"up to {format_size(limit)} of locked memory"
     if not devices:
-        return Finding("memlock", Level.OK, f"{what}; nothing here needs more without RDMA")
-    return Finding(
-        "memlock",
-        Level.WARN,
+        return ok(f"{what}; nothing here needs more without RDMA")
+    return warn(
         f"{what}: RDMA locks the whole KV cache",
         "take the limit away: ulimit -l unlimited, LimitMEMLOCK=infinity for a service, docker run --ulimit memlock=-1; in a pod it is "
         "that of the container runtime's service on the machine",
@@ -136,7 +139,7 @@ def check_gpu_peers() -> Finding:
         "print(json.dumps([count, [p for p in pairs if not torch.cuda.can_device_access_peer(*p)]]))"
     )
     if child.returncode != 0:
-        return Finding("peers", Level.WARN, last_line(child), "see the finding on torch first")
+        return warn(last_line(child), "see the finding on torch first")
     count, apart = msgspec.json.decode(child.stdout, type=tuple[int, list[tuple[int, int]]])
     return judge_gpu_peers(count, apart)
 
@@ -144,13 +147,11 @@ def check_gpu_peers() -> Finding:
 def judge_gpu_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
     """`apart` lists the pairs in which the first GPU cannot read the second one's memory."""
     if count < 2:
-        return Finding("peers", Level.OK, "fewer than two usable GPUs: no GPU has to reach another one")
+        return ok("fewer than two usable GPUs: no GPU has to reach another one")
     if not apart:
-        return Finding("peers", Level.OK, f"each of {count} GPUs reads the memory of each other one")
+        return ok(f"each of {count} GPUs reads the memory of each other one")
     named = ", ".join(f"{one} → {other}" for one, other in apart[:6]) + (" …" if len(apart) > 6 else "")
-    return Finding(
-        "peers",
-        Level.WARN,
+    return warn(
         f"{len(apart)} of {count * (count - 1)} ways between GPUs pass through host memory: {named}",
         "look at nvidia-smi topo -m: put a node's ranks on GPUs that reach each other; in a virtual machine or with PCIe's ACS "
         "switched on none do",
@@ -183,10 +184,8 @@ def kernel_clock() -> tuple[bool, int]:
 
 def check_clock(is_kept: bool, error_us: int) -> Finding:
     if is_kept and error_us < _MICROSECONDS_OF_ANY_CLOCK:
-        return Finding("clock", Level.OK, f"kept in time, to within {error_us / 1000:.0f} ms")
-    return Finding(
-        "clock",
-        Level.WARN,
+        return ok(f"kept in time, to within {error_us / 1000:.0f} ms")
+    return warn(
         "nothing keeps this machine's clock in time"
         if not is_kept
         else f"this machine's clock may be wrong by {error_us / 1e6:.1f} s",
@@ -202,10 +201,8 @@ def check_spread(pools: Sequence[str], hosts: Sequence[str]) -> Finding:
     """`pools` are the pools whose nodes have ranks on several machines."""
     what = f"nodes of {' and '.join(pools)} have ranks on several machines"
     if hosts:
-        return Finding("ranks", Level.OK, f"{what}: whether this one reaches the others is said of each")
-    return Finding(
-        "ranks",
-        Level.WARN,
+        return ok(f"{what}: whether this one reaches the others is said of each")
+    return warn(
         f"{what}, and no other one is named",
         "name them (tandem doctor --reach HOST): ranks reach each other at ports that the system chooses, in every step, and each "
         "machine must find the same model",
@@ -221,20 +218,17 @@ def probed_ports(range_file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range
 
 def check_reach(host: str, ports: Sequence[int], within_s: float = _CONNECT_S) -> Finding:
     """Connects to another machine's ports. A refused connection counts as reached: nothing may be listening there yet."""
-    subject = f"to {host}"
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        return Finding(subject, Level.FAIL, f"{host} does not resolve: {error.strerror}", "name an address")
+        return fail(f"{host} does not resolve: {error.strerror}", "name an address")
     with ThreadPoolExecutor(max_workers=len(ports)) as pool:
         problems = list(pool.map(lambda port: _why_unreached(str(address), port, within_s), ports))
     unreached = {port: why for port, why in zip(ports, problems, strict=True) if why}
     if not unreached:
-        return Finding(subject, Level.OK, f"reached on each of the TCP ports {', '.join(map(str, ports))}")
+        return ok(f"reached on each of the TCP ports {', '.join(map(str, ports))}")
     named = ", ".join(f"{port} ({why})" for port, why in unreached.items())
-    return Finding(
-        subject,
-        Level.FAIL,
+    return fail(
         f"not reached on {'any port' if len(unreached) == len(ports) else 'some TCP ports'}: {named}",
         "open all TCP ports between the cluster's machines, and to those alone: Ray and Tandem let the system choose most of theirs; "
         "manifests/firewall/tandem.nft has the rules",

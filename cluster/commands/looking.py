@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -58,33 +57,51 @@ def _describe_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
+    """Looks once, or with --watch until it is interrupted. Joins the cluster once."""
+    import asyncio
+
     from rich.console import Console
 
+    from tandem.base.errors import ConfigurationError
     from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.commands.status import fetch_status, show_status
+    from tandem.cluster.commands.operate import with_controller
+    from tandem.cluster.commands.overview import Overview
+    from tandem.cluster.commands.status import RouterOverview, fetch_status
+    from tandem.cluster.orders import ViewOrder
 
     if options.all:
         return _list_deployments(options)
-    key = key_from_environment()
-    if options.watch is not None:
-        return _watch_status(options, key)
-    if options.url:
-        seen = fetch_status(options.url, key)
-        if not wants_json(options):
-            return show_status(seen, Console())
-        print_json(seen)
-        return 1 if seen["router"]["unhealthy"] else 0
-    from tandem.cluster.commands.operate import with_controller
-    from tandem.cluster.commands.overview import answers_now, overview, show_overview
-    from tandem.cluster.orders import ViewOrder
+    if options.watch is not None and not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
+        raise ConfigurationError(
+            f"--watch must be seconds from {LEAST_WATCH_S:g} to {MOST_WATCH_S:g}, not {options.watch:g}"
+        )
+    key, as_json = key_from_environment(), wants_json(options)
+    stdout = sys.stdout  # which goes to the log while a cluster is joined
 
-    view = with_controller(which_cluster(options), lambda cluster: cluster.ask(ViewOrder()))
-    if wants_json(options):
-        plain = overview(view, key)
-        print_json(plain)
-        return 0 if answers_now(plain) else 1
-    # If the output is not a terminal, the screen is as wide as needed.
-    return show_overview(view, key, Console(width=None if sys.stdout.isatty() else 160))
+    async def look(cluster: OperatedCluster | None) -> Overview | RouterOverview:
+        if cluster is not None:
+            return Overview.of(await cluster.ask(ViewOrder()), key)
+        return RouterOverview(await asyncio.to_thread(fetch_status, options.url, key))
+
+    async def watch(cluster: OperatedCluster | None) -> Overview | RouterOverview:
+        console = Console(file=stdout)
+        while options.watch is not None:
+            seen = await look(cluster)
+            if as_json:
+                print_json_line(seen.plain(), stdout)
+            else:
+                console.clear()
+                seen.show(console)
+            await asyncio.sleep(options.watch)
+        return await look(cluster)
+
+    seen = asyncio.run(watch(None)) if options.url else with_controller(which_cluster(options), watch)
+    if as_json:
+        print_json(seen.plain())
+    else:
+        # If the output is not a terminal, the screen is as wide as needed.
+        seen.show(Console(width=None if options.url or sys.stdout.isatty() else 160))
+    return 0 if seen.serves else 1
 
 
 def _list_deployments(options: argparse.Namespace) -> int:
@@ -101,52 +118,6 @@ def _list_deployments(options: argparse.Namespace) -> int:
     else:
         show_deployments(found, Console(width=None if sys.stdout.isatty() else 160))
     return 0 if found and all(one.serves for one in found) else 1
-
-
-def _watch_status(options: argparse.Namespace, key: str | None) -> int:
-    """Shows the status until it is interrupted. Joins the cluster once."""
-    import asyncio
-
-    from rich.console import Console
-
-    from tandem.base.errors import ConfigurationError
-    from tandem.cluster.commands.operate import with_controller
-    from tandem.cluster.commands.overview import overview, show_overview
-    from tandem.cluster.commands.status import fetch_status, show_status
-    from tandem.cluster.orders import ViewOrder
-
-    if not LEAST_WATCH_S <= options.watch <= MOST_WATCH_S:
-        raise ConfigurationError(
-            f"--watch must be seconds from {LEAST_WATCH_S:g} to {MOST_WATCH_S:g}, not {options.watch:g}"
-        )
-    console, as_lines = Console(), wants_json(options)
-
-    async def watch(look: Callable[[], Awaitable[Callable[[], object]]]) -> int:
-        while True:
-            show = await look()
-            if not as_lines:
-                console.clear()
-            show()
-            await asyncio.sleep(options.watch)
-
-    if options.url:
-
-        async def look_at_router() -> Callable[[], object]:
-            seen = await asyncio.to_thread(fetch_status, options.url, key)
-            return lambda: print_json_line(seen) if as_lines else show_status(seen, console)
-
-        return asyncio.run(watch(look_at_router))
-
-    async def watch_cluster(cluster: OperatedCluster) -> int:
-        async def look() -> Callable[[], object]:
-            view = await cluster.ask(ViewOrder())
-            if as_lines:
-                return lambda: print_json_line(overview(view, key))
-            return lambda: show_overview(view, key, console)
-
-        return await watch(look)
-
-    return with_controller(which_cluster(options), watch_cluster)
 
 
 def _describe_top(parser: argparse.ArgumentParser) -> None:

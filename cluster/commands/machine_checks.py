@@ -37,7 +37,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    subject: str
+    subject: str  # "" until it is known which check found it
     level: Level
     what: str
     advice: str = ""  # what to do about it; "" if it is OK
@@ -45,6 +45,18 @@ class Finding:
 
 
 Check = Callable[[], Finding]
+
+
+def ok(what: str) -> Finding:
+    return Finding("", Level.OK, what)
+
+
+def warn(what: str, advice: str, *, is_open: bool = False) -> Finding:
+    return Finding("", Level.WARN, what, advice, is_open)
+
+
+def fail(what: str, advice: str) -> Finding:
+    return Finding("", Level.FAIL, what, advice)
 
 
 def checks_for(config: TandemConfig) -> dict[str, Check]:
@@ -68,8 +80,8 @@ def checks_for(config: TandemConfig) -> dict[str, Check]:
 def check_python() -> Finding:
     what = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if platform.system() != "Linux":
-        return Finding("python", Level.FAIL, what, "run it on Linux, or in a Linux container")
-    return Finding("python", Level.OK, what)
+        return fail(what, "run it on Linux, or in a Linux container")
+    return ok(what)
 
 
 def check_ray() -> Finding:
@@ -85,28 +97,25 @@ def check_ray() -> Finding:
     )
     child = run_python(script)
     if child.returncode == 0:
-        return Finding("ray", Level.OK, f"{child.stdout.strip()}, starts and stops")
+        return ok(f"{child.stdout.strip()}, starts and stops")
     return failed(
-        "ray",
         f"it does not start: {last_line(child)}",
         "see /tmp/ray/session_latest/logs; Ray needs to write to /tmp/ray and ~/.ray, and to listen on local ports",
     )
 
 
-def failed(subject: str, what: str, advice: str, *, load: float | None = None) -> Finding:
+def failed(what: str, advice: str, *, load: float | None = None) -> Finding:
     """A check that ran out of time on a busy machine says nothing about the machine. `load` is its load average."""
     load = os.getloadavg()[0] if load is None else load
     machine = this_machine()
     cores = machine.quota or len(machine.cores)
     if _OUT_OF_TIME.search(what) and load > cores * _BUSY:
-        return Finding(
-            subject,
-            Level.WARN,
+        return warn(
             f"this machine is busy (load {load:.0f} on {counted(cores, 'core')}), and the check was not done in time: {what}",
             "try again when the machine is quieter",
             is_open=True,
         )
-    return Finding(subject, Level.FAIL, what, advice)
+    return fail(what, advice)
 
 
 def check_nixl() -> Finding:
@@ -115,7 +124,6 @@ def check_nixl() -> Finding:
     report = check(_CHECK_TIMEOUT_S)
     if report.error:
         return failed(
-            "nixl",
             f"{report.version or 'missing'}: {report.error}",
             "install the package nixl again; without it only aggregated nodes can serve",
         )
@@ -124,13 +132,11 @@ def check_nixl() -> Finding:
         f"{', '.join(report.transports) or 'an unknown transport'}; plug-ins: {', '.join(report.plugins)}"
     )
     if report.transports and all(transport.startswith("tcp/") for transport in report.transports):
-        return Finding(
-            "nixl",
-            Level.WARN,
+        return warn(
             what,
             "between processes of this machine only TCP works: allow process_vm_writev (ptrace) in the container",
         )
-    return Finding("nixl", Level.OK, what)
+    return ok(what)
 
 
 def has_gpu() -> bool:
@@ -144,23 +150,19 @@ def check_nixl_on_gpu() -> Finding:
 
     report = check(_CHECK_TIMEOUT_S, "cuda:0")
     if report.error:
-        return Finding(
-            "nixl-gpu",
-            Level.WARN,
+        return warn(
             report.error,
             "KV on a GPU cannot be transferred between its processes; see the finding on torch first",
         )
     lanes = ", ".join(report.transports) or "an unknown transport"
     what = f"UCX moves the GPU's memory at {report.gigabytes_per_s:.1f} GB/s over {lanes}"
     if report.transports and not reaches_device(report.transports):
-        return Finding(
-            "nixl-gpu",
-            Level.WARN,
+        return warn(
             f"{what}: staged through host memory, not by CUDA's IPC",
             "give the nodes of one machine one container and its IPC namespace, and leave expandable_segments out of "
             "PYTORCH_CUDA_ALLOC_CONF; RDMA does as well",
         )
-    return Finding("nixl-gpu", Level.OK, what)
+    return ok(what)
 
 
 def check_torch() -> Finding:
@@ -171,17 +173,12 @@ def check_torch() -> Finding:
     )
     child = run_python(script)
     if child.returncode != 0:
-        return failed("torch", last_line(child), "install the package torch again, for this machine")
+        return failed(last_line(child), "install the package torch again, for this machine")
     version, instructions, gpus = (part.strip() for part in child.stdout.strip().split("|"))
     what = f"{version}, CPU with {instructions}" + (f", {gpus}" if gpus else "")
     if not gpus and Path("/proc/driver/nvidia/gpus").exists():
-        return Finding(
-            "torch",
-            Level.WARN,
-            f"{what}; there is a GPU that it cannot use",
-            "install a torch build with CUDA",
-        )
-    return Finding("torch", Level.OK, what)
+        return warn(f"{what}; there is a GPU that it cannot use", "install a torch build with CUDA")
+    return ok(what)
 
 
 def check_compiler() -> Finding:
@@ -190,11 +187,9 @@ def check_compiler() -> Finding:
     from tandem.kernels.compiler import BuildFailed
 
     try:
-        return Finding("compiler", Level.OK, f"native kernels: {library_path()}")
+        return ok(f"native kernels: {library_path()}")
     except BuildFailed as error:
-        return Finding(
-            "compiler",
-            Level.WARN,
+        return warn(
             str(error),
             "install g++ with its standard library; without native kernels CPU nodes are several times slower",
         )
@@ -209,15 +204,13 @@ def check_cores(config: TandemConfig) -> Finding:
     try:
         place_nodes(config, machine)
     except TandemError as error:
-        return Finding("cores", Level.FAIL, what, str(error))
+        return fail(what, str(error))
     if config.pools.total > cores and not machine.gpus:
-        return Finding(
-            "cores",
-            Level.WARN,
+        return warn(
             f"{what} for {counted(config.pools.total, 'node')}",
             "nodes will share cores and slow each other down: ask for fewer nodes",
         )
-    return Finding("cores", Level.OK, what)
+    return ok(what)
 
 
 def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
@@ -233,26 +226,21 @@ def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
     try:
         check_machine_memory(config, machine)
     except TandemError as error:
-        return Finding("memory", Level.FAIL, what, str(error))
+        return fail(what, str(error))
     if available < needed:
-        return Finding(
-            "memory",
-            Level.WARN,
-            what,
-            "ask for fewer nodes or less KV memory (--kv-memory), or end something else",
-        )
-    return Finding("memory", Level.OK, what)
+        return warn(what, "ask for fewer nodes or less KV memory (--kv-memory), or end something else")
+    return ok(what)
 
 
 def check_shared_memory(folder: Path) -> Finding:
     try:
         size = shutil.disk_usage(folder).total
     except OSError:
-        return Finding("shm", Level.WARN, f"{folder} is not there", f"mount a tmpfs on {folder}")
+        return warn(f"{folder} is not there", f"mount a tmpfs on {folder}")
     what = f"{folder} holds {format_size(size)}"
     if size < 256 << 20:
-        return Finding("shm", Level.WARN, what, "give it at least 256 MiB (docker run --shm-size=1g)")
-    return Finding("shm", Level.OK, what)
+        return warn(what, "give it at least 256 MiB (docker run --shm-size=1g)")
+    return ok(what)
 
 
 def check_disk(folder: Path) -> Finding:
@@ -260,23 +248,17 @@ def check_disk(folder: Path) -> Finding:
     free = shutil.disk_usage(existing).free
     what = f"{format_size(free)} free for models in {folder}"
     if not os.access(existing, os.W_OK):
-        return Finding(
-            "disk", Level.FAIL, f"{existing} cannot be written", "set TANDEM_CACHE to a folder that can"
-        )
+        return fail(f"{existing} cannot be written", "set TANDEM_CACHE to a folder that can")
     if free < 2 * _GIB:
-        return Finding(
-            "disk", Level.WARN, what, "make room, or set TANDEM_CACHE to a folder on a larger disk"
-        )
-    return Finding("disk", Level.OK, what)
+        return warn(what, "make room, or set TANDEM_CACHE to a folder on a larger disk")
+    return ok(what)
 
 
 def check_open_files(limit: int) -> Finding:
     what = "no limit on open files" if limit == resource.RLIM_INFINITY else f"up to {limit} open files"
     if limit != resource.RLIM_INFINITY and limit < 4096:
-        return Finding(
-            "files", Level.WARN, what, "raise it: ulimit -n 65536; every client and every worker takes some"
-        )
-    return Finding("files", Level.OK, what)
+        return warn(what, "raise it: ulimit -n 65536; every client and every worker takes some")
+    return ok(what)
 
 
 def check_port(config: TandemConfig) -> Finding:
@@ -284,20 +266,18 @@ def check_port(config: TandemConfig) -> Finding:
     try:
         check_address(host, port)
     except TandemError as error:
-        return Finding("port", Level.FAIL, f"{host}:{port}", str(error))
-    return Finding("port", Level.OK, f"{host}:{port} is free" if port else "any free port")
+        return fail(f"{host}:{port}", str(error))
+    return ok(f"{host}:{port} is free" if port else "any free port")
 
 
 def check_model(name: str) -> Finding:
     try:
         found = check_model_here(name)
     except TandemError as error:
-        return Finding("model", Level.FAIL, name, str(error))
+        return fail(name, str(error))
     if found is None:
-        return Finding(
-            "model", Level.OK, f"{name} will be fetched at the first start (tandem models fetch {name})"
-        )
-    return Finding("model", Level.OK, found.path)
+        return ok(f"{name} will be fetched at the first start (tandem models fetch {name})")
+    return ok(found.path)
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:

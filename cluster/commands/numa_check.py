@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.base.errors import TandemError
-from tandem.cluster.commands.machine_checks import Finding, Level
+from tandem.cluster.commands.machine_checks import Finding, ok, warn
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
@@ -52,9 +52,9 @@ def read_numa(sysfs: Path) -> NumaMap:
 def check_numa(config: TandemConfig, machine: LocalMachine, sysfs: Path = Path("/sys")) -> Finding:
     found = read_numa(sysfs)
     if not found.nodes:
-        return Finding("numa", Level.OK, "the kernel reports no NUMA nodes")
+        return ok("the kernel reports no NUMA nodes")
     if len(found.nodes) == 1:
-        return Finding("numa", Level.OK, "one NUMA node: all memory is equally near")
+        return ok("one NUMA node: all memory is equally near")
     what = f"{counted(len(found.nodes), 'NUMA node')}: {'; '.join(_described(found, number) for number in found.nodes)}"
     try:
         nodes = place_nodes(config, machine)
@@ -62,10 +62,8 @@ def check_numa(config: TandemConfig, machine: LocalMachine, sysfs: Path = Path("
         nodes = []  # the finding on cores says why
     problems = [*_of_cores(found, nodes, machine), *_of_gpus(found, nodes, config, machine)]
     if not problems:
-        return Finding("numa", Level.OK, what)
-    return Finding(
-        "numa",
-        Level.WARN,
+        return ok(what)
+    return warn(
         f"{what}. {'; '.join(why for why, _ in problems)}",
         "; ".join(dict.fromkeys(advice for _, advice in problems)),
     )

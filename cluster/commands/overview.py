@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -33,84 +34,101 @@ _EXCHANGES = {
 Fetch = Callable[[str, str | None], dict[str, Any]]
 
 
-def show_overview(view: ClusterView, key: str | None, console: Console, fetch: Fetch = fetch_status) -> int:
-    """Prints the overview. Returns 1 if a request could not be answered now."""
-    answers = 0
-    console.print(f"[bold]{escape(view.model)}[/]", highlight=False)
-    for router in view.routers:
-        line, serves = _router_line(router, key, fetch)
-        answers += serves
-        console.print(line, highlight=False, soft_wrap=True)
-    if view.paused:
-        console.print(f"[yellow]paused[/]: {escape(', '.join(view.paused))}", highlight=False)
-    if view.rollout is not None:
-        console.print(
-            f"[yellow]rollout[/]: {escape(rollout_line(view.rollout))}", highlight=False, soft_wrap=True
-        )
-    if view.exchange is not None and view.exchange.phase is not ExchangePhase.DONE:
-        why = f": {view.exchange.why}" if view.exchange.why else ""
-        line = f"{_EXCHANGES[view.exchange.phase]}{why}"
-        console.print(f"[yellow]controller[/]: {escape(line)}", highlight=False, soft_wrap=True)
-    for pool in view.pools:
-        console.print(_pool_line(pool), highlight=False)
-    show_nodes(map(seen_by_controller, view.nodes), console, machines=True)
-    for one in view.routers:
-        if one.detail:
-            show_notes(one.name, [f"{described_phase(one.phase, one.restarts)}: {one.detail}"], console)
-    if view.failure:
-        console.print(f"[red]✗[/] {escape(view.failure)}", highlight=False, soft_wrap=True)
-    for decision in view.decisions[-_DECISIONS:]:
-        at = time.strftime("%H:%M:%S", time.localtime(decision.unix_time))
-        console.print(f"[dim]{at}[/]  {escape(decision.text)}", highlight=False, soft_wrap=True)
-    return 0 if answers and not view.failure else 1
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """One look at a cluster."""
+
+    view: ClusterView  # its controller's
+    answers: dict[
+        str, dict[str, Any] | TandemError
+    ]  # what each ready router said of itself, or why it said nothing
+
+    @classmethod
+    def of(cls, view: ClusterView, key: str | None, fetch: Fetch = fetch_status) -> Overview:
+        def answer(url: str) -> dict[str, Any] | TandemError:
+            try:
+                answered: dict[str, Any] = fetch(url, key)["router"]
+            except TandemError as error:
+                return error
+            return answered
+
+        return cls(view, {each.name: answer(each.url) for each in view.routers if each.phase == "ready"})
+
+    @property
+    def serves(self) -> bool:
+        """Whether some router could answer a request. A router that this machine cannot reach counts as able to: its address can be
+        its machine's loopback."""
+        return not self.view.failure and any(not self._unhealthy(name) for name in self.answers)
+
+    def _unhealthy(self, name: str) -> str:
+        answer = self.answers[name]
+        if isinstance(answer, TandemError):
+            return ""
+        process = _process_of(answer, name)
+        return str(answer["unhealthy"] or (process is not None and process["unhealthy"]) or "")
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as JSON."""
+        plain: dict[str, Any] = msgspec.to_builtins(self.view)
+        for node, seen in zip(plain["nodes"], self.view.nodes, strict=True):
+            if seen.status is not None:
+                node["status"]["counters"] = seen.status.totals.in_full()
+                node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
+        for pool in plain["pools"]:
+            pool["max_nodes"] = pool["max_nodes"] or None
+        for router in plain["routers"]:
+            answer = self.answers.get(router["name"])
+            router["answer"] = None if isinstance(answer, TandemError) else answer
+            if isinstance(answer, TandemError):
+                router["unreachable"] = str(answer)
+        return plain
+
+    def show(self, console: Console) -> None:
+        def say(line: str) -> None:
+            console.print(line, highlight=False, soft_wrap=True)
+
+        view = self.view
+        say(f"[bold]{escape(view.model)}[/]")
+        for router in view.routers:
+            say(f"{escape(router.name)} {escape(router.url)}: {self._state_of(router)}")
+        if view.paused:
+            say(f"[yellow]paused[/]: {escape(', '.join(view.paused))}")
+        if view.rollout is not None:
+            say(f"[yellow]rollout[/]: {escape(rollout_line(view.rollout))}")
+        if view.exchange is not None and view.exchange.phase is not ExchangePhase.DONE:
+            why = f": {view.exchange.why}" if view.exchange.why else ""
+            say(f"[yellow]controller[/]: {escape(f'{_EXCHANGES[view.exchange.phase]}{why}')}")
+        for pool in view.pools:
+            say(_pool_line(pool))
+        show_nodes(map(seen_by_controller, view.nodes), console, machines=True)
+        for one in view.routers:
+            if one.detail:
+                show_notes(one.name, [f"{described_phase(one.phase, one.restarts)}: {one.detail}"], console)
+        if view.failure:
+            say(f"[red]✗[/] {escape(view.failure)}")
+        for decision in view.decisions[-_DECISIONS:]:
+            at = time.strftime("%H:%M:%S", time.localtime(decision.unix_time))
+            say(f"[dim]{at}[/]  {escape(decision.text)}")
+
+    def _state_of(self, router: RouterView) -> str:
+        answer = self.answers.get(router.name)
+        if answer is None:
+            return f"[red]{escape(router.phase)}[/]"
+        if isinstance(answer, TandemError):
+            return f"ready; {escape(str(answer))}"
+        # Another router process on the port may have answered, for all of them.
+        process = _process_of(answer, router.name)
+        if not answer["unhealthy"] and process is not None and not process["answers"]:
+            return "ready, but it does not answer the other processes on its port"
+        if why := self._unhealthy(router.name):
+            return f"[red]unavailable[/]: {escape(why)}"
+        load = process or answer
+        draining = ", draining" if answer["draining"] else ""
+        return f"[green]serving[/], {counted(load['running'], 'request')} running, {load['queued']} queued{draining}"
 
 
-def overview(view: ClusterView, key: str | None, fetch: Fetch = fetch_status) -> dict[str, Any]:
-    """Returns the overview as JSON: the controller's view, and for each router its own answer or why there was none."""
-    plain: dict[str, Any] = msgspec.to_builtins(view)
-    for node, seen in zip(plain["nodes"], view.nodes, strict=True):
-        if seen.status is not None:
-            node["status"]["counters"] = seen.status.totals.in_full()
-            node["status"].pop("epoch", None)  # a secret: messages with it count as the node's own
-    for pool in plain["pools"]:
-        pool["max_nodes"] = pool["max_nodes"] or None
-    for router in plain["routers"]:
-        try:
-            router["answer"] = fetch(router["url"], key)["router"] if router["phase"] == "ready" else None
-        except TandemError as error:
-            router["answer"], router["unreachable"] = None, str(error)
-    return plain
-
-
-def answers_now(plain: dict[str, Any]) -> bool:
-    """Returns whether some router could answer a request. A router that this machine cannot reach counts as able to."""
-    ready = [router for router in plain["routers"] if router["phase"] == "ready"]
-    serving = any("unreachable" in router or not router["answer"]["unhealthy"] for router in ready)
-    return serving and not plain["failure"]
-
-
-def _router_line(router: RouterView, key: str | None, fetch: Fetch) -> tuple[str, bool]:
-    where = f"{escape(router.name)} {escape(router.url)}"
-    if router.phase != "ready":
-        return f"{where}: [red]{escape(router.phase)}[/]", False
-    try:
-        seen = fetch(router.url, key)["router"]
-    except TandemError as error:
-        # Maybe it is only unreachable from here: its address can be its machine's loopback.
-        return f"{where}: ready; {escape(str(error))}", True
-    if seen["unhealthy"]:
-        return f"{where}: [red]unavailable[/]: {escape(seen['unhealthy'])}", False
-    draining = ", draining" if seen["draining"] else ""
-    # Another router process on the port may have answered, for all of them.
-    for process in seen.get("processes", ()):
-        if process["name"] == router.name:
-            if not process["answers"]:
-                return f"{where}: ready, but it does not answer the other processes on its port", True
-            if process["unhealthy"]:
-                return f"{where}: [red]unavailable[/]: {escape(process['unhealthy'])}", False
-            seen = process
-    load = f"{counted(seen['running'], 'request')} running, {seen['queued']} queued{draining}"
-    return f"{where}: [green]serving[/], {load}", True
+def _process_of(answer: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((process for process in answer.get("processes", ()) if process["name"] == name), None)
 
 
 def rollout_line(rollout: RolloutView) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -27,19 +28,30 @@ def fetch_status(url: str, key: str | None, transport: httpx.BaseTransport | Non
     return cluster
 
 
-def show_status(cluster: dict[str, Any], console: Console) -> int:
-    """Prints the status. Returns 1 if a request could not be answered now."""
-    router = cluster["router"]
-    unhealthy = router["unhealthy"]
-    health = f"[red]unavailable[/]: {escape(unhealthy)}" if unhealthy else "[green]serving[/]"
-    console.print(
-        f"{escape(router['model'])}: {health}; {counted(router['running'], 'request')} running, "
-        f"{router['queued']} queued{', draining' if router['draining'] else ''}",
-        highlight=False,
-    )
-    if silent := [one["name"] for one in router.get("processes", ()) if not one["answers"]]:
+@dataclass(frozen=True, slots=True)
+class RouterOverview:
+    """One look at a cluster, from one router."""
+
+    cluster: dict[str, Any]
+
+    @property
+    def serves(self) -> bool:
+        return not self.cluster["router"]["unhealthy"]
+
+    def plain(self) -> dict[str, Any]:
+        return self.cluster
+
+    def show(self, console: Console) -> None:
+        router = self.cluster["router"]
+        unhealthy = router["unhealthy"]
+        health = f"[red]unavailable[/]: {escape(unhealthy)}" if unhealthy else "[green]serving[/]"
         console.print(
-            f"[yellow]![/] no answer from {escape(', '.join(silent))}: not counted", highlight=False
+            f"{escape(router['model'])}: {health}; {counted(router['running'], 'request')} running, "
+            f"{router['queued']} queued{', draining' if router['draining'] else ''}",
+            highlight=False,
         )
-    show_nodes(seen_by_router(cluster), console, machines=False)
-    return 1 if unhealthy else 0
+        if silent := [one["name"] for one in router.get("processes", ()) if not one["answers"]]:
+            console.print(
+                f"[yellow]![/] no answer from {escape(', '.join(silent))}: not counted", highlight=False
+            )
+        show_nodes(seen_by_router(self.cluster), console, machines=False)

@@ -9,41 +9,20 @@ from typing import Any
 
 from tandem.base.errors import TandemError
 from tandem.base.tasks import Tasks
-from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
-from tandem.cluster.pools.state import ClusterState
-from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
+from tandem.cluster.pools.supervisor import ProcessPhase, StateChange, StateRecorder
+from tandem.cluster.tasks import Clock, first_of, has_ended
 
 logger = logging.getLogger(__name__)
 
 
-StateChange = Callable[[ClusterState], ClusterState]
-
-
 class Departures:
-    def __init__(
-        self,
-        fleet: Fleet,
-        clock: Clock,
-        tasks: Tasks,
-        changed: Wakeup,
-        timeouts: Callable[[], ClusterTimeouts],
-        is_lost: Callable[[str], bool],
-        update: Callable[[StateChange], Awaitable[None]],
-        note: Callable[[str], None],
-    ) -> None:
-        """`timeouts` returns the current ones, `is_lost` whether the machine of a node or router is gone, so that waiting for it is in
-        vain. `update` records a change of the state, `note` tells operators."""
+    def __init__(self, recorder: StateRecorder, fleet: Fleet, clock: Clock, tasks: Tasks) -> None:
+        self._recorder = recorder
         self._fleet = fleet
         self._clock = clock
         self._tasks = tasks
-        self._changed = changed
-        self._timeouts = timeouts
-        self._is_lost = is_lost
-        self._update = update
-        self._note = note
         self.nodes: dict[str, asyncio.Task[bool]] = {}  # the result: whether all requests ended in time
         self.routers: set[str] = set()
 
@@ -66,7 +45,7 @@ class Departures:
         await self._fleet.end_node(node_id)
         await self._until_kept(lambda current: current.without(node_id), node_id)
         self._say_gone(node_id, finished, "continue on other nodes")
-        self._fleet.wake()
+        self._recorder.wake()
         return bool(finished)
 
     async def _until_drained(
@@ -84,7 +63,7 @@ class Departures:
         await self._until_kept(lambda current: current.without_router(name), name)
         self.routers.discard(name)  # at once: the next router of the place may get the name
         self._say_gone(name, finished, "have failed")
-        self._fleet.wake()
+        self._recorder.wake()
 
     async def _until_router_drained(self, name: str, is_replaced: bool) -> bool:
         router = self._fleet.routers.get(name)
@@ -96,10 +75,10 @@ class Departures:
         """Returns whether its requests ended in time; None if its machine has gone meanwhile, which operators are told elsewhere."""
 
         async def until_lost() -> None:
-            while not self._is_lost(name):
-                await self._changed.wait()
+            while not self._recorder.is_lost(name):
+                await self._recorder.changed.wait()
 
-        if self._is_lost(name):
+        if self._recorder.is_lost(name):
             leaving.close()
             return None
         left, _ = await first_of(leaving, until_lost())
@@ -107,38 +86,33 @@ class Departures:
 
     def _say_gone(self, name: str, finished: bool | None, else_they: str) -> None:
         if finished is not None:
-            self._note(
+            self._recorder.note(
                 f"{name} is gone" + ("" if finished else f"; requests that it had not finished {else_they}")
             )
 
     async def _until_another_accepts(self, leaving: RouterSupervisor) -> None:
         while not any(
-            other.phase is ProcessPhase.READY and other.load.accepts for other in self._beside(leaving)
+            other.phase is ProcessPhase.READY and other.load.accepts for other in self._fleet.beside(leaving)
         ):
-            await self._changed.wait()
+            await self._recorder.changed.wait()
 
     async def _until_none_comes(self, leaving: RouterSupervisor) -> None:
         """Gives up waiting for a successor after `timeouts.start_s`, or when a starting one has made no progress for that long."""
-        limit_s = self._timeouts().start_s
+        limit_s = self._fleet.config.timeouts.start_s
         began = self._clock.now()
         while True:
-            starting = [other for other in self._beside(leaving) if other.phase is ProcessPhase.STARTING]
+            starting = [
+                other for other in self._fleet.beside(leaving) if other.phase is ProcessPhase.STARTING
+            ]
             waited_s = min([self._clock.now() - began, *(other.progress.silent_s for other in starting)])
             if waited_s >= limit_s:
                 return
-            await self._clock.sleep(max(limit_s - waited_s, self._timeouts().heartbeat_s))
-
-    def _beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
-        return [
-            other
-            for other in self._fleet.routers.values()
-            if other is not router and other.place == router.place
-        ]
+            await self._clock.sleep(max(limit_s - waited_s, self._fleet.config.timeouts.heartbeat_s))
 
     async def _until_kept(self, change: StateChange, name: str) -> None:
         while True:
             try:
-                return await self._update(change)
+                return await self._recorder.update(change)
             except TandemError as error:
                 logger.warning("%s is gone, but that could not be recorded; trying again: %s", name, error)
-                await self._clock.sleep(self._timeouts().heartbeat_s)
+                await self._clock.sleep(self._fleet.config.timeouts.heartbeat_s)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES, ProcessPhase
-from tandem.wire.nodes import RouterQueue
+from tandem.wire.nodes import NodeInfo, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
 
@@ -33,18 +33,19 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts(ProcessFacts):
+    info: NodeInfo | None  # as it announced itself
     status: NodeStatus | None  # the last one that it reported
-    is_announced: bool  # routers send it requests, or are about to, though it starts
 
     @property
     def is_down(self) -> bool:
-        """Whether a node that had served does so no more."""
-        return not (self.phase.serves or self.is_announced)
+        """Whether a node that had served does so no more. One that starts and is announced serves, or is about to."""
+        is_announced = self.phase is ProcessPhase.STARTING and self.info is not None
+        return not (self.phase.serves or is_announced)
 
 
 @dataclass(frozen=True, slots=True)
 class RouterFacts(ProcessFacts):
-    url: str
+    info: RouterInfo | None  # as it last announced itself
     load: RouterQueue  # as it last reported
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -13,48 +13,34 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Host, Launcher
 from tandem.cluster.pools.facts import Facts, NodeFacts, RouterFacts
-from tandem.cluster.pools.node_supervisor import Admit, KeepLeftOut, NodeSupervisor, WantedAdapters
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.plan import as_it_serves
-from tandem.cluster.pools.router_supervisor import AdmitRouter, RouterSupervisor
+from tandem.cluster.pools.router_supervisor import RouterSupervisor
 from tandem.cluster.pools.state import Membership, NodePlacement, NodeRecord, RouterRecord
-from tandem.cluster.pools.supervisor import ProcessPhase, SupervisorContext
+from tandem.cluster.pools.supervisor import ProcessPhase, StateRecorder, SupervisorContext
 from tandem.cluster.pools.witnesses import Witnesses
-from tandem.cluster.tasks import Clock, Wakeup, cancel
+from tandem.cluster.tasks import Clock, cancel
 from tandem.router.config import RouterConfig
-from tandem.wire.nodes import PoolReport
 
 
 class Fleet:
     def __init__(
         self,
         config: TandemConfig,
+        recorder: StateRecorder,
         launcher: Launcher,
         events: Events,
         clock: Clock,
         tasks: Tasks,
-        changed: Wakeup,
-        admit: Admit,
-        keep_left_out: KeepLeftOut,
-        admit_router: AdmitRouter,
-        adapters: WantedAdapters,
-        confirm: Callable[[], Awaitable[object]],
     ) -> None:
         # `Reconciler` replaces the model's name in it by one commit before anything is launched.
         self.config = config
         self._configs: dict[int, TandemConfig] = {}  # that nodes start with, by revision
         self._clock = clock
         self._tasks = tasks
-        self._changed = changed
-        self._admit = admit
-        self._keep_left_out = keep_left_out
         # By machines that this controller has not seen yet: set when it sees them
         self.unseen: dict[str, asyncio.Event] = {}
-        self._admit_router = admit_router
-        self._adapters = adapters
-        # Called when a router begins to serve, and when a router's process got SIGTERM.
-        self.wake: Callable[[], None] = lambda: None
-        self.pool_reports: Callable[[], Sequence[PoolReport]] = tuple  # what routers show of their pools
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
@@ -67,15 +53,7 @@ class Fleet:
             timeouts.silence_s,
         )
         self._context = SupervisorContext(
-            launcher,
-            self.membership,
-            witnesses,
-            timeouts,
-            events,
-            clock,
-            changed.ring,
-            lambda: self.pool_reports(),
-            confirm,
+            recorder, launcher, self.membership, witnesses, timeouts, events, clock
         )
         self._ending: set[NodeSupervisor | RouterSupervisor] = set()
 
@@ -90,7 +68,7 @@ class Fleet:
             frozenset(self.unseen),
             {
                 name: NodeFacts(
-                    node.phase, node.detail, node.restarts, node.ready_since, node.status, node.is_announced
+                    node.phase, node.detail, node.restarts, node.ready_since, node.info, node.status
                 )
                 for name, node in self.nodes.items()
             },
@@ -100,7 +78,7 @@ class Fleet:
                     router.detail,
                     router.restarts,
                     router.accepts_since if router.phase is ProcessPhase.READY else None,
-                    router.url,
+                    router.info,
                     router.load,
                 )
                 for name, router in self.routers.items()
@@ -128,9 +106,6 @@ class Fleet:
             placement.slot,
             config.pools.of(placement.slot).resources_per_machine,
             self._context,
-            self._admit,
-            self._keep_left_out,
-            self._adapters,
             record.info,
             self.unseen.get(host.name),
             beside=[Host(there.host, there.address, slots={}) for there in placement.others],
@@ -164,7 +139,7 @@ class Fleet:
         for router in self.routers.values():
             is_there = router.host is not None and router.host.name == host.name
             if is_there and router.serves and router.handle is not None and router.info is not None:
-                alone = not self._beside(router)
+                alone = not self.beside(router)
                 if await witnesses.of_router(router.handle, router.info, is_alone=alone) is not False:
                     return True
         return False
@@ -200,7 +175,7 @@ class Fleet:
         await supervisor.stop()
         self._runs.pop(supervisor.name, None)
         self._ending.discard(supervisor)
-        self._changed.ring()
+        self._context.recorder.changed.ring()
 
     # --- routers
 
@@ -220,13 +195,11 @@ class Fleet:
 
     def launch_router(self, record: RouterRecord, host: Host | None) -> None:
         record = msgspec.structs.replace(record, config=self._with_tokenizer(record.config))
-        router = RouterSupervisor(
-            record, host, self._context, self._admit_router, lambda: self._beside(router), self.wake
-        )
+        router = RouterSupervisor(record, host, self._context, lambda: self.beside(router))
         self.routers[record.name] = router
         self._run(router)
 
-    def _beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
+    def beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
         return [
             other for other in self.routers.values() if other is not router and other.place == router.place
         ]

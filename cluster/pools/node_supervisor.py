@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.cluster.describe import ranges
 from tandem.cluster.launcher import Host, LogSource, NodeHandle
-from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
+from tandem.cluster.pools.supervisor import AdapterPlaces, ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
@@ -25,25 +24,6 @@ logger = logging.getLogger(__name__)
 # A change of keys is a call to every node, so changes are collected first: for this long per node of the cluster.
 _GATHER_S = 0.001
 
-Admit = Callable[[NodeInfo], Awaitable[None]]
-"""Records the node before it is announced, for the next controller. Raises ConfigurationError for a node that must not join."""
-
-KeepLeftOut = Callable[[str, str], Awaitable[None]]
-"""Records for the next controller that this node is left out, and why."""
-
-
-AdapterPlaces = Mapping[str, str]
-"""The location of each adapter by name: a folder, or owner/name on the hub."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WantedAdapters:
-    """`of` returns the adapters that a node should have, by its id; None if its configuration allows none. `changing` is held while
-    AdapterDesk changes them."""
-
-    of: Callable[[str], AdapterPlaces | None]
-    changing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-
 
 class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     def __init__(
@@ -53,9 +33,6 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         slot: Role,
         needs: Mapping[str, float],
         context: SupervisorContext,
-        admit: Admit,
-        keep_left_out: KeepLeftOut,
-        adapters: WantedAdapters,
         info: NodeInfo | None = None,  # as an earlier controller announced it
         seen: asyncio.Event | None = None,  # set when its machine is seen; None: it has been
         beside: Sequence[Host] = (),  # the other machines of its ranks
@@ -70,9 +47,6 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._has_worked = info is not None
         self.status: NodeStatus | None = None  # the last one that it reported
         self._vouched = ""  # the last report about its silence, so that each is made once
-        self._admit = admit
-        self._keep_left_out = keep_left_out
-        self._adapters = adapters
         # The set that it last took or refused; None: unknown
         self._adapters_told: AdapterPlaces | None = None
         self._unseen = (
@@ -132,7 +106,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _tell_adapters(self, handle: NodeHandle, *, is_member: bool) -> None:
         """Sends the adapters before the node is announced. A node that routers already use keeps serving without that."""
         self._adapters_told = None
-        wanted = self._adapters.of(self.name)
+        wanted = self._context.recorder.adapters_of(self.name)
         if wanted is not None and not is_member:
             await self._set_adapters(handle, wanted, self._timeouts.start_s)
 
@@ -147,8 +121,12 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
 
     async def _mend_adapters(self, handle: NodeHandle) -> None:
         """Sends the wanted adapters again if the node may not have them: a change was interrupted, or the node started during one."""
-        wanted = self._adapters.of(self.name)
-        if wanted is None or wanted == self._adapters_told or self._adapters.changing.locked():
+        wanted = self._context.recorder.adapters_of(self.name)
+        if (
+            wanted is None
+            or wanted == self._adapters_told
+            or self._context.recorder.changing_adapters.locked()
+        ):
             return
         try:
             # With a limit, because the node's status must be asked for, too. What it loads in that time it keeps for the next try.
@@ -162,8 +140,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             logger.warning("%s: %s", self.name, error)
 
     async def _announce(self, info: NodeInfo) -> NodeInfo:
-        await self._admit(info)
+        self._context.recorder.check(info)
         self.info = info
+        await self._context.recorder.record(f"{self.name} serves")
         await self._context.membership.announce(info)
         return info
 
@@ -174,7 +153,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return f"{info.role.value}{where}{cores}"
 
     async def _left_out(self) -> None:
-        await self._keep_left_out(self.name, self.detail)
+        await self._context.recorder.record(f"{self.name} is left out")
 
     async def _lost(self) -> None:
         self.status = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -71,19 +71,36 @@ class SetRouter:
 Change = AddNode | PlaceNode | RetireNode | SetRouter
 
 
+def as_it_runs(state: ClusterState, facts: Facts) -> ClusterState:
+    """Returns the state with what nodes and routers have announced since, and which nodes were left out. Recording it may have failed
+    before: the next controller would tell routers of an incarnation that has ended, and withdraw the one that serves."""
+    for record in state.nodes:
+        node = facts.nodes.get(record.node_id)
+        if node is not None and node.phase is ProcessPhase.LEFT_OUT and not record.left_out:
+            state = state.with_node(record.out_of_use(node.detail))
+        elif node is not None and node.info is not None and node.info != record.info:
+            state = state.with_node(record.serving_as(node.info))
+            if record.revision == state.revision.number and not state.revision.content:
+                # The first node of a revision fixes its content.
+                revision = msgspec.structs.replace(state.revision, content=node.info.content)
+                state = msgspec.structs.replace(state, revision=revision)
+    for router in state.routers:
+        known = facts.routers.get(router.name)
+        if known is not None and known.info is not None and known.info != router.info:
+            state = state.with_router(msgspec.structs.replace(router, info=known.info))
+    return state
+
+
 def retire_router(router: RouterRecord, why: str) -> SetRouter:
     """The router leaves once another one has its place, if one should, and is then ended and forgotten."""
     return SetRouter(msgspec.structs.replace(router, leaving=True), f"{router.name} {why}")
 
 
 def next_change(config: TandemConfig, state: ClusterState, facts: Facts) -> Change | None:
-    """`config` is the one with which processes start now."""
-    return _of_routers(config, state, facts) or _of_nodes(config, state, facts)
-
-
-def _of_nodes(config: TandemConfig, state: ClusterState, facts: Facts) -> Change | None:
+    """Returns the next change of a node. `config` is the one with which processes start now."""
+    present = {host.name for host in facts.hosts}
     for node in state.nodes:
-        if not node.leaving and (why := why_lost(node, facts)):
+        if not node.leaving and (why := why_lost(node, present, facts.unseen)):
             return RetireNode(node, f"{node.node_id} is lost: {why}")
     hosts = staying_hosts(state, facts.hosts)
     for role in Role:
@@ -101,14 +118,13 @@ def _of_nodes(config: TandemConfig, state: ClusterState, facts: Facts) -> Change
     return None
 
 
-def why_lost(node: NodeRecord, facts: Facts) -> str:
+def why_lost(node: NodeRecord, present: Container[str], unseen: Container[str]) -> str:
     """Returns why the node certainly serves no more, or never did; "" if it may."""
     if node.placement is None:
         return ""
-    present = {host.name for host in facts.hosts}
     if gone := [part.address for part in node.placement.parts if part.host not in present]:
         return f"its machine {' and '.join(gone)} is gone"
-    if node.info is None and node.placement.host in facts.unseen:
+    if node.info is None and node.placement.host in unseen:
         return f"its machine {node.placement.address} is not seen, and it never served"
     return ""
 
@@ -154,46 +170,51 @@ def as_it_serves(config: RouterConfig) -> RouterConfig:
     return msgspec.structs.replace(config, tokenizer_path="-", processes=1, placement=RouterPlacement.HEAD)
 
 
-def is_router_lost(router: RouterRecord, facts: Facts) -> bool:
-    return bool(router.place) and router.place not in {host.address for host in facts.hosts}
-
-
 def new_router(config: TandemConfig, state: ClusterState, facts: Facts, place: str) -> SetRouter | None:
     """None: it must wait, because its machine has not been seen yet or an earlier router of the place is still ending."""
     host = router_places(config, facts.hosts).get(place)
     ending = (old for old in state.routers if old.leaving and old.name not in facts.routers)
     if (host is not None and host.name in facts.unseen) or any(old.place == place for old in ending):
         return None
-    name = f"{_ROUTER}-{place}" if place else _ROUTER
+    name, taken = f"{_ROUTER}-{place}" if place else _ROUTER, {router.name for router in state.routers}
     names = (name if number == 1 else f"{name}~{number}" for number in itertools.count(1))
-    free = next(each for each in names if state.router(each) is None)
+    free = next(each for each in names if each not in taken)
     return SetRouter(RouterRecord(free, place, wanted_router_config(config, place)))
 
 
-def _of_routers(config: TandemConfig, state: ClusterState, facts: Facts) -> Change | None:
-    """Brings each place to `router.processes` routers. A rollout replaces the outdated ones, and removes the surplus that it makes."""
+def router_changes(config: TandemConfig, state: ClusterState, facts: Facts) -> list[SetRouter]:
+    """Returns what brings each place to `router.processes` routers. A rollout replaces the outdated ones, and removes the surplus that it
+    makes."""
     places, wanted = router_places(config, facts.hosts), config.router.processes
+    addresses = {"", *(host.address for host in facts.hosts)}
+    changes: list[SetRouter] = []
+    staying: dict[str, list[RouterRecord]] = {place: [] for place in places}
     for record in state.staying_routers:
         router = facts.routers.get(record.name)
-        if is_router_lost(record, facts):
-            return retire_router(record, f"is lost: its machine {record.place} is gone")
-        if record.place not in places:
-            return retire_router(record, "drains and ends: router.placement has no router on its machine")
-        if router is not None and router.load.is_ending:
-            return retire_router(record, "got SIGTERM: another router takes its place")
-        if (config_now := starting_config(config, state, record)) != record.config:
-            # An earlier controller started it with another configuration.
-            return SetRouter(msgspec.structs.replace(record, config=config_now))
-    for where in places:
-        there = [record for record in state.staying_routers if record.place == where]
+        if record.place not in addresses:
+            changes.append(retire_router(record, f"is lost: its machine {record.place} is gone"))
+        elif record.place not in places:
+            why = "drains and ends: router.placement has no router on its machine"
+            changes.append(retire_router(record, why))
+        elif router is not None and router.load.is_ending:
+            changes.append(retire_router(record, "got SIGTERM: another router takes its place"))
+        else:
+            staying[record.place].append(record)
+            if (config_now := starting_config(config, state, record)) != record.config:
+                # An earlier controller started it with another configuration.
+                changes.append(SetRouter(msgspec.structs.replace(record, config=config_now)))
+    for where, there in staying.items():
         # The second and later ones get the listening socket from one that serves.
         may_listen = not there or any(facts.serves(record.name) for record in there)
         if len(there) < wanted and may_listen and (new := new_router(config, state, facts, where)):
-            return new
-        if len(there) > wanted and state.rollout is None:
+            changes.append(new)
+        if state.rollout is None:
             # The last ones go: the first have the plain names.
-            return retire_router(there[wanted], f"drains and ends: router.processes is {wanted}")
-    return None
+            changes += [
+                retire_router(record, f"drains and ends: router.processes is {wanted}")
+                for record in there[wanted:]
+            ]
+    return changes
 
 
 # --- sizes

@@ -21,17 +21,16 @@ from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Host, Hosts, Launcher, TakenPlace
 from tandem.cluster.pools import plan, state
-from tandem.cluster.pools.departures import Departures, StateChange
+from tandem.cluster.pools.departures import Departures
 from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
-from tandem.cluster.pools.node_supervisor import AdapterPlaces, WantedAdapters
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState
-from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
 from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
-from tandem.wire.nodes import NodeInfo, Role, RouterInfo
+from tandem.wire.nodes import NodeInfo, PoolReport, Role
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +52,6 @@ class _Resolved:
 
 def _at_commit(state: ClusterState, commit: str) -> ClusterState:
     return msgspec.structs.replace(state, revision=msgspec.structs.replace(state.revision, commit=commit))
-
-
-def _announced(state: ClusterState, info: NodeInfo) -> ClusterState:
-    """Returns the state with the node as it announced itself. The first node of a revision fixes its content."""
-    record, revision = state.find(info.node_id), state.revision
-    if record is None:
-        return state
-    if record.revision == revision.number and not revision.content:
-        revision = msgspec.structs.replace(revision, content=info.content)
-        state = msgspec.structs.replace(state, revision=revision)
-    return state.with_node(record.serving_as(info))
 
 
 class Reconciler:
@@ -103,44 +91,27 @@ class Reconciler:
         self.machines: list[Host] = []
         self._unseen: set[str] = set()  # machines that Ray does not see while their processes are heard
         self.has_looked = False  # whether one full round of `run` is done
-        self.adapters = WantedAdapters(self._adapters_of)
+        self.changing_adapters = asyncio.Lock()
         self.decisions: deque[ControllerDecision] = deque(maxlen=_DECISIONS_KEPT)
         self._records = False  # whether a task is about to record the state
         self._is_unsure = False  # whether the last record may have been written, or not
-        self.fleet = Fleet(
-            config,
-            launcher,
-            events,
-            clock,
-            tasks,
-            self.changed,
-            self._admit,
-            self._keep_left_out,
-            self._admit_router,
-            self.adapters,
-            turn.confirm,
-        )
-        self.fleet.wake = self.wake
-        self.fleet.pool_reports = lambda: pool_reports(self.fleet.config, self.state, self.facts())
-        self.departures = Departures(
-            self.fleet,
-            clock,
-            tasks,
-            self.changed,
-            lambda: self.config.timeouts,
-            self._is_lost,
-            self.update,
-            self.note,
-        )
+        self.fleet = Fleet(config, self, launcher, events, clock, tasks)
+        self.departures = Departures(self, self.fleet, clock, tasks)
+
+    def pool_reports(self) -> list[PoolReport]:
+        return pool_reports(self.fleet.config, self.state, self.facts())
+
+    async def confirm(self) -> bool:
+        return await self._turn.confirm()
 
     def facts(self) -> Facts:
         return self.fleet.facts(self.machines)
 
-    def _is_lost(self, name: str) -> bool:
+    def is_lost(self, name: str) -> bool:
         node, router = self.state.find(name), self.state.router(name)
         if node is not None:
-            return bool(plan.why_lost(node, self.facts()))
-        return router is not None and plan.is_router_lost(router, self.facts())
+            return bool(plan.why_lost(node, {host.name for host in self.machines}, self.fleet.unseen))
+        return router is not None and router.place not in {"", *(host.address for host in self.machines)}
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
@@ -279,9 +250,11 @@ class Reconciler:
             await self.keep(change(self.state))
 
     async def keep(self, new: ClusterState) -> None:
-        """Records the new state. If that fails, it raises and the state stays as it was. Requires `writing`."""
+        """Records the new state, with what processes have become meanwhile. If that fails, it raises and the state stays as it was.
+        Requires `writing`."""
         if self._refused is not None:
             raise self._refused
+        new = plan.as_it_runs(new, self.facts())
         new = msgspec.structs.replace(new, decisions=list(self.decisions))
         if new == self.state and not self._is_unsure:
             return
@@ -303,10 +276,8 @@ class Reconciler:
             self._refused = error
             raise
 
-    async def _admit(self, info: NodeInfo) -> None:
-        """Records a node before it is announced. The first node of a revision fixes its content. Raises ConfigurationError for a node
-        with another content or tokenizer: KV of one content is useless on a node of another."""
-
+    def check(self, info: NodeInfo) -> None:
+        """The first node of a revision fixes its content. KV of one content is useless on a node of another."""
         record = self.state.find(info.node_id)
         number = self.state.revision.number if record is None else record.revision
         content = self._contents.setdefault(number, self._kept_content(number) or info.content)
@@ -318,16 +289,18 @@ class Reconciler:
                 "revision"
             )
         self._check_tokenizer(info, number)
+
+    async def record(self, what: str) -> None:
         try:
-            await self.update(lambda current: _announced(current, info))
+            await self.update(lambda current: current)
         except TandemError as error:
-            logger.warning("%s serves, but that could not be recorded yet: %s", info.node_id, error)
+            logger.warning("%s, but that could not be recorded yet: %s", what, error)
 
     def _kept_content(self, number: int) -> str:
         revision = self.state.revision_of(number)
         return revision.content if revision is not None else ""
 
-    def _adapters_of(self, node_id: str) -> AdapterPlaces | None:
+    def adapters_of(self, node_id: str) -> AdapterPlaces | None:
         record = self.state.find(node_id)
         number = self.state.revision.number if record is None else record.revision
         config, revision = self.fleet.config_of(number), self.state.revision_of(number)
@@ -347,45 +320,6 @@ class Reconciler:
                     "its tokenizer.json differs from the one that the routers use, so they cannot send it prompts: a model with another "
                     "tokenizer needs `tandem down` and `tandem serve`, or a second deployment"
                 )
-
-    async def _keep_left_out(self, node_id: str, reason: str) -> None:
-        def left_out(current: ClusterState) -> ClusterState:
-            record = current.find(node_id)
-            return current if record is None else current.with_node(record.out_of_use(reason))
-
-        try:
-            await self.update(left_out)
-        except TandemError as error:
-            logger.warning("%s is left out, but that could not be recorded yet: %s", node_id, error)
-
-    async def _admit_router(self, name: str, info: RouterInfo) -> None:
-        def with_info(current: ClusterState) -> ClusterState:
-            record = current.router(name)
-            return (
-                current if record is None else current.with_router(msgspec.structs.replace(record, info=info))
-            )
-
-        try:
-            await self.update(with_info)
-        except TandemError as error:
-            logger.warning("%s serves, but that could not be recorded yet: %s", name, error)
-
-    def _as_it_runs(self, current: ClusterState) -> ClusterState:
-        """Returns the state with what nodes and routers announced since, and which nodes were left out. Recording it may have failed:
-        the next controller would tell routers of an incarnation that has ended, and withdraw the one that serves."""
-        for node in self.fleet.nodes.values():
-            record = current.find(node.name)
-            if record is None:
-                continue
-            if node.phase is ProcessPhase.LEFT_OUT and not record.left_out:
-                current = current.with_node(record.out_of_use(node.detail))
-            elif node.serves and node.info is not None and node.info != record.info:
-                current = _announced(current, node.info)
-        for router in self.fleet.routers.values():
-            known = current.router(router.name)
-            if known is not None and router.serves and router.info != known.info:
-                current = current.with_router(msgspec.structs.replace(known, info=router.info))
-        return current
 
     def note(self, text: str) -> None:
         logger.info("%s", text)
@@ -467,15 +401,19 @@ class Reconciler:
     async def _converge(self) -> None:
         """Records all changes that are due, then carries them out."""
         async with self.writing():
-            new, facts, said = self._as_it_runs(self.state), self.facts(), list[str]()
-            while (change := plan.next_change(self.fleet.config, new, facts)) is not None:
+            new, facts, config = self.state, self.facts(), self.fleet.config
+            changes: list[plan.Change] = [*plan.router_changes(config, new, facts)]
+            for change in changes:
                 new = change.apply(new)
-                said.append(change.why)
+            while (next_one := plan.next_change(config, new, facts)) is not None:
+                new = next_one.apply(new)
+                changes.append(next_one)
+                await asyncio.sleep(0)  # a thousand nodes take seconds: others are answered meanwhile
             try:
                 await self.keep(new)
             finally:
                 self._carry_out()
-            for why in filter(None, said):
+            for why in (change.why for change in changes if change.why):
                 self.note(why)
 
     async def make(self, change: plan.Change) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tandem.base.errors import TandemError
@@ -18,9 +18,6 @@ logger = logging.getLogger(__name__)
 # The first wait for a router that does not use all its nodes yet; it doubles up to a heartbeat
 _ASK_SOON_S = 0.05
 
-AdmitRouter = Callable[[str, RouterInfo], Awaitable[None]]
-"""Records for the next controller what the router with this name announced."""
-
 
 class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     def __init__(
@@ -28,10 +25,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         record: RouterRecord,
         host: Host | None,  # None: the head
         context: SupervisorContext,
-        admit: AdmitRouter,
         # Returns the other routers in its place, the longest-serving first
         beside: Callable[[], Sequence[RouterSupervisor]],
-        wake: Callable[[], None],  # called when it begins to serve, and when its process got SIGTERM
     ) -> None:
         super().__init__(record.name, context)
         self.config = record.config
@@ -42,9 +37,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         self.accepts_since: float | None = None  # clients' connections; None: it does not
         self.told = -1  # the membership revision that it last confirmed
         self._door = ""  # with which it was last launched
-        self._admit = admit
         self._beside = beside
-        self._wake = wake
 
     @property
     def url(self) -> str:
@@ -73,7 +66,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     async def _start(self, handle: RouterHandle) -> RouterInfo:
         info = await handle.start(self.report)
         self.info = info
-        await self._admit(self.name, info)
+        await self._context.recorder.record(f"{self.name} serves")
         await self._context.membership.announce_router(self.name, info)
         return info
 
@@ -92,7 +85,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     async def _watch(self, handle: RouterHandle, info: RouterInfo) -> str:
         """Sends the membership at every change, and every heartbeat; the answers show that the router lives. A router that does not
         answer is kept as long as clients or nodes hear it. Returns why it must be replaced."""
-        self._wake()
+        self._context.recorder.wake()
         timeouts, membership = self._timeouts, self._context.membership
         silence = self._new_silence()
         said = ""
@@ -105,7 +98,10 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 load = await self._clock.within(
                     timeouts.silence_s,
                     handle.set_members(
-                        membership.members, membership.paused, self._desks(), self._context.pools()
+                        membership.members,
+                        membership.paused,
+                        self._desks(),
+                        self._context.recorder.pool_reports(),
                     ),
                     f"telling {self.name} its nodes",
                 )
@@ -132,9 +128,9 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 self.accepts_since = self._clock.now() if load.accepts else None
             was_told, self.told = self.told, revision
             if was_told != revision or _what_it_serves(load) != _what_it_serves(before):
-                self._context.on_change()
+                self._context.recorder.changed.ring()
             if load.is_ending and not before.is_ending:
-                self._wake()
+                self._context.recorder.wake()
             await self._change_or_heartbeat(revision, soon_s if load.out_of_view else timeouts.heartbeat_s)
             soon_s = min(2 * soon_s, timeouts.heartbeat_s)
 

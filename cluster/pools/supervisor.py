@@ -11,9 +11,9 @@ import abc
 import asyncio
 import enum
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition
@@ -21,10 +21,10 @@ from tandem.base.progress import LastProgress
 from tandem.cluster.config import ClusterTimeouts
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import Handle, Launcher, LogSource
-from tandem.cluster.pools.state import Membership
+from tandem.cluster.pools.state import ClusterState, Membership
 from tandem.cluster.pools.witnesses import Silence, Witnesses
-from tandem.cluster.tasks import Clock, first_of, has_ended
-from tandem.wire.nodes import PoolReport
+from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
+from tandem.wire.nodes import NodeInfo, PoolReport
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +48,64 @@ class ProcessPhase(enum.StrEnum):
         return self in (ProcessPhase.READY, ProcessPhase.DRAINING)
 
 
+AdapterPlaces = Mapping[str, str]
+"""The location of each adapter by name: a folder, or owner/name on the hub."""
+
+
+StateChange = Callable[[ClusterState], ClusterState]
+
+
+class StateRecorder(Protocol):
+    """Has the recorded state, as supervisors and departures use it."""
+
+    changed: Wakeup  # rung at every new phase, and when what a router serves has changed
+    changing_adapters: asyncio.Lock  # held while the adapters of nodes are changed
+
+    def check(self, info: NodeInfo) -> None:
+        """Called before a node is announced. Raises ConfigurationError for one that must not join."""
+        ...
+
+    async def record(self, what: str) -> None:
+        """Records what processes have become, if it can: `what` is said if it cannot."""
+        ...
+
+    async def confirm(self) -> bool:
+        """Does not return once a later controller has taken over."""
+        ...
+
+    def adapters_of(self, node_id: str) -> AdapterPlaces | None:
+        """Returns the adapters that a node should have; None if its configuration allows none."""
+        ...
+
+    def pool_reports(self) -> Sequence[PoolReport]:
+        """Returns what routers show of their pools."""
+        ...
+
+    async def update(self, change: StateChange) -> None: ...
+    def is_lost(self, name: str) -> bool:
+        """Returns whether the machine of this node or router is gone, so that waiting for it is in vain."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tells operators."""
+        ...
+
+    def wake(self) -> None:
+        """Called when a router begins to serve, when a router's process got SIGTERM, and when a node is gone."""
+        ...
+
+
 @dataclass(slots=True)
 class SupervisorContext:
     """What all supervisors of a fleet share. The time-outs can change."""
 
+    recorder: StateRecorder
     launcher: Launcher
     membership: Membership
     witnesses: Witnesses
     timeouts: ClusterTimeouts
     events: Events
     clock: Clock
-    on_change: Callable[[], None]  # called at every new phase, and when a router's adapters change
-    pools: Callable[[], Sequence[PoolReport]]  # what routers show of their pools
-    confirm: Callable[[], Awaitable[object]]  # does not return once a later controller has taken over
 
 
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
@@ -144,7 +189,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         failures = 0
         self._enter(ProcessPhase.STARTING, self.detail)
         while True:
-            await self._context.confirm()  # a later controller may have ended it
+            await self._context.recorder.confirm()  # a later controller may have ended it
             self.handle = handle = self._launch()
             try:
                 ready = await self._start_or_end(handle)
@@ -232,7 +277,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         elif self.ready_since is None:
             self.ready_since = self._clock.now()
         self.phase, self.detail = phase, detail
-        self._context.on_change()
+        self._context.recorder.changed.ring()
 
     async def stop(self) -> None:
         """Call this after `run` was cancelled or has returned. Withdraws the process first: it may have been announced."""

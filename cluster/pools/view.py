@@ -47,7 +47,13 @@ def cluster_view(
         pools=[pool for pool in pools if pool.wanted or any(node.role is pool.role for node in nodes)],
         nodes=nodes,
         routers=[
-            RouterView(name, router.url, router.phase.value, router.detail, router.restarts)
+            RouterView(
+                name,
+                router.info.url if router.info else "",
+                router.phase.value,
+                router.detail,
+                router.restarts,
+            )
             for name, router in facts.routers.items()
         ],
         decisions=decisions,

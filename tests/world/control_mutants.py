@@ -197,7 +197,7 @@ def _without_a_door(right: Any) -> Any:
 def _departed_not_recorded(right: Any) -> Any:
     async def until_kept(self: Departures, change: Any, name: str) -> None:
         try:
-            await self._update(change)
+            await self._recorder.update(change)
         except TandemError:
             return
 

@@ -66,7 +66,7 @@ def test_a_busy_machine_is_told_from_a_broken_one(
     what: str, load: float, level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_checks, "this_machine", lambda: LocalMachine(cores=(0, 1)))
-    found = machine_checks.failed("ray", what, "look at its logs", load=load)
+    found = machine_checks.failed(what, "look at its logs", load=load)
     assert found.level is level
     text = printed(found)
     if level is Level.WARN:

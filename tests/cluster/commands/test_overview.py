@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.cluster.cli import main
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
@@ -26,7 +27,7 @@ from tandem.cluster.commands.operate import (
     parse_role,
     parse_sizes,
 )
-from tandem.cluster.commands.overview import answers_now, overview, show_overview
+from tandem.cluster.commands.overview import Overview
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.cluster.on_ray.runtime import import_ray
@@ -86,8 +87,9 @@ def shown(view: ClusterView, answer: dict[str, Any] | Exception) -> tuple[str, i
         return answer
 
     text = io.StringIO()
-    status = show_overview(view, None, Console(file=text, width=160), fetch)
-    return text.getvalue(), status
+    seen = Overview.of(view, None, fetch)
+    seen.show(Console(file=text, width=160))
+    return text.getvalue(), 0 if seen.serves else 1
 
 
 def test_one_screen_says_how_everything_is() -> None:
@@ -274,21 +276,47 @@ async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_noth
 
 
 def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None:
-    plain = overview(VIEW, None, lambda url, key: router_answer())
+    seen = Overview.of(VIEW, None, lambda url, key: router_answer())
+    plain = seen.plain()
     assert [pool["wanted"] for pool in plain["pools"]] == [1, 2]
     assert plain["routers"][0]["answer"]["running"] == 3
     assert "epoch" not in json.dumps(plain)
-    assert answers_now(plain)
-    assert not answers_now(overview(VIEW, None, lambda url, key: router_answer(unhealthy="no node")))
+    assert seen.serves
+    assert not Overview.of(VIEW, None, lambda url, key: router_answer(unhealthy="no node")).serves
 
 
 def test_a_router_out_of_reach_may_serve_all_the_same() -> None:
     def fetch(url: str, key: str | None) -> dict[str, Any]:
         raise Unavailable("does not answer")
 
-    plain = overview(VIEW, None, fetch)
+    seen = Overview.of(VIEW, None, fetch)
+    plain = seen.plain()
     assert plain["routers"][0]["unreachable"] == "does not answer"
-    assert answers_now(plain)
+    assert seen.serves
+
+
+@pytest.mark.parametrize("words", [[], ["-o", "json"]])
+def test_a_watched_cluster_is_shown_where_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """While a cluster is joined, what libraries print goes to the log."""
+
+    class Watched(Asked):
+        looks = 0
+
+        async def view(self) -> ClusterView:
+            self.looks += 1
+            if self.looks == 3:
+                raise KeyboardInterrupt
+            return msgspec.structs.replace(VIEW, routers=[])
+
+    def joined(which: WhichCluster, work: Any) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return asyncio.run(work(Watched()))
+
+    monkeypatch.setattr(operate, "with_controller", joined)
+    assert main(["status", "--watch", "0.2", *words]) == 130
+    assert capsys.readouterr().out.count("smollm2") == 2
 
 
 def test_a_peer_whose_kv_arrives_wrong_is_named() -> None:
@@ -322,13 +350,12 @@ def test_a_node_that_computes_without_the_native_library_says_so() -> None:
     view = msgspec.structs.replace(VIEW, nodes=nodes)
     text, _ = shown(view, router_answer())
     assert "! decode-0: it computes without the native library, several times slower: no g++" in text
-    assert (
-        overview(view, None, lambda url, key: router_answer())["nodes"][0]["status"]["slower"] == slow.slower
-    )
+    plain = Overview.of(view, None, lambda url, key: router_answer()).plain()
+    assert plain["nodes"][0]["status"]["slower"] == slow.slower
 
 
 def test_a_pool_without_a_largest_size_has_none_in_json() -> None:
-    pools = overview(VIEW, None, lambda url, key: router_answer())["pools"]
+    pools = Overview.of(VIEW, None, lambda url, key: router_answer()).plain()["pools"]
     assert [pool["max_nodes"] for pool in pools] == [4, None]
 
 

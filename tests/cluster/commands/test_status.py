@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, InternalError, RequestError
 from tandem.cluster.cli import make_parser
-from tandem.cluster.commands.status import fetch_status, show_status
+from tandem.cluster.commands.status import RouterOverview, fetch_status
 
 
 def cluster(**router: Any) -> dict[str, Any]:
@@ -43,7 +43,9 @@ def cluster(**router: Any) -> dict[str, Any]:
 
 def shown(content: dict[str, Any]) -> tuple[int, str]:
     out = io.StringIO()
-    return show_status(content, Console(file=out, width=80)), out.getvalue()
+    seen = RouterOverview(content)
+    seen.show(Console(file=out, width=80))
+    return 0 if seen.serves else 1, out.getvalue()
 
 
 def test_every_node_has_a_line_that_fits_and_trouble_has_a_reason() -> None:
