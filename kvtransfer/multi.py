@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -290,8 +290,16 @@ def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:
         elif field == "waits":
             merged.waits = {stage: waits for part in parts for stage, waits in part.waits.items()}
         else:
-            setattr(merged, field, dict(sum((Counter(value) for value in values), Counter())))
+            setattr(merged, field, _added(values))
     return merged
+
+
+def _added(tables: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name. Most tables are empty, and every status of a node asks for this."""
+    filled = [table for table in tables if table]
+    if len(filled) <= 1:
+        return dict(filled[0]) if filled else {}
+    return dict(sum(map(Counter, filled), Counter()))
 
 
 def create_connector(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:

@@ -19,6 +19,7 @@ from tandem.kvtransfer.protocol.commands import AbandonSend, CancelReceive, Fini
 from tandem.kvtransfer.protocol.consumer import Consumer
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
 from tandem.kvtransfer.protocol.incoming import IncomingTransfers, Quarantine, Verifier
+from tandem.kvtransfer.protocol.links import LeaseStamps
 from tandem.kvtransfer.protocol.outgoing import OutgoingTransfers
 from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.pulling import PullLoop
@@ -230,16 +231,17 @@ def _silence_is_proof(right: Any) -> Any:
     return suspect
 
 
+def _never_too_old(right: Any) -> Any:
+    return lambda self, stamp: self._clock() + self._lease_s
+
+
 def _begun_again(right: Any) -> Any:
     return lambda self, life, attempt, spec, hashes, tokens: right(self, life, attempt, spec, hashes, [])
 
 
-def _abort_not_told(right: Any) -> Any:
-    return lambda self, command: None
-
-
 # The name, where it was seen, what is patched. A loss that is not heard of, a gap that is not noticed and a message that is read
-# twice are no bugs here: the question what a node holds, the positions of tokens and the ids of requests find the same.
+# twice are no bugs here: the question what a node holds, the positions of tokens and the ids of requests find the same. Nor is an
+# abort that a consumer does not hear of (SGLang #18701): the router tells the producer, too, which closes the transfer.
 MUTANTS: dict[str, tuple[str, Patch]] = {
     "load-freed-under-a-write": (
         "SGLang #24527: pages are used again while the peer's write is in flight",
@@ -326,13 +328,13 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
         "vLLM PR 38027: a dead decode node keeps the prefill node's blocks",
         (OutgoingTransfers, "tick", _leases_never_end),
     ),
+    "late-registration-taken": (
+        "a destination is registered when its request has long gone on elsewhere",
+        (LeaseStamps, "until", _never_too_old),
+    ),
     "silence-is-proof": (
         "a peer that does not answer is taken for one that writes no more",
         (Consumer, "suspect", _silence_is_proof),
-    ),
-    "abort-not-told": (
-        "SGLang #18701: a request that is aborted while its KV comes leaks its blocks",
-        (Consumer, "cancel", _abort_not_told),
     ),
     "place-not-given-back": (
         "TensorRT-LLM PR #12313, at the router: who goes away keeps a place",

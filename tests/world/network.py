@@ -41,6 +41,8 @@ class Network:
         self.rng = rng
         self.note = note
         self.weather = Weather()
+        self.late = 0.0  # the chance that a frame lies in a queue until nobody waits for it any more
+        self.late_rng = rng
         self.cut: set[tuple[str, str]] = set()  # (from, to): machines between which nothing passes this way
         self._open: dict[str, _Open] = {}
         self._machine_at: dict[str, str] = {}
@@ -85,6 +87,13 @@ class Network:
         rng, weather = self.rng, self.weather
         if rng.random() < weather.lost:
             return
+        if self.late and self.late_rng.random() < self.late:
+            late_s = after_s + self.late_rng.uniform(2.0, 20.0)
+            process.loop.call_later(
+                late_s, self._arrive, process.machine, self._machine_at[endpoint], endpoint, frame
+            )
+            if self.late_rng.random() < 0.5:
+                return  # the others come twice
         self._send_once(process, endpoint, frame, after_s)
         if rng.random() < weather.doubled:
             self._send_once(process, endpoint, frame, after_s)

@@ -43,6 +43,7 @@ from tests.world.wrong_kv import WrongKV
 FAULTS_S = 20.0
 AWAY = "away"  # one node stays away after the faults
 PARTITION = "partition"  # a busy link between two machines is cut
+LATE = "late"  # frames come late, or once more
 GIVEN_UP_S = 3.0  # while all is well, what a client that went away had is free again within this
 AWAY_S = 45.0
 AT_ONCE_S = 7.5  # while a node has been away for long, new requests are answered within this
@@ -98,6 +99,10 @@ def _drawn_from(rng: random.Random) -> Iterator[None]:
 
 def is_partitioned(seed: int) -> bool:
     return random.Random(f"is {PARTITION} {seed}").random() < 0.3
+
+
+def is_late(seed: int) -> bool:
+    return random.Random(f"is {LATE} {seed}").random() < 0.2
 
 
 def run(
@@ -457,6 +462,19 @@ class Schedule:
             self.note(f"{node.process.name}: its cache is reset")
             node.process.do(lambda: node.mailbox.put(ResetCache(threading.Event())))
 
+    def _begin_late(self) -> None:
+        """For a while some frames come so late that all who knew of them have gone on, or come once more."""
+        if LATE in self.without:
+            return
+        self.outcome.faults += 1
+        rng = self.network.late_rng = self._drawn_for(f"{LATE} itself")
+        self.network.late, lasts = rng.choice([0.01, 0.05, 0.2]), rng.uniform(2.0, 10.0)
+        self.note(f"the network: {self.network.late:.0%} of the frames come late, for {lasts:.1f} s")
+        self.loop.call_later(lasts, self._in_time)
+
+    def _in_time(self) -> None:
+        self.network.late = 0.0
+
     def _begin_partition(self) -> None:
         """Between two machines moves become slow, and then nothing passes: what was posted arrives when the link is back."""
         if len(self.machines) < 2 or PARTITION in self.without:
@@ -565,6 +583,9 @@ class Schedule:
             if is_partitioned(self.outcome.seed) and not self.wrong_kv.is_calm:
                 at = self._drawn_for(PARTITION).uniform(1.0, FAULTS_S - 8.0)
                 self.loop.call_later(at, self._begin_partition)
+            if is_late(self.outcome.seed) and not self.wrong_kv.is_calm:
+                at = self._drawn_for(LATE).uniform(0.0, FAULTS_S - 10.0)
+                self.loop.call_later(at, self._begin_late)
             self.storage.begin(FAULTS_S)
             self.wrong_kv.begin(FAULTS_S)
         while self.loop.time() < end:
@@ -592,6 +613,7 @@ class Schedule:
         self.outcome.parts = [
             AWAY,
             PARTITION,
+            LATE,
             *self.outcome.parts,
             *(f"f{number}" for number in range(1, self.outcome.faults + 1)),
             *(f"r{number}" for number in range(1, self.outcome.requests + 1)),

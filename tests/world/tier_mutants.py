@@ -26,7 +26,7 @@ from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.side import key_of
 from tandem.kvtransfer.sources import TierSources
 from tests.world.features import Features
-from tests.world.schedule import is_partitioned
+from tests.world.schedule import is_late, is_partitioned
 from tests.world.sharing import Sharing
 from tests.world.storage import tiers_of
 from tests.world.wrong_kv import happens_in
@@ -44,6 +44,7 @@ def can_differ(name: str, seed: int) -> bool:
         and (Sharing(seed, bool(tiers.cpu_slots)).exists or "shared" not in needs)
         and (happens_in(seed) or "wrong" not in needs)
         and (is_partitioned(seed) or "partition" not in needs)
+        and (is_late(seed) or "late" not in needs)
     )
 
 
@@ -233,10 +234,6 @@ def _old_generation_copied(right: Any) -> Any:
     return end_reading
 
 
-def _wait_for_a_copy_never_ends(right: Any) -> Any:
-    return lambda self, request_id: self._waiting.get(request_id) is not None
-
-
 def _pin_never_ends(right: Any) -> Any:
     return lambda self: []
 
@@ -347,22 +344,18 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         "a copy that was begun before its owner distrusted it is kept",
         ((TierSharing, "_end_reading", _old_generation_copied),),
     ),
-    "copy-waited-for": (
-        "a request waits for a tier's copy from a node that does not answer",
-        ((TierSharing, "is_fetching", _wait_for_a_copy_never_ends),),
-    ),
 }
 """The name, where it was seen, what is patched."""
 
 NEEDS = {
     "silence-is-proof": "partition",
+    "late-registration-taken": "late",
     "copies-not-distrusted": "shared, wrong",
     "lent-slot-taken": "shared",
     "late-reading-used": "shared",
     "ended-under-a-move": "shared",
     "copied-bytes-not-compared": "shared",
     "old-generation-copied": "shared, wrong",
-    "copy-waited-for": "shared",
     "tier-keeps-what-is-distrusted": "tiers, wrong",
     "disk-keeps-what-is-distrusted": "disk, wrong",
     "generation-not-told": "wrong",
