@@ -16,6 +16,7 @@ from tandem.base.errors import InternalError
 from tandem.engine.model.adapters import UpdatedLayers
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import (
+    AttentionCall,
     AttentionStep,
     PagedAttention,
     attention_options,
@@ -240,11 +241,12 @@ class _HookedStep:
         hooks = self._hooks if layer not in self._readers else None
         if hooks is not None:
             hooks.wait_for_layer_load(layer)
-        options = attention_options(module, query, kwargs)
-        options["rotary"] = take_rotary(query, key)
-        if layer in self._latent:
-            options["latent"] = torch.cat(self._cache.given, dim=-1)[0, 0]
-        out = self._step.attend(layer, query[0], key[0], value[0], **options)
+        how = AttentionCall(
+            **attention_options(module, query, kwargs),
+            rotary=take_rotary(query, key),
+            latent=torch.cat(self._cache.given, dim=-1)[0, 0] if layer in self._latent else None,
+        )
+        out = self._step.attend(layer, query[0], key[0], value[0], how)
         if hooks is not None:
             hooks.save_kv_layer(layer)
         return out[None], None

@@ -18,10 +18,9 @@ import torch
 
 from tandem.base.errors import InternalError
 from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCache, GroupReads, PagedStep
-from tandem.engine.model.attention.interface import AttentionStep
+from tandem.engine.model.attention.interface import AttentionCall, AttentionStep
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.pieces import Rotary
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -104,17 +103,13 @@ class LatentStep(PagedStep):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
         """See AttentionStep.attend. It ignores `key` and `value`."""
-        if rotary is not None or latent is None:
+        latent = how.latent
+        if how.rotary is not None or latent is None:
             raise InternalError(f"layer {layer} keeps latents, and has not given any")
-        how, group = self._expansions[layer], self._groups[self._kept.plan.group_of_layer[layer]]
+        expansion, group = self._expansions[layer], self._groups[self._kept.plan.group_of_layer[layer]]
         if group.padding is not None:
             latent = latent.masked_fill(group.padding[:, None], 0)
         self._kept.write(layer, group.block, group.offset, latent[None])
@@ -127,24 +122,24 @@ class LatentStep(PagedStep):
                 latents = latent[reads.end - reads.num_keys : reads.end][None]
             else:
                 latents = self._kept.read(layer, 0, reads, latent[None])[:, 0]
-            absorbs = how.absorbs(reads.rows_each)
+            absorbs = expansion.absorbs(reads.rows_each)
             if absorbs:
-                asked = how.absorbed(asked)
-                keys, values = latents[:, None], latents[:, None, :, : how.latent_dim]
+                asked = expansion.absorbed(asked)
+                keys, values = latents[:, None], latents[:, None, :, : expansion.latent_dim]
             else:
-                keys, values = how.expand(latents)
+                keys, values = expansion.expand(latents)
             seen = attend(
                 asked.reshape(heads, reads.num_requests, reads.rows_each, -1).transpose(0, 1),
                 keys,
                 values,
                 mask=reads.mask,
                 causal=reads.causal,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                scale=how.scale,
+                softcap=how.softcap,
+                sinks=how.sinks,
             )
             seen = seen.transpose(0, 1).flatten(1, 2)  # [heads, rows, ...]
-            out[reads.start : reads.end] = (how.values_of(seen) if absorbs else seen).transpose(0, 1)
+            out[reads.start : reads.end] = (expansion.values_of(seen) if absorbs else seen).transpose(0, 1)
         return out
 
     def _attend_decodes(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:

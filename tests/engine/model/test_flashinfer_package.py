@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.cuda import flashinfer as ours
@@ -213,7 +214,7 @@ def _attend(step: Any, tokens: int) -> None:
             torch.zeros(heads, tokens, 64, device=CUDA, dtype=torch.bfloat16)
             for heads in (layer.num_query_heads, layer.num_kv_heads, layer.num_kv_heads)
         )
-        out = step.attend(layer.index, query, key, value, scale=layer.scale, softcap=layer.softcap)
+        out = step.attend(layer.index, query, key, value, AttentionCall(layer.scale, layer.softcap))
         assert out.shape == (tokens, layer.num_query_heads, 64)
 
 

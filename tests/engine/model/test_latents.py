@@ -13,6 +13,7 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.latents import Expansion, LatentAttention
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
@@ -127,7 +128,7 @@ def test_flashinfer_s_kernels_are_given_what_gathering_computes_from() -> None:
             latent = torch.randn(tokens, LATENT + ROTARY, dtype=torch.bfloat16)
             value = latent.new_zeros(HEADS, tokens, 16)
             found, expected = (
-                step.attend(layer.index, query, query, value, scale=0.1, latent=latent)
+                step.attend(layer.index, query, query, value, AttentionCall(0.1, latent=latent))
                 for step in (other, one)
             )
             assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.05)
