@@ -130,8 +130,9 @@ WINGS: dict[str, Wing] = {
         ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
     ),
     "images": Wing(
-        ("engine/model/vision/",),
+        ("engine/model/vision/", "engine/scheduling/encoding/"),
         (
+            "tests/engine/cache/test_encoder_cache.py",
             "tests/engine/test_images.py",
             "tests/engine/model/test_lone_tower.py",
             "tests/engine/model/test_image_processing.py",
