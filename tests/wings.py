@@ -193,6 +193,10 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_state_layout.py",
         ),
     ),
+    "latents": Wing(
+        ("engine/model/latents/",),
+        ("tests/engine/model/test_flashinfer_package.py", "tests/engine/model/test_latents.py"),
+    ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
