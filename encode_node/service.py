@@ -18,7 +18,7 @@ from tandem.base.errors import (
     TandemError,
 )
 from tandem.encode_node.rows import RowsCache, messages_of
-from tandem.engine.cache.encoder_cache import EncoderInput
+from tandem.engine.scheduling.output import EncoderInput
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.machine.resources import bind, core_quota
 from tandem.node.config import NodeConfig

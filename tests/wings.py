@@ -132,8 +132,9 @@ WINGS: dict[str, Wing] = {
         ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
     ),
     "images": Wing(
-        ("engine/model/vision/",),
+        ("engine/model/vision/", "engine/scheduling/encoding/"),
         (
+            "tests/engine/cache/test_encoder_cache.py",
             "tests/engine/test_images.py",
             "tests/engine/model/test_lone_tower.py",
             "tests/engine/model/test_image_processing.py",
@@ -193,6 +194,10 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_recurrent_models.py",
             "tests/engine/model/test_state_layout.py",
         ),
+    ),
+    "latents": Wing(
+        ("engine/model/latents/",),
+        ("tests/engine/model/test_flashinfer_package.py", "tests/engine/model/test_latents.py"),
     ),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),

@@ -4,6 +4,5 @@ pool            all blocks: reference counts, hashes, the free queue in order of
 hashing         chained hashes of full blocks
 group_manager   KV cache groups, and the block tables of one: full attention, sliding window, chunked
 wings           the contract of recurrent states among the blocks; states/ has them
-encoder_cache   which parts of images have rows on the device, and which requests need them
 manager         the scheduler's interface: find a prefix, allocate slots, free them; coordinates several groups
 """

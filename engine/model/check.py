@@ -15,13 +15,12 @@ from transformers import PreTrainedModel
 
 from tandem.base.errors import ConfigurationError, TandemError
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by
+from tandem.engine.model.attention.interface import PAGED, PROBED, AttentionCall, attend_by
 from tandem.engine.model.attention.kernel import attend
-from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.caches import OwnCache
-from tandem.engine.model.pieces import Rotary
+from tandem.engine.model.compressed import gathering
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
         plan.shape(1 + sum(per_request.values())), float("nan"), dtype=model.dtype, device=model.device
     )
     tensor[0] = 0
-    attention = gathering(tensor, plan, parts.expansions)
+    attention = gathering(tensor, plan, parts.latents)
     states = parts.mixers.bound_to(tensor) if parts.mixers is not None else None
     cut = TransformersForward(model, attention, parts, states)
 
@@ -149,7 +148,7 @@ def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Mode
     tokens = [(7 + 5 * place * place) % vocab_size for place in positions]
     plan = plan_cache(parts.layers, _BLOCK)
     nothing = torch.zeros(plan.shape(1), dtype=model.dtype, device=model.device)
-    attention = gathering(nothing, plan, parts.expansions)
+    attention = gathering(nothing, plan, parts.latents)
     alone = []
     for begin, mine, place in zip(begins, tokens, positions, strict=True):
         forward = TransformersForward(model, attention, parts)
@@ -187,12 +186,7 @@ class _AmongRows:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
         asks, keys = self._positions[:, None], self._positions[None]
         seen = (self._whose[:, None] == self._whose[None]) & (keys <= asks)
@@ -206,8 +200,8 @@ class _AmongRows:
             value[None],
             mask=seen,
             causal=False,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
+            scale=how.scale,
+            softcap=how.softcap,
+            sinks=how.sinks,
         )
         return out[0].transpose(0, 1)

@@ -8,9 +8,9 @@ from typing import Protocol, cast
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing
-from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.source import Progress
+from tandem.engine.scheduling.output import EncoderInput
 from tandem.wire.embeds import PromptEmbeds
 
 TOWER = "tandem.engine.model.vision.alone"

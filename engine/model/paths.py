@@ -201,7 +201,7 @@ class _GeneralModel:
         self._pieces, self._mixing_threads = pieces, mixing_threads
 
     def use_cache(self, kv_cache: torch.Tensor, plan: CachePlan, shape: ForwardShape) -> Forward:
-        from tandem.engine.model.attention.latents import gathering
+        from tandem.engine.model.compressed import gathering
         from tandem.engine.model.transformers_forward import TransformersForward
 
         model, parts, capabilities = self._model, self.parts, self._capabilities
@@ -211,7 +211,7 @@ class _GeneralModel:
             # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
             # are not recorded.
             states = parts.mixers.bound_to(kv_cache) if parts.mixers is not None else None
-            attention = gathering(kv_cache, plan, parts.expansions)
+            attention = gathering(kv_cache, plan, parts.latents)
             return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
         chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype, capabilities)
         forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
@@ -242,7 +242,7 @@ def _choose_attention(
     dtype: torch.dtype,
     capabilities: Sequence[Capability],
 ) -> PagedAttention:
-    from tandem.engine.model.attention.latents import gathering
+    from tandem.engine.model.compressed import gathering
 
     found = first_of(each.attention(kv_cache, plan, parts, shape, pieces, dtype) for each in capabilities)
-    return found if found is not None else gathering(kv_cache, plan, parts.expansions)
+    return found if found is not None else gathering(kv_cache, plan, parts.latents)

@@ -17,7 +17,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.engine.model.attention import latents, own
+from tandem.engine.model.attention import own
 from tandem.engine.model.attention.interface import (
     PAGED,
     PROBED,
@@ -29,11 +29,11 @@ from tandem.engine.model.attention.interface import (
     rule_of,
 )
 from tandem.engine.model.attention.kernel import attend
-from tandem.engine.model.attention.latents import Expansion
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer
 from tandem.engine.model.caches import NotingCache, attending_layer, cache_parameter
 from tandem.engine.model.check import checked
+from tandem.engine.model.compressed import LatentLayer, Latents, ProbedCall, latents_wing
 from tandem.engine.model.shard import elsewhere
 from tandem.engine.model.states import Mixers, StateNoting, states_wing
 from tandem.engine.model.transformers_forward import ModelParts
@@ -105,8 +105,9 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
     layers = recorder.layers(besides=everything)
     if layers and not takes_positions:
         raise _counts_by_itself(config)
-    parts = ModelParts(layers, recorder.own_layers(), mixers, recorder.expansions())
-    latents.wrap(parts.expansions, parts.layers)
+    parts = ModelParts(layers, recorder.own_layers(), mixers, recorder.latents())
+    if parts.latents is not None:
+        parts.latents.wrap(parts.layers)
     if mixers is not None:
         mixers.wrap()
     own.wrap(parts.own)
@@ -144,7 +145,7 @@ class _Recorder:
         self._layer_types = getattr(config, "layer_types", None)
         self._layers: dict[int, AttentionLayer] = {}
         self._windows: dict[MaskRule, int | None] = {}
-        self._expansions: dict[int, Expansion] = {}
+        self._expansions: dict[int, LatentLayer] = {}
         self._sums: dict[int, own.Sums] = {}
 
     def attention(
@@ -190,7 +191,8 @@ class _Recorder:
                 raise self._refusal(unknown)
             self._leave_to_itself(index, unknown)
             return result, weights
-        expansion = self._expansion(index, module, query, key, value, ours, seen, options)
+        call = ProbedCall(query, key, value, ours, seen, options, _TOLERANCE)
+        expansion = self._expansion(index, module, call)
         if expansion is not None:
             self._expansions[index] = expansion
         self._layers[index] = AttentionLayer(
@@ -214,35 +216,12 @@ class _Recorder:
             return None
         return next((other for other, (kept, _) in self._cache.kept.items() if kept is key), None)
 
-    def _expansion(
-        self,
-        index: int,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        expected: torch.Tensor,
-        seen: torch.Tensor,
-        options: dict[str, Any],
-    ) -> Expansion | None:
-        """How the layer made keys and values from a latent, if that is what it gave to the cache; None otherwise. Tries the absorbed
-        form, too."""
-        if self._cache is None or index not in self._cache.kept or not hasattr(module, "expand_kv"):
+    def _expansion(self, index: int, module: torch.nn.Module, call: ProbedCall) -> LatentLayer | None:
+        """How the layer made keys and values from a latent, if that is what it gave to the cache; None otherwise."""
+        wing = latents_wing()
+        if wing is None or self._cache is None or index not in self._cache.kept:
             return None
-        latent, rotary = self._cache.kept[index]
-        if latent is key or latent.shape[1] != 1 or rotary.shape[1] != 1:
-            return None
-        how = Expansion.of(module, latent, rotary, key, value)
-        both = torch.cat([latent, rotary], dim=-1)
-        if not all(torch.allclose(*pair) for pair in zip(how.expand(both[0]), (key, value), strict=True)):
-            return None
-        if how.absorbs(1):
-            asked = how.absorbed(query[0])[None]
-            among = attend(asked, both, both[..., : how.latent_dim], mask=seen, causal=False, **options)
-            error = (how.values_of(among[0]) - expected[0]).float().abs().max().item()
-            if not error <= _TOLERANCE * expected.float().abs().max().item():
-                how = msgspec.structs.replace(how, to_keys=None, to_values=None)
-        return how
+        return wing.expansion_of(module, self._cache.kept[index], call)
 
     def _leave_to_itself(self, index: int, why: str) -> None:
         """Lets the layer's module attend by its own code. This needs a module that takes its mask as an argument and passes its keys
@@ -318,15 +297,20 @@ class _Recorder:
                 "attention, a state space, or code that does not go through transformers' attention interface)"
             )
         self._compare_with_cache()
-        expansions = self.expansions()
+        kept = self._expansions if self._all_keep_latents else {}
         return tuple(
-            _of_latents(layer, expansions[index]) if index in expansions else layer
+            kept[index].kept_as(layer) if index in kept else layer
             for index, layer in sorted(self._layers.items())
         )
 
-    def expansions(self) -> dict[int, Expansion]:
-        """The expansions by layer; empty unless all layers keep latents, because all blocks must be of one kind."""
-        return self._expansions if self._expansions.keys() == self._layers.keys() else {}
+    @property
+    def _all_keep_latents(self) -> bool:
+        return bool(self._expansions) and self._expansions.keys() == self._layers.keys()
+
+    def latents(self) -> Latents | None:
+        """None unless all layers keep latents, because all blocks must be of one kind."""
+        wing = latents_wing()
+        return wing.latents(self._expansions) if wing is not None and self._all_keep_latents else None
 
     def own_layers(self) -> tuple[OwnLayer, ...]:
         keepers = self._cache.keepers if self._cache is not None else {}
@@ -404,15 +388,3 @@ class _Recorder:
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(f"a model of type {self._name} cannot be served: {why}")
-
-
-def _of_latents(layer: AttentionLayer, how: Expansion) -> AttentionLayer:
-    """The same layer as the cache keeps it: one head of keys, a part of which is the values."""
-    return msgspec.structs.replace(
-        layer,
-        num_kv_heads=1,
-        key_dim=how.latent_dim + how.rotary_dim,
-        value_dim=how.latent_dim,
-        latent=(how.latent_dim, how.rotary_dim),
-        expanded=(layer.key_dim, layer.value_dim),
-    )

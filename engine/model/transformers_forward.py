@@ -4,7 +4,7 @@ apart; the rest of the model only sees rows."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,16 +16,17 @@ from tandem.base.errors import InternalError
 from tandem.engine.model.adapters import UpdatedLayers
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import (
+    AttentionCall,
     AttentionStep,
     PagedAttention,
     attention_options,
     attention_through,
     own_eager,
 )
-from tandem.engine.model.attention.latents import Expansion, without_expanding
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
+from tandem.engine.model.compressed import Latents
 from tandem.engine.model.pieces import take_rotary
 from tandem.engine.model.runner import Around, Batch, LayerHooks
 from tandem.engine.model.states import Mixers, StatesInCache
@@ -40,7 +41,7 @@ class ModelParts(msgspec.Struct, frozen=True):
     layers: tuple[AttentionLayer, ...]
     own: tuple[OwnLayer, ...] = ()  # those of `layers` that attend by their own code
     mixers: Mixers | None = None
-    expansions: Mapping[int, Expansion] = {}  # by layer, if all layers keep latents
+    latents: Latents | None = None  # if all layers keep latents
     counts: bool = False  # the model counts positions itself, on from its cache's length
 
     @property
@@ -162,8 +163,10 @@ class TransformersForward:
             cache = self._step_cache(positions)
         if self._cache_name is not None:
             options[self._cache_name] = cache
-        hooked = _HookedStep(step, hooks, cache, self._own, self._readers, self.parts.expansions.keys())
-        with attention_through(hooked.attention), without_expanding(step):
+        hooked = _HookedStep(step, hooks, cache, self._own, self._readers, self.parts.latents or ())
+        latents = self.parts.latents
+        expanding = latents.without_expanding(step) if latents is not None else nullcontext()
+        with attention_through(hooked.attention), expanding:
             if embeddings is None:
                 options["input_ids"] = token_ids[None]
             else:
@@ -209,7 +212,7 @@ class _HookedStep:
         cache: OwnCache | StepCache,
         own: frozenset[int],
         readers: frozenset[int],
-        latent: Collection[int],
+        latent: Container[int],
     ) -> None:
         self._step = step
         self._hooks = hooks
@@ -240,11 +243,12 @@ class _HookedStep:
         hooks = self._hooks if layer not in self._readers else None
         if hooks is not None:
             hooks.wait_for_layer_load(layer)
-        options = attention_options(module, query, kwargs)
-        options["rotary"] = take_rotary(query, key)
-        if layer in self._latent:
-            options["latent"] = torch.cat(self._cache.given, dim=-1)[0, 0]
-        out = self._step.attend(layer, query[0], key[0], value[0], **options)
+        how = AttentionCall(
+            **attention_options(module, query, kwargs),
+            rotary=take_rotary(query, key),
+            latent=torch.cat(self._cache.given, dim=-1)[0, 0] if layer in self._latent else None,
+        )
+        out = self._step.attend(layer, query[0], key[0], value[0], how)
         if hooks is not None:
             hooks.save_kv_layer(layer)
         return out[None], None

@@ -5,7 +5,8 @@ state           what the parts share: requests, the step's plan, the prompt budg
 queue           waiting requests, in the order of a policy; also those that were passed over or wait for an event
 admission       the two phases of a step: running requests first, then waiting ones
 unchanged       takes many identical steps at once, for a simulation
-wings           what can be deleted: pins/ (agents' turns that keep their blocks) and drafting/ (how long drafts may be)
+wings           what can be deleted: pins/ (agents' turns that keep their blocks), drafting/ (how long drafts may be) and
+                encoding/ (which step encodes an image)
 output          what the scheduler sends to the model runner, and what the runner returns
 results         books the model's output and the connector's events
 invalid_blocks  rewinds requests that used blocks whose load failed

@@ -10,14 +10,26 @@ import dataclasses
 from collections.abc import Sequence
 
 from tandem.base.errors import TandemError
-from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.kvtransfer.base import ConnectorMetadata
+from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import TokenLogprobs
 
 BlockIds = list[list[int]]
 """For each KV cache group, block ids in token order."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncoderInput:
+    """A part of an image that a step encodes, or whose rows have arrived."""
+
+    identifier: str
+    file: bytes  # the whole image file
+    part: int
+    length: int  # in tokens
+    columns: int = 0  # see MediaFeature
+    rows: PromptEmbeds | None = None  # from an encoder node; None: the vision tower here makes them
 
 
 @dataclasses.dataclass(slots=True)

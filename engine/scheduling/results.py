@@ -5,6 +5,7 @@ connector's events: loads that arrived or failed, sends that ended, and blocks t
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from tandem.base.errors import (
     InternalError,
@@ -88,15 +89,9 @@ class ModelResults:
                 ended = True
                 self._end(request, status, update)
             updates.append(update)
-        for request_id, vector in output.vectors.items():
-            request = requests.get(request_id)
-            if request is None or request_id in void:
-                continue
-            update = TokenChunk(request_id, 0, [], vector=vector, cached_tokens=request.num_cached_tokens)
-            update.queue_s = request.queue_seconds
-            self._end(request, RequestStatus.FINISHED_STOPPED, update)
+        if output.vectors:
+            updates += self._ended_by_vectors(output, void)
             ended = True
-            updates.append(update)
         state.totals.output_tokens += num_tokens
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
@@ -111,15 +106,29 @@ class ModelResults:
                 updates.append(
                     TokenChunk(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
                 )
-        if state.judge is not None and step.draft_limits:
-            state.judge.searched(
+        self._take_drafts(step, output)
+        return updates
+
+    def _ended_by_vectors(self, output: ModelOutput, void: set[str]) -> Iterator[TokenChunk]:
+        for request_id, vector in output.vectors.items():
+            request = self._state.requests.get(request_id)
+            if request is None or request_id in void:
+                continue
+            update = TokenChunk(request_id, 0, [], vector=vector, cached_tokens=request.num_cached_tokens)
+            update.queue_s = request.queue_seconds
+            self._end(request, RequestStatus.FINISHED_STOPPED, update)
+            yield update
+
+    def _take_drafts(self, step: SchedulerOutput, output: ModelOutput) -> None:
+        requests, judge = self._state.requests, self._state.judge
+        if judge is not None and step.draft_limits:
+            judge.searched(
                 step.draft_limits, output.draft_token_ids, requests, output.drafting_s, output.guess_s
             )
         for request_id, proposal in output.draft_token_ids.items():
             request = requests.get(request_id)
             if request is not None and request.status is _RUNNING:
                 request.spec_token_ids = proposal
-        return updates
 
     def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Subtracts rejected drafts from the request's counters: the step counted all drafts as computed, and the KV of rejected

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import BlockHasher, make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager, Tables, hash_block_size
@@ -28,6 +27,7 @@ from tandem.engine.scheduling.queue import WaitingRequests, make_policy
 from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
     PROMPTS_ALONE,
+    EncodedImages,
     Pace,
     SchedulerState,
     SchedulerStats,
@@ -37,7 +37,7 @@ from tandem.engine.scheduling.state import (
     leave_open,
 )
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
-from tandem.engine.scheduling.wings import make_drafts, make_pins
+from tandem.engine.scheduling.wings import make_drafts, make_encoded, make_pins
 from tandem.kvtransfer.base import ConnectorOutput, SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.embeds import PromptEmbeds
@@ -114,7 +114,7 @@ class Scheduler:
             waiting=WaitingRequests(policy),
             totals=totals,
             pins=pins,
-            encoded=EncoderCache(cache.encoder_tokens, config.max_encoder_tokens) if reads_images else None,
+            encoded=make_encoded(cache, config) if reads_images else None,
             judge=make_drafts(config, computed_twice=keeps_states),
         )
         self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
@@ -143,7 +143,7 @@ class Scheduler:
         return self._state.running
 
     @property
-    def encoded(self) -> EncoderCache | None:
+    def encoded(self) -> EncodedImages | None:
         """The parts of images that the runner has rows for; None when the model reads no images. Read it; do not change it."""
         return self._state.encoded
 

@@ -23,15 +23,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.cache.manager import KVCacheManager, Tables
 from tandem.engine.cache.pool import ResidencyTotals
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.output import EncoderInput, SchedulerOutput
 from tandem.engine.scheduling.queue import QueuePolicy, WaitingRequests
 from tandem.kvtransfer.base import SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
+from tandem.wire.embeds import PromptEmbeds
+from tandem.wire.images import MediaFeature
 from tandem.wire.requests import STEP_TOKEN_BOUNDS
 
 
@@ -217,6 +218,62 @@ class DraftLimits(Protocol):
         ...
 
 
+class EncodedImages(Protocol):
+    """The scheduler's account of the runner's rows of images. It never holds more than `capacity` tokens."""
+
+    capacity: int
+    tokens_per_step: int
+    encoded_tokens: int
+    reused_tokens: int
+    received_tokens: int
+
+    def __len__(self) -> int: ...
+
+    def expect(self, request_id: str, parts: Iterable[MediaFeature]) -> list[MediaFeature]:
+        """The request will wait for rows of these parts, except those that are here. Returns the parts to ask an encoder node for.
+        At most `capacity` tokens may be on their way; further parts are encoded here instead."""
+        ...
+
+    def came(self, identifier: str, rows: PromptEmbeds) -> None: ...
+    def will_not_come(self, identifier: str) -> None: ...
+
+    def awaits(self, request: Request, at: int) -> bool:
+        """Whether the request's token `at` needs rows that are on their way."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended: drops the expected rows that no other request wants."""
+
+    def begin_step(self, most: float) -> None:
+        """Begins planning a step that may encode at most `most` tokens."""
+
+    def cap(self, request: Request, start: int, num_new: int) -> int:
+        """How many of the `num_new` tokens from `start` on can be computed: up to the first part that the step or the cache has no
+        room for, or whose rows are on their way."""
+        ...
+
+    def take(self, request: Request, start: int, num_new: int) -> None:
+        """The request begins to hold the parts that these tokens need. `cap` has allowed the tokens."""
+
+    def passed(self, request: Request) -> None:
+        """The request's computed tokens have advanced. It keeps holding only a part that they end in the middle of. A part that
+        comes again later is released, too, because it would take room from the parts in between."""
+
+    def release(self, request_id: str) -> None:
+        """The request has stopped running: it releases all its parts."""
+
+    def drop(self, identifiers: Iterable[str]) -> None:
+        """The runner has no rows of these parts, because they could not be made: the next request that needs one has it encoded
+        again. A part that requests still hold is dropped when they have ended."""
+
+    def take_step(self) -> tuple[list[EncoderInput], list[str]]:
+        """Returns the parts that the runner adds in this step, and those that it drops before."""
+        ...
+
+    def check_integrity(self, running: Mapping[str, Request]) -> None:
+        """Raises an InternalError when the cache's data contradict each other. Only requests in `running` may hold parts."""
+
+
 class StepWatcher(Protocol):
     """Sees what each step saw and decided. Its calls come in this order, and it changes nothing."""
 
@@ -251,7 +308,7 @@ class SchedulerState:
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
     pins: TurnPins | None = None  # None: turns are not pinned
-    encoded: EncoderCache | None = None  # None: the model reads no images
+    encoded: EncodedImages | None = None  # None: the model reads no images
     judge: DraftLimits | None = None  # None: no drafts
     watcher: StepWatcher | None = None
     totals: Totals = dataclasses.field(default_factory=Totals)

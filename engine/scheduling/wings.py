@@ -7,11 +7,12 @@ from types import ModuleType
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing
-from tandem.engine.config import SchedulerConfig
+from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import DraftLimits, Totals, TurnPins
+from tandem.engine.scheduling.state import DraftLimits, EncodedImages, Totals, TurnPins
 
 PINS = "tandem.engine.scheduling.pins.pins"
+ENCODING = "tandem.engine.scheduling.encoding.budget"
 DRAFTING = "tandem.engine.scheduling.drafting.judge"
 
 
@@ -32,6 +33,14 @@ def make_drafts(config: SchedulerConfig, *, computed_twice: bool) -> DraftLimits
     judge = _found(DRAFTING, "scheduler.num_speculative_tokens").DraftJudge
     drafts: DraftLimits = judge(most, config.max_draft_loss, computed_twice=computed_twice)
     return drafts
+
+
+def make_encoded(cache: CacheConfig, config: SchedulerConfig) -> EncodedImages:
+    """For a model that reads images."""
+    if encoding := find_wing(ENCODING):
+        encoded: EncodedImages = encoding.EncoderCache(cache.encoder_tokens, config.max_encoder_tokens)
+        return encoded
+    raise ConfigurationError(f"a model that reads images is not served: this installation has no {ENCODING}")
 
 
 def _found(name: str, setting: str) -> ModuleType:

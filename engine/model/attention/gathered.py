@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from tandem.engine.cache.group_manager import KVCacheGroup
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import CachePlan
-from tandem.engine.model.pieces import Rotary, to_fp8, turned
+from tandem.engine.model.pieces import to_fp8, turned
 from tandem.engine.model.runner import Batch
 from tandem.engine.model.staging import to_device
 
@@ -77,15 +78,10 @@ class PagedStep:
         query: torch.Tensor,  # [query heads, T, D]
         key: torch.Tensor,  # [KV heads, T, D]
         value: torch.Tensor,  # [KV heads, T, DV]
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
         """See AttentionStep.attend."""
-        if rotary is not None:
+        if (rotary := how.rotary) is not None:
             query, key = turned(query, rotary, rotary.query_norm), turned(key, rotary, rotary.key_norm)
         group = self._groups[self._kept.plan.group_of_layer[layer]]
         if group.padding is not None:
@@ -107,9 +103,9 @@ class PagedStep:
                 values,
                 mask=reads.mask,
                 causal=reads.causal,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                scale=how.scale,
+                softcap=how.softcap,
+                sinks=how.sinks,
             )
             out[rows].view(reads.num_requests, reads.rows_each, heads, -1).copy_(seen.transpose(1, 2))
         return out

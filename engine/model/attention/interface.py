@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -109,6 +109,16 @@ AttentionInterface.register(PROBED, _attention)
 AttentionMaskInterface.register(PROBED, probed_mask)
 
 
+class AttentionCall(NamedTuple):
+    """What a layer's call of attention asks for besides queries, keys and values."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    rotary: Rotary | None = None  # to be applied to queries and keys first
+    latent: torch.Tensor | None = None  # [T, latent and rotary part], kept instead of keys and values
+
+
 class AttentionStep(Protocol):
     """One step's attention. `attend` is called once per layer, in order."""
 
@@ -118,15 +128,9 @@ class AttentionStep(Protocol):
         query: torch.Tensor,  # [query heads, T, D]
         key: torch.Tensor,  # [KV heads, T, D]
         value: torch.Tensor,  # [KV heads, T, DV]
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
-        """Writes this step's keys and values, and returns [T, query heads, DV]. Applies `rotary` to queries and keys first, if given.
-        `latent` [T, latent and rotary part] is kept instead of keys and values, if the layer has latents."""
+        """Writes this step's keys and values, and returns [T, query heads, DV]."""
         ...
 
 

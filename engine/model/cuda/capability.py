@@ -99,16 +99,16 @@ def attention_with(
 
     if library is None:
         return None
-    layers, expansions = parts.layers, parts.expansions
-    if expansions:
-        reason = flashinfer_latents.reason_against(layers, expansions, dtype)
+    layers, latents = parts.layers, parts.latents
+    if latents is not None:
+        reason = flashinfer_latents.reason_against(layers, latents, dtype)
     else:
         reason = flashinfer.reason_against(layers, dtype)
     if reason is None:
         attention: FlashInferAttention | FlashInferLatents
-        if expansions:
+        if latents is not None:
             attention = flashinfer_latents.FlashInferLatents(
-                library, kv_cache, plan, layers, expansions, shape.max_model_len
+                library, kv_cache, plan, layers, latents, shape.max_model_len
             )
         else:
             attention = flashinfer.FlashInferAttention(

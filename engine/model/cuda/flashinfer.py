@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.cuda.triton_ops import rotate_and_write
-from tandem.engine.model.pieces import Rotary
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.staging import page_locked, to_device
 
@@ -356,19 +356,16 @@ class _Step:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
         attention = self._attention
         kind = attention.kinds[attention.kind_of_layer[layer]]
-        if (scale, softcap) != (kind.scale, kind.softcap) or sinks is not None:
+        if (how.scale, how.softcap) != (kind.scale, kind.softcap) or how.sinks is not None:
             raise InternalError(f"layer {layer} attends otherwise than when it was probed")
         views = attention.views(layer)
-        asked = rotate_and_write(query, key, value, rotary, self._slots[kind.group], *views, pads=self._pads)
+        asked = rotate_and_write(
+            query, key, value, how.rotary, self._slots[kind.group], *views, pads=self._pads
+        )
         out = torch.empty_like(asked)  # without it the library allocates a tensor and fills it with zeros
         for wrappers, rows in self._parts:
             wrappers[attention.kind_of_layer[layer]].run(asked[rows], views, out=out[rows])

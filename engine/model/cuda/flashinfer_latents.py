@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.attention.gathered import GatheredCache, GroupReads
-from tandem.engine.model.attention.latents import Expansion, LatentStep
+from tandem.engine.model.attention.gathered import GatheredCache, GroupReads, PagedStep
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
+from tandem.engine.model.compressed import Latents
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.cuda.flashinfer import WORKSPACE_BYTES, shared_pages
 from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
@@ -24,9 +23,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _TOLERANCE = 0.02  # as a share of the largest value
 
 
-def reason_against(
-    layers: tuple[AttentionLayer, ...], expansions: Mapping[int, Expansion], dtype: torch.dtype
-) -> str | None:
+def reason_against(layers: tuple[AttentionLayer, ...], latents: Latents, dtype: torch.dtype) -> str | None:
     """Why the library cannot compute this model's decodes; None if it can."""
     if dtype not in _DTYPES:
         return f"flashinfer does not compute in {dtype}"
@@ -36,7 +33,7 @@ def reason_against(
             return f"layer {layer.index} has latents of {latent} and {rotary}"
         if layer.window is not None or layer.softcap is not None or layer.sinks:
             return f"layer {layer.index} has a window, sinks, or caps its scores"
-        if expansions[layer.index].to_keys is None:
+        if latents[layer.index].to_keys is None:
             return f"the matrix of layer {layer.index} that makes keys and values is not one to be absorbed"
     return None
 
@@ -63,12 +60,12 @@ class FlashInferLatents:
         tensor: torch.Tensor,
         plan: CachePlan,
         layers: tuple[AttentionLayer, ...],
-        expansions: Mapping[int, Expansion],
+        latents: Latents,
         max_model_len: int,
     ) -> None:
         self._library = library
         self.kept = GatheredCache(tensor, plan)
-        self.plan, self.tensor, self.expansions = plan, tensor, expansions
+        self.plan, self.tensor, self.latents = plan, tensor, latents
         self.kinds: list[_Kind] = []
         self.kind_of_layer: dict[int, int] = {}
         for layer in layers:
@@ -89,14 +86,14 @@ class FlashInferLatents:
     def _wrapper(self, **options: Any) -> Any:
         return self._library.mla.BatchMLAPagedAttentionWrapper(self._workspace, backend="fa2", **options)
 
-    def begin(self, batch: Batch) -> _Step:
+    def begin(self, batch: Batch) -> PagedStep:
         if batch.host is None:
             raise InternalError("attention is planned on the host, and the batch has nothing there")
         groups = [self.kept.plan_group(batch, group, decodes=False) for group in range(len(self.plan.groups))]
         count = batch.num_decodes
         if count:
             self.plan_all(self._wrappers, [self.pages_of(batch.host, kind, count) for kind in self.kinds])
-        return _Step(self, groups, self._wrappers, count)
+        return self.step(groups, self._wrappers, count)
 
     def fixed(self, inputs: DecodeInputs) -> _FixedSteps:
         device, size = self.tensor.device, inputs.size
@@ -147,6 +144,17 @@ class FlashInferLatents:
             self._plans_taken = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._plans_taken.record(torch.cuda.current_stream(self.tensor.device))
 
+    def step(self, groups: list[GroupReads], wrappers: list[Any], num_decodes: int) -> PagedStep:
+        def attend_decodes(layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+            if not num_decodes:
+                return
+            how = self.latents[layer]
+            asked = how.absorbed(query[:, :num_decodes]).transpose(0, 1).contiguous()
+            seen = wrappers[self.kind_of_layer[layer]].run(query=asked, kv_cache=self.view(layer))
+            out[:num_decodes] = how.values_of(seen.transpose(0, 1)).transpose(0, 1)
+
+        return self.latents.step(self.kept, groups, attend_decodes)
+
     def view(self, layer: int) -> torch.Tensor:
         """[pages, tokens, latent and rotary part]"""
         kind = self.kinds[self.kind_of_layer[layer]]
@@ -190,26 +198,9 @@ class _FixedSteps:
         ]
         attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
 
-    def begin(self) -> _Step:
+    def begin(self) -> PagedStep:
         inputs, size = self._inputs, self._attention.plan.block_size
         groups = [
             GroupReads(slots // size, slots % size, [], inputs.padding) for slots in inputs.slot_mapping
         ]
-        return _Step(self._attention, groups, self._wrappers, inputs.size)
-
-
-class _Step(LatentStep):
-    def __init__(
-        self, attention: FlashInferLatents, groups: list[GroupReads], wrappers: list[Any], num_decodes: int
-    ) -> None:
-        super().__init__(attention.kept, groups, attention.expansions)
-        self._attention, self._wrappers, self._num_decodes = attention, wrappers, num_decodes
-
-    def _attend_decodes(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        if not self._num_decodes:
-            return
-        attention, how = self._attention, self._expansions[layer]
-        asked = how.absorbed(query[:, : self._num_decodes]).transpose(0, 1).contiguous()
-        wrapper = self._wrappers[attention.kind_of_layer[layer]]
-        seen = wrapper.run(query=asked, kv_cache=attention.view(layer))
-        out[: self._num_decodes] = how.values_of(seen.transpose(0, 1)).transpose(0, 1)
+        return self._attention.step(groups, self._wrappers, inputs.size)

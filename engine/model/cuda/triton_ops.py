@@ -111,35 +111,9 @@ def _plain_rotate_and_write(
 # --- by Triton
 
 
-@functools.cache
-def kernels() -> Any:
-    """The kernels. Triton is imported here, because it reads their source when they are defined."""
+def _turning_kernel() -> Any:
     import triton
     import triton.language as tl
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def norm_rows(x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0)
-        columns = tl.arange(0, BLOCK)
-        there = columns < n
-        at = (row // per_outer) * outer + (row % per_outer) * inner
-        v = tl.load(x + at + columns, mask=there, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / n + eps)
-        w = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32) + offset
-        tl.store(out + row.to(tl.int64) * n + columns, (v * scale * w).to(out.dtype.element_ty), mask=there)
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def gate_rows(x, out, stride, n, GELU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        row = tl.program_id(0).to(tl.int64)
-        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        there = columns < n
-        gate = tl.load(x + row * stride + columns, mask=there, other=0.0).to(tl.float32)
-        up = tl.load(x + row * stride + n + columns, mask=there, other=0.0).to(tl.float32)
-        if GELU:
-            passed = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        else:
-            passed = gate * tl.sigmoid(gate)
-        tl.store(out + row * n + columns, (passed * up).to(out.dtype.element_ty), mask=there)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def turn_and_write(  # type: ignore[no-untyped-def]
@@ -208,10 +182,43 @@ def kernels() -> Any:
             tl.store(values + place + columns, low.to(element), mask=there)
             tl.store(values + place + HALF + columns, high.to(element), mask=there)
 
+    return turn_and_write
+
+
+@functools.cache
+def kernels() -> Any:
+    """The kernels. Triton is imported here, because it reads their source when they are defined."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def norm_rows(x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0)
+        columns = tl.arange(0, BLOCK)
+        there = columns < n
+        at = (row // per_outer) * outer + (row % per_outer) * inner
+        v = tl.load(x + at + columns, mask=there, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / n + eps)
+        w = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32) + offset
+        tl.store(out + row.to(tl.int64) * n + columns, (v * scale * w).to(out.dtype.element_ty), mask=there)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def gate_rows(x, out, stride, n, GELU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = columns < n
+        gate = tl.load(x + row * stride + columns, mask=there, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + n + columns, mask=there, other=0.0).to(tl.float32)
+        if GELU:
+            passed = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        else:
+            passed = gate * tl.sigmoid(gate)
+        tl.store(out + row * n + columns, (passed * up).to(out.dtype.element_ty), mask=there)
+
     return SimpleNamespace(
         norm_rows=norm_rows,
         gate_rows=gate_rows,
-        turn_and_write=turn_and_write,
+        turn_and_write=_turning_kernel(),
         power=triton.next_power_of_2,
     )
 

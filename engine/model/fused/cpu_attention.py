@@ -9,11 +9,11 @@ from ctypes import byref, c_int32
 import torch
 
 from tandem.base.errors import InternalError
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.fused import tape
 from tandem.engine.model.fused.cpu import CpuPieces, described
 from tandem.engine.model.native.forward import checked, numbered, step_batch
-from tandem.engine.model.pieces import Rotary
 from tandem.engine.model.runner import Batch
 from tandem.kernels import library
 
@@ -101,17 +101,13 @@ class _Step:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
         attention = self._attention
         probed = attention.layers[layer]
+        rotary = how.rotary
         normed = rotary is not None and rotary.query_norm is not None
-        if scale != probed.scale or softcap is not None or sinks is not None or normed:
+        if how.scale != probed.scale or how.softcap is not None or how.sinks is not None or normed:
             raise InternalError(f"layer {layer} attends otherwise than when it was probed")
         heads, tokens, dim = query.shape
         out = query.new_empty(tokens, heads * dim)

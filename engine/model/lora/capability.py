@@ -39,7 +39,7 @@ class AdapterCapability(Capability):
             why = "keeps recurrent states, whose layers are computed request by request"
         elif parts.own:
             why = "has layers that attend by their own code, request by request"
-        elif parts.expansions:
+        elif parts.latents is not None:
             why = "keeps latents, whose matrices are not multiplied with every token"
         else:
             return

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
+from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import PAGED
-from tandem.engine.model.attention.latents import gathering
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.general import keep_rotary_constant
@@ -154,7 +154,7 @@ class LoadedHead:
     ) -> EagleHead:
         kv_cache = allocate_cache(self.plan, num_blocks, self.model.dtype, device)
         return EagleHead(
-            TransformersForward(self.model, gathering(kv_cache, self.plan, {}), self.parts),
+            TransformersForward(self.model, GatheredAttention(kv_cache, self.plan), self.parts),
             self.rows,
             num_blocks,
             device,

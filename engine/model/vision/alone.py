@@ -13,7 +13,6 @@ import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.checkpoint import choose_device, choose_dtype, read_config
 from tandem.engine.model.content import content_of
@@ -23,6 +22,7 @@ from tandem.engine.model.loading import bind_threads
 from tandem.engine.model.lone_tower import TowerInfo
 from tandem.engine.model.source import Progress, find_source
 from tandem.engine.model.vision.tower import VisionTower, find_tower, rules_of
+from tandem.engine.scheduling.output import EncoderInput
 from tandem.wire.embeds import PromptEmbeds
 
 # Transformers' names of the parts of a model that images do not go through.

@@ -1,6 +1,6 @@
 """Keeps the rows that replace the embeddings of images' tokens, from the vision tower or an encoder node, and puts them into batches.
 
-The scheduler decides which parts are encoded and which are dropped (`engine.cache.encoder_cache`), by the parts' identifiers, so that equal
+The scheduler decides which parts are encoded and which are dropped (`engine.scheduling.encoding.budget`), by the parts' identifiers, so that equal
 images are encoded once. For a part that could not be encoded the error is kept until the scheduler drops the part, and each request that needs
 it ends with that error.
 """
@@ -16,13 +16,12 @@ import numpy.typing as npt
 import torch
 
 from tandem.base.errors import InternalError, TandemError
-from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice
 from tandem.engine.model.embeds import rows_of, with_rows
 from tandem.engine.model.parts import AskedRequest, RunnerPart
 from tandem.engine.model.runner import Batch
 from tandem.engine.model.staging import to_device
-from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.output import EncoderInput, SchedulerOutput
 from tandem.wire.images import MediaFeature
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from tandem.base.errors import ConfigurationError, InvalidImage, TandemError, Unavailable
-from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.model.source import ModelSource
+from tandem.engine.scheduling.output import EncoderInput
 from tandem.wire.images import (
     GriddedImages,
     ImageRules,

@@ -84,7 +84,7 @@ class OnePart(Capability):
             why = "keeps recurrent states"
         elif parts.own:
             why = "has layers that attend by their own code"
-        elif parts.expansions:
+        elif parts.latents is not None:
             why = "keeps latents, which are one head for all"
         else:
             return

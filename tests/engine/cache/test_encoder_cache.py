@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.engine.cache.encoder_cache import EncoderCache
 from tandem.engine.request import Request
+from tandem.engine.scheduling.encoding.budget import EncoderCache
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tests.engine.made_requests import made_request

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import paths
 from tandem.engine.model.attention.gathered import GatheredAttention
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.cuda import flashinfer
 from tandem.engine.model.cuda.capability import attention_with
@@ -444,7 +445,7 @@ def test_decodes_and_drafts_beside_a_chunk_are_left_to_the_kernels_that_pack_the
     def attended(batch: Batch, rows: slice) -> list[torch.Tensor]:
         step = attention.begin(batch)
         return [
-            step.attend(layer.index, *(part[:, rows] for part in given[layer.index]), scale=0.125)
+            step.attend(layer.index, *(part[:, rows] for part in given[layer.index]), AttentionCall(0.125))
             for layer in layers
         ]
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.model.attention.latents import Expansion
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.cuda import flashinfer as ours
 from tandem.engine.model.cuda import flashinfer_latents, prebuild
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.cuda.flashinfer import FlashInferAttention
+from tandem.engine.model.latents.attention import Expansion, LatentLayers
 from tandem.engine.model.runner import Batch, HostBatch
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
@@ -164,7 +165,7 @@ def test_our_calls_for_latents_are_ones_that_it_takes(monkeypatch: pytest.Monkey
     )
     layer = AttentionLayer(0, 16, 1, 576, 512, None, scale=0.1, latent=(512, 64), expanded=(192, 128))
     up = torch.zeros(16, 256, 512, dtype=torch.bfloat16)
-    how = {0: Expansion(None, lambda *_: (up, up), 512, 64, up[:, :128], up[:, 128:])}
+    how = LatentLayers({0: Expansion(None, lambda *_: (up, up), 512, 64, up[:, :128], up[:, 128:])})
     assert flashinfer_latents.reason_against((layer,), how, torch.bfloat16) is None
     plan = plan_cache((layer,), 16)
     cache = torch.zeros(plan.shape(4), dtype=torch.bfloat16)
@@ -213,7 +214,7 @@ def _attend(step: Any, tokens: int) -> None:
             torch.zeros(heads, tokens, 64, device=CUDA, dtype=torch.bfloat16)
             for heads in (layer.num_query_heads, layer.num_kv_heads, layer.num_kv_heads)
         )
-        out = step.attend(layer.index, query, key, value, scale=layer.scale, softcap=layer.softcap)
+        out = step.attend(layer.index, query, key, value, AttentionCall(layer.scale, layer.softcap))
         assert out.shape == (tokens, layer.num_query_heads, 64)
 
 

@@ -13,13 +13,14 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.attention.latents import Expansion, LatentAttention
+from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
 from tandem.engine.model.cuda import flashinfer_latents
 from tandem.engine.model.cuda.capability import attention_with
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.cuda.flashinfer_latents import FlashInferLatents
+from tandem.engine.model.latents.attention import Expansion, LatentAttention, LatentLayers
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
@@ -50,7 +51,7 @@ def test_both_forms_answer_as_transformers_does(
     runner = load(path)
     assert isinstance(runner.forward, TransformersForward)
     assert isinstance(runner.forward.attention, LatentAttention)
-    assert runner.forward.parts.expansions[1 if name == "kimi-linear" else 0].to_keys is not None
+    assert runner.forward.parts.latents[1 if name == "kimi-linear" else 0].to_keys is not None
     monkeypatch.setattr(Expansion, "absorbs", lambda self, rows: absorbs)
     driver = Driver(runner, 5)
     for index, prompt in enumerate(prompts):
@@ -91,8 +92,8 @@ LAYERS = tuple(
 )
 
 
-def expansions() -> dict[int, Expansion]:
-    made = {}
+def expansions() -> LatentLayers:
+    made = LatentLayers()
     for index in range(2):
         up = torch.randn(HEADS, 32, LATENT, dtype=torch.bfloat16) * 0.2
 
@@ -127,7 +128,7 @@ def test_flashinfer_s_kernels_are_given_what_gathering_computes_from() -> None:
             latent = torch.randn(tokens, LATENT + ROTARY, dtype=torch.bfloat16)
             value = latent.new_zeros(HEADS, tokens, 16)
             found, expected = (
-                step.attend(layer.index, query, query, value, scale=0.1, latent=latent)
+                step.attend(layer.index, query, query, value, AttentionCall(0.1, latent=latent))
                 for step in (other, one)
             )
             assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.05)
@@ -165,7 +166,7 @@ def test_the_library_is_tried_out_before_it_is_relied_on(fails: str) -> None:
     )
     plan = plan_cache(LAYERS, 4)
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
-    parts = ModelParts(LAYERS, expansions=expansions())
+    parts = ModelParts(LAYERS, latents=expansions())
     made = attention_with(library, cache, plan, parts, ForwardShape(2, 16), cache.dtype)
     assert made is None if fails else isinstance(made, FlashInferLatents)
     assert not cache.any()

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.cache.encoder_cache import EncoderInput
 from tandem.engine.config import ModelConfig
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.embeds import rows_of
@@ -21,6 +20,7 @@ from tandem.engine.model.general import load_model
 from tandem.engine.model.source import find_source
 from tandem.engine.model.vision.alone import load_tower
 from tandem.engine.model.vision.tower import find_tower, loader_of
+from tandem.engine.scheduling.output import EncoderInput
 from tests.engine.model.tiny import save
 from tests.engine.model.tiny_vision import (
     IDEFICS3,

@@ -18,10 +18,10 @@ import torch
 
 from tandem.base.errors import InternalError
 from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCache, GroupReads, PagedStep
-from tandem.engine.model.attention.interface import AttentionStep
+from tandem.engine.model.attention.interface import AttentionCall, AttentionStep
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.pieces import Rotary
+from tandem.engine.model.compressed import Decodes, ProbedCall
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -79,6 +79,41 @@ class Expansion(msgspec.Struct, frozen=True):
         assert self.to_values is not None
         return torch.bmm(seen, self.to_values.transpose(1, 2))
 
+    def kept_as(self, layer: AttentionLayer) -> AttentionLayer:
+        """The same layer as the cache keeps it: one head of keys, a part of which is the values."""
+        return msgspec.structs.replace(
+            layer,
+            num_kv_heads=1,
+            key_dim=self.latent_dim + self.rotary_dim,
+            value_dim=self.latent_dim,
+            latent=(self.latent_dim, self.rotary_dim),
+            expanded=(layer.key_dim, layer.value_dim),
+        )
+
+
+class LatentLayers(dict[int, Expansion]):
+    """See engine.model.compressed.Latents."""
+
+    def attention(self, tensor: torch.Tensor, plan: CachePlan) -> LatentAttention:
+        return LatentAttention(tensor, plan, self)
+
+    def step(self, kept: GatheredCache, groups: list[GroupReads], decodes: Decodes) -> LatentStep:
+        return LatentStep(kept, groups, self, decodes)
+
+    def wrap(self, layers: Iterable[AttentionLayer]) -> None:
+        for layer in layers:
+            if layer.index in self:
+                how = self[layer.index]
+                how.module.expand_kv = _wrapped(how, layer)
+
+    @contextmanager
+    def without_expanding(self, step: AttentionStep) -> Iterator[None]:
+        _current.unused = isinstance(step, LatentStep)
+        try:
+            yield
+        finally:
+            _current.unused = False
+
 
 class LatentAttention(GatheredAttention):
     """See engine.model.attention.interface.PagedAttention."""
@@ -93,10 +128,15 @@ class LatentAttention(GatheredAttention):
 
 class LatentStep(PagedStep):
     def __init__(
-        self, kept: GatheredCache, groups: list[GroupReads], expansions: Mapping[int, Expansion]
+        self,
+        kept: GatheredCache,
+        groups: list[GroupReads],
+        expansions: Mapping[int, Expansion],
+        decodes: Decodes | None = None,
     ) -> None:
+        """A kernel may attend the rows of decodes by itself; `groups` then have only the other rows."""
         super().__init__(kept, groups)
-        self._expansions = expansions
+        self._expansions, self._decodes = expansions, decodes
 
     def attend(
         self,
@@ -104,58 +144,45 @@ class LatentStep(PagedStep):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        rotary: Rotary | None = None,
-        latent: torch.Tensor | None = None,
+        how: AttentionCall,
     ) -> torch.Tensor:
         """See AttentionStep.attend. It ignores `key` and `value`."""
-        if rotary is not None or latent is None:
+        latent = how.latent
+        if how.rotary is not None or latent is None:
             raise InternalError(f"layer {layer} keeps latents, and has not given any")
-        how, group = self._expansions[layer], self._groups[self._kept.plan.group_of_layer[layer]]
+        expansion, group = self._expansions[layer], self._groups[self._kept.plan.group_of_layer[layer]]
         if group.padding is not None:
             latent = latent.masked_fill(group.padding[:, None], 0)
         self._kept.write(layer, group.block, group.offset, latent[None])
         heads, tokens, _ = query.shape
         out = query.new_empty(tokens, heads, value.shape[-1])
-        self._attend_decodes(layer, query, out)
+        if self._decodes is not None:
+            self._decodes(layer, query, out)
         for reads in group.reads:
             asked = query[:, reads.start : reads.end]
             if reads.blocks is None:
                 latents = latent[reads.end - reads.num_keys : reads.end][None]
             else:
                 latents = self._kept.read(layer, 0, reads, latent[None])[:, 0]
-            absorbs = how.absorbs(reads.rows_each)
+            absorbs = expansion.absorbs(reads.rows_each)
             if absorbs:
-                asked = how.absorbed(asked)
-                keys, values = latents[:, None], latents[:, None, :, : how.latent_dim]
+                asked = expansion.absorbed(asked)
+                keys, values = latents[:, None], latents[:, None, :, : expansion.latent_dim]
             else:
-                keys, values = how.expand(latents)
+                keys, values = expansion.expand(latents)
             seen = attend(
                 asked.reshape(heads, reads.num_requests, reads.rows_each, -1).transpose(0, 1),
                 keys,
                 values,
                 mask=reads.mask,
                 causal=reads.causal,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
+                scale=how.scale,
+                softcap=how.softcap,
+                sinks=how.sinks,
             )
             seen = seen.transpose(0, 1).flatten(1, 2)  # [heads, rows, ...]
-            out[reads.start : reads.end] = (how.values_of(seen) if absorbs else seen).transpose(0, 1)
+            out[reads.start : reads.end] = (expansion.values_of(seen) if absorbs else seen).transpose(0, 1)
         return out
-
-    def _attend_decodes(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Attends the decodes' rows by a kernel, in a subclass that has one; `reads` then has only the other rows."""
-
-
-def gathering(
-    tensor: torch.Tensor, plan: CachePlan, expansions: Mapping[int, Expansion]
-) -> GatheredAttention:
-    """Attention by gathering, for models with keys and values and for models with latents."""
-    return LatentAttention(tensor, plan, expansions) if expansions else GatheredAttention(tensor, plan)
 
 
 class _Current(threading.local):
@@ -163,24 +190,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-
-
-@contextmanager
-def without_expanding(step: AttentionStep) -> Iterator[None]:
-    """Inside, modules that run in this thread do not expand latents, if `step` expands them itself."""
-    _current.unused = isinstance(step, LatentStep)
-    try:
-        yield
-    finally:
-        _current.unused = False
-
-
-def wrap(expansions: Mapping[int, Expansion], layers: Iterable[AttentionLayer]) -> None:
-    """Wraps `expand_kv`, so that it does nothing within `without_expanding`."""
-    for layer in layers:
-        if layer.index in expansions:
-            how = expansions[layer.index]
-            how.module.expand_kv = _wrapped(how, layer)
 
 
 def _wrapped(how: Expansion, layer: AttentionLayer) -> Callable[..., Any]:
@@ -195,3 +204,25 @@ def _wrapped(how: Expansion, layer: AttentionLayer) -> Callable[..., Any]:
         )
 
     return expand
+
+
+def expansion_of(module: Any, kept: tuple[torch.Tensor, torch.Tensor], call: ProbedCall) -> Expansion | None:
+    """See engine.model.compressed.LatentsWing. Tries the absorbed form, too."""
+    latent, rotary = kept
+    query, key, value = call.query, call.key, call.value
+    if not hasattr(module, "expand_kv") or latent is key or latent.shape[1] != 1 or rotary.shape[1] != 1:
+        return None
+    how = Expansion.of(module, latent, rotary, key, value)
+    both = torch.cat([latent, rotary], dim=-1)
+    if not all(torch.allclose(*pair) for pair in zip(how.expand(both[0]), (key, value), strict=True)):
+        return None
+    if how.absorbs(1):
+        asked = how.absorbed(query[0])[None]
+        among = attend(asked, both, both[..., : how.latent_dim], mask=call.seen, causal=False, **call.options)
+        error = (how.values_of(among[0]) - call.out[0]).float().abs().max().item()
+        if not error <= call.tolerance * call.out.float().abs().max().item():
+            how = msgspec.structs.replace(how, to_keys=None, to_values=None)
+    return how
+
+
+latents = LatentLayers

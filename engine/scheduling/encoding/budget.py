@@ -18,20 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from tandem.base.errors import InternalError
 from tandem.engine.request import Request
+from tandem.engine.scheduling.output import EncoderInput
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EncoderInput:
-    """A part of an image that a step encodes, or whose rows have arrived."""
-
-    identifier: str
-    file: bytes  # the whole image file
-    part: int
-    length: int  # in tokens
-    columns: int = 0  # see MediaFeature
-    rows: PromptEmbeds | None = None  # from an encoder node; None: the vision tower here makes them
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +40,7 @@ class _Entry:
 
 
 class EncoderCache:
-    """The scheduler's account of the runner's rows of images. It never holds more than `capacity` tokens."""
+    """See engine.scheduling.state.EncodedImages."""
 
     def __init__(self, capacity: int, tokens_per_step: int) -> None:
         self.capacity = capacity
@@ -74,8 +63,6 @@ class EncoderCache:
     # --- rows from elsewhere
 
     def expect(self, request_id: str, parts: Iterable[MediaFeature]) -> list[MediaFeature]:
-        """The request will wait for rows of these parts, except those that are here. Returns the parts to ask an encoder node for.
-        At most `capacity` tokens may be on their way; further parts are encoded here instead."""
         asked: list[MediaFeature] = []
         for part in parts:
             coming = self._coming.get(part.identifier)
@@ -101,14 +88,12 @@ class EncoderCache:
             del self._coming[identifier]
 
     def awaits(self, request: Request, at: int) -> bool:
-        """Whether the request's token `at` needs rows that are on their way."""
         return any(
             (coming := self._coming.get(feature.identifier)) is not None and coming.rows is None
             for feature in _features(request, at, 1)
         )
 
     def forget(self, request_id: str) -> None:
-        """A request has ended: drops the expected rows that no other request wants."""
         for identifier, coming in list(self._coming.items()):
             coming.wanted_by.discard(request_id)
             if not coming.wanted_by:
@@ -117,12 +102,9 @@ class EncoderCache:
     # --- steps
 
     def begin_step(self, most: float) -> None:
-        """Begins planning a step that may encode at most `most` tokens."""
         self._left = int(min(self.tokens_per_step, most))
 
     def cap(self, request: Request, start: int, num_new: int) -> int:
-        """How many of the `num_new` tokens from `start` on can be computed: up to the first part that the step or the cache has no
-        room for, or whose rows are on their way."""
         left, room = self._left, self.capacity - self._held
         taken: set[str] = set()
         encodes = any(one.rows is None for one in self._begun.values())
@@ -145,7 +127,6 @@ class EncoderCache:
         return num_new
 
     def take(self, request: Request, start: int, num_new: int) -> None:
-        """The request begins to hold the parts that these tokens need. `cap` has allowed the tokens."""
         missing: list[MediaFeature] = []
         for feature in _features(request, start, num_new):
             if feature.identifier in self._held_by.get(request.request_id, ()):
@@ -199,8 +180,6 @@ class EncoderCache:
                 self._forgotten.append(identifier)
 
     def passed(self, request: Request) -> None:
-        """The request's computed tokens have advanced. It keeps holding only a part that they end in the middle of. A part that
-        comes again later is released, too, because it would take room from the parts in between."""
         held = self._held_by.get(request.request_id)
         if held is None:
             return
@@ -208,7 +187,6 @@ class EncoderCache:
             self._let_go(request.request_id, identifier)
 
     def release(self, request_id: str) -> None:
-        """The request has stopped running: it releases all its parts."""
         for identifier in list(self._held_by.get(request_id, ())):
             self._let_go(request_id, identifier)
 
@@ -226,8 +204,6 @@ class EncoderCache:
                 self.drop([identifier])
 
     def drop(self, identifiers: Iterable[str]) -> None:
-        """The runner has no rows of these parts, because they could not be made: the next request that needs one has it encoded
-        again. A part that requests still hold is dropped when they have ended."""
         for identifier in identifiers:
             entry = self._entries.get(identifier)
             if entry is None or identifier in self._begun:
@@ -240,13 +216,11 @@ class EncoderCache:
             self._forgotten.append(identifier)
 
     def take_step(self) -> tuple[list[EncoderInput], list[str]]:
-        """Returns the parts that the runner adds in this step, and those that it drops before."""
         begun, forgotten = list(self._begun.values()), self._forgotten
         self._begun, self._forgotten = {}, []
         return begun, forgotten
 
     def check_integrity(self, running: Mapping[str, Request]) -> None:
-        """Raises an InternalError when the cache's data contradict each other. Only requests in `running` may hold parts."""
         for request_id, held in self._held_by.items():
             request = running.get(request_id)
             if request is None or not held:
