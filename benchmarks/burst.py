@@ -53,6 +53,8 @@ from tandem.loadgen.workload import Lengths, Session, random_prompts
 
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4)  # the rates to try, as shares of what a crowd of users achieves
 _CROWD = 6
+_TIMES, _SHARE = 3.0, 0.8  # of the capacity: the burst, and the load before and after it
+_ANSWER, _PATIENCE_S = 32, 60.0  # tokens, and how long a client waits
 _ENOUGH = 0.9  # the share of requests that must meet the service level at a rate that counts as capacity
 
 
@@ -79,17 +81,7 @@ def _parse() -> argparse.Namespace:
     parser = parser_of(__doc__, out="results/burst")
     add_system_flags(parser)
     parser.add_argument("--quick", action="store_true", help="a burst of 20 s: two minutes a system")
-    parser.add_argument("--times", type=float, default=3.0, metavar="X", help="of the capacity (%(default)g)")
-    parser.add_argument(
-        "--share",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="of the capacity, before and after (%(default)g)",
-    )
     parser.add_argument("--input", type=int, default=512, metavar="TOKENS", help="(%(default)s)")
-    parser.add_argument("--output", type=int, default=32, metavar="TOKENS", help="(%(default)s)")
-    parser.add_argument("--patience", type=float, default=60.0, metavar="S", help="(%(default)g)")
     parser.add_argument("--slo", default="ttft=2s,itl=200ms", metavar="LIMITS", help="(%(default)s)")
     parser.add_argument(
         "--within",
@@ -100,9 +92,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     options = parser.parse_args()
-    for name in ("times", "share", "patience", "within"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name} must be above 0, not {getattr(options, name):g}")
+    if options.within <= 0:
+        parser.error(f"--within must be above 0, not {options.within:g}")
     return options
 
 
@@ -116,10 +107,14 @@ def main() -> int:
     vocabulary = TextVocabulary(load_tokenizer(model))
     outcome = Bursts(
         settings={
-            "model": model.name, "slo": str(slo), "lasting": lasting, "times": options.times, "share": options.share,
-            "input": options.input, "output": options.output, "patience_s": options.patience, "seed": options.seed,
+            "model": model.name,
+            "slo": str(slo),
+            "lasting": lasting,
+            "input": options.input,
+            "within": options.within,
+            "seed": options.seed,
         },
-    )  # fmt: skip
+    )
     adopt_orphans()
     for system in systems:
         warn_of_bystanders(console, system.title)
@@ -169,16 +164,16 @@ class Trial:
         self._vocabulary = vocabulary
         self._console = console
         self._rng = np.random.default_rng(options.seed)
-        self._shape = RequestShape(started.model, temperature=0.0, timeout_s=options.patience)
+        self._shape = RequestShape(started.model, temperature=0.0, timeout_s=_PATIENCE_S)
 
     def run(self) -> BurstFigures:
         capacity = self._capacity()
-        lasting, share, times = self._lasting, self._options.share, self._options.times
+        lasting = self._lasting
         at = (0.0, lasting.before, lasting.before + lasting.burst)
         stages = [
-            BurstStage("before", at[0], at[1], capacity * share),
-            BurstStage("burst", at[1], at[2], capacity * times),
-            BurstStage("after", at[2], at[2] + lasting.after, capacity * share),
+            BurstStage("before", at[0], at[1], capacity * _SHARE),
+            BurstStage("burst", at[1], at[2], capacity * _TIMES),
+            BurstStage("after", at[2], at[2] + lasting.after, capacity * _SHARE),
         ]
         before = tokens_computed(self._system)
         arrivals = [stage.begin + time for stage in stages for time in self._times(stage.count, stage.rate)]
@@ -216,7 +211,7 @@ class Trial:
         return play(self._system.url, self._shape, self._prompts(len(arrivals)), arrivals=arrivals)
 
     def _prompts(self, count: int) -> list[Session]:
-        lengths = Lengths(self._options.input, self._options.output)
+        lengths = Lengths(self._options.input, _ANSWER)
         return random_prompts(self._vocabulary, self._rng, count, lengths)
 
     def _times(self, count: int, rate: float) -> list[float]:

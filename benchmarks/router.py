@@ -88,7 +88,6 @@ PEER_COLUMNS = {
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="where to write the router's profile")
     parser.add_argument(
         "--processes", metavar="N,...", help="how many share a port, each number in turn; as many clients"
     )
@@ -104,7 +103,7 @@ def main() -> int:
         shown = [table_of("Router processes on one port", rows)] if rows else []
         shown += [table_of(title, peers, PEER_COLUMNS)] if peers else []
         return report(options, rows + peers, *shown)
-    figures = measure(tokens=32 if options.quick else 128, profile=options.profile)
+    figures = measure(tokens=32 if options.quick else 128)
     floors = [at_most("added to the first token", figures["added_ttft_ms"], FLOOR_TTFT_MS, "ms")]
     floors += [
         at_most(f"CPU per token, {row['streams']} streams", row["added_us_per_token"], FLOOR_TOKEN_US, "µs")
@@ -123,13 +122,13 @@ def main() -> int:
     )
 
 
-def measure(tokens: int, profile: Path | None) -> dict[str, Any]:
+def measure(tokens: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"streams": [], "requests": {}}
     with running_engines(step_s=0.02) as nodes:
         nodes.admit(public_key())
         admit(key_of(node.request_endpoint) for node in nodes)
         bare = statistics.median(bare_first_token_s(nodes[0]) for _ in range(200)) * 1000
-        with running_router(nodes, profile) as (url, cpu_s):
+        with running_router(nodes) as (url, cpu_s):
             asyncio.run(streams(url, 4, 8))  # warm-up: everything has been used once
             one = statistics.median(asyncio.run(streams(url, 1, 2))[0].first_s * 1000 for _ in range(100))
             idle = idle_share(cpu_s)
@@ -191,7 +190,7 @@ def throughput(processes: int, each: int) -> dict[str, float]:
         make_tokenizer(folder)
         door, url, pipes = "", "", []
         for _ in range(processes):
-            pipe = stack.enter_context(child(serve_router, folder, list(nodes), None, door))
+            pipe = stack.enter_context(child(serve_router, folder, list(nodes), door))
             info: RouterInfo = pipe.recv()
             nodes.admit(key_of(info.inbox_endpoint))
             door, url = info.door, info.url

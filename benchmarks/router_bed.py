@@ -236,19 +236,10 @@ def serve_router(
     pipe: Connection,
     folder: str,
     nodes: list[NodeInfo],
-    profile: Path | None = None,
     door: str = "",
     settings: dict[str, Any] | None = None,
 ) -> None:
-    config = router_config(folder, **settings or {})
-    if profile is None:
-        uvloop.run(_serve_router(pipe, config, nodes, door))
-        return
-    import cProfile
-
-    profiler = cProfile.Profile()
-    profiler.runcall(uvloop.run, _serve_router(pipe, config, nodes, door))
-    profiler.dump_stats(profile)
+    uvloop.run(_serve_router(pipe, router_config(folder, **settings or {}), nodes, door))
 
 
 async def _serve_router(pipe: Connection, config: RouterConfig, nodes: list[NodeInfo], door: str) -> None:
@@ -282,7 +273,6 @@ def resident_bytes() -> int:
 @contextmanager
 def running_router(
     nodes: Engines,
-    profile: Path | None = None,
     settings: dict[str, Any] | None = None,
     special: Sequence[str] = (),
 ) -> Iterator[tuple[str, Probe]]:
@@ -291,7 +281,7 @@ def running_router(
     special tokens."""
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(folder, special)
-        with child(serve_router, folder, list(nodes), profile, "", settings) as pipe:
+        with child(serve_router, folder, list(nodes), "", settings) as pipe:
             info: RouterInfo = pipe.recv()
             nodes.router_inbox = info.inbox_endpoint
             nodes.admit(key_of(info.inbox_endpoint))

@@ -232,7 +232,7 @@ def _add_what_is_shown(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_argument_group("what is shown")
     shown.add_argument(
         "--slo",
-        type=_service_level,
+        type=service_level,
         metavar="LIMITS",
         help="report goodput under these limits, such as ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)",
     )
@@ -250,7 +250,7 @@ def _add_what_is_shown(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _service_level(text: str) -> ServiceLevel:
+def service_level(text: str) -> ServiceLevel:
     try:
         return parse_service_level(text)
     except ConfigurationError as error:

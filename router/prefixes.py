@@ -251,11 +251,6 @@ class PrefixRecord:
                 seen |= new
         return levels
 
-    def overlap(self, node_id: str, hashes: Sequence[int]) -> int:
-        """Returns how many leading blocks the node likely has cached."""
-        bit = self.bits.of(node_id)
-        return next((blocks for blocks, nodes in self.levels(hashes) if nodes & bit), 0)
-
     def emptied(self, node_id: str) -> None:
         """The node has emptied its cache and goes on."""
         marks = self._marks.get(node_id)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
-from tandem.simulator.options import add_costs, add_traffic, costs_of, service_level, slo_of, traffic_of
+from tandem.loadgen.options import service_level
+from tandem.simulator.options import add_costs, add_traffic, costs_of, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.show import progress, render
 from tandem.simulator.simulation import SimulationSetup, simulate

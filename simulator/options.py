@@ -12,7 +12,7 @@ import msgspec
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.replay.reading import TraceReader
-from tandem.loadgen.metrics import ServiceLevel, parse_service_level
+from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import EXAMPLE, CostModel, Width, read_costs
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
@@ -169,13 +169,6 @@ def _recorded(file: Path, limit: int | None) -> Sequence[TraceRow]:
     except OSError as error:
         raise ConfigurationError(f"--trace {file} cannot be read: {error.strerror}") from error
     return rows_of_steps(TraceReader(file))[:limit] if is_of_scheduler else read_trace(file, limit)
-
-
-def service_level(text: str) -> ServiceLevel:
-    try:
-        return parse_service_level(text)
-    except ConfigurationError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def slo_of(options: argparse.Namespace, config: TandemConfig) -> tuple[TandemConfig, ServiceLevel]:

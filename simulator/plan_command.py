@@ -15,6 +15,7 @@ from rich.text import Text
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.options import service_level
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import CostModel, Width
 from tandem.simulator.options import (
@@ -23,7 +24,6 @@ from tandem.simulator.options import (
     add_traffic,
     costs_by_width,
     money,
-    service_level,
     slo_of,
     traffic_of,
 )

@@ -19,7 +19,7 @@ from tandem.loadgen.vocabulary import TextVocabulary
 from tests.loadgen.fake_server import Exchange, complete, serving
 from tests.loadgen.made_tokenizers import byte_level
 
-OPTIONS = argparse.Namespace(patience=5.0, seed=1, times=3.0, share=0.8, input=12, output=2)
+OPTIONS = argparse.Namespace(seed=1, input=12)
 LASTING = BurstDurations(trial=1.0, before=0.4, burst=1.2, after=0.4)
 MOST_WAITING = 3
 
