@@ -23,6 +23,8 @@
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`; each set has an
 #                    environment of its own under build/ (about ten minutes, two of them without the installation);
 #                    SETS='clients litellm aiperf guidellm' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
+# make test-vllm    nodes whose engine is vLLM, beside vLLM alone (about ten minutes). vLLM's environment is made under build/vllm
+#                    (minutes, once), unless VLLM_ENV names one
 # make test-versions OTHER=v0.1.0   nodes, routers and controllers of this version and of that commit in one cluster, under load
 # make test-image  builds the image of manifests/kuberay on a stand-in for Ray's image, and serves from it; needs root, buildah and debootstrap
 # make test-models   every causal model class of transformers, tiny: served exactly or refused, as docs/models.md says (some
@@ -44,7 +46,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Every process of the tests would compile every module again, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-models test-versions models-page bench soak style check wheel test-install docs clean install
+.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-vllm test-models test-versions models-page bench soak style check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -66,7 +68,7 @@ serve: install
 # The quick tests compute. The others wait as much as they compute, for processes and for Ray. Of these a file's tests stay in one process.
 QUICK = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 3
 TEST = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
-UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/benchmarks/test_gpu_dry_run.py tests
+UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/vllm --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
@@ -113,6 +115,15 @@ test-gpu-packages: install
 	PYTHONPATH=build/gpu-packages $(BIN)/python -m pytest -q \
 		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py \
 		tests/benchmarks/test_gpu_dry_run.py
+
+VLLM_ENV ?= build/vllm
+test-vllm: install $(VLLM_ENV)/bin/vllm
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v -rs --durations=5 tests/vllm/test_vllm_engine.py
+	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs tests/vllm/test_vllm_served.py
+
+build/vllm/bin/vllm:
+	@echo "installing vLLM into build/vllm (once; some minutes)"
+	PYTHON='$(PYTHON)' tests/vllm/environment.sh build/vllm
 
 # The last tag, unless OTHER names a commit. Without either, .ci/run's cluster tests use a later version that they derive from this one.
 OTHER ?= $(shell git describe --tags --abbrev=0 2>/dev/null)

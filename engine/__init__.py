@@ -8,5 +8,7 @@ scheduling/ decides which requests compute how many tokens in the next step
 model/      computes a scheduled step: from token ids to sampled tokens
 structured/ grammars for structured output
 core        one step of the engine: scheduler, connector, model, in that order
+vllm/       another engine, which steps vLLM
+wings       the engines besides this one
 tracing     where the time of a traced request went
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -44,6 +44,9 @@ class Reserve(enum.StrEnum):
     SEQUENCE = "sequence"  # all that it and every request with blocks may ever need
 
 
+OWN_ENGINE = "tandem"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
         str,
@@ -68,6 +71,27 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "auto"
     )
     threads: Annotated[NotNegative, about("CPU threads that compute; 0: as many as the node has cores")] = 0
+    engine: Annotated[
+        NotEmpty,
+        about(
+            "what computes the model on every node: `tandem`, or `vllm`, which runs from an environment of its own: "
+            "[engines](engines.md)"
+        ),
+    ] = OWN_ENGINE
+    engine_args: Annotated[
+        dict[str, Any],
+        about(
+            "with another engine: its own arguments by name, as vLLM's `EngineArgs` has them, such as `{enforce_eager: true}`; "
+            "those that follow from other settings are refused"
+        ),
+    ] = {}
+    engine_python: Annotated[
+        str,
+        about(
+            "with another engine: the Python of the environment that has it, at the same path on every machine, such as "
+            "`/opt/vllm/bin/python`"
+        ),
+    ] = ""
     adapters: Annotated[
         dict[str, str],
         about(

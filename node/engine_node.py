@@ -15,9 +15,11 @@ from typing import NoReturn
 import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
+from tandem.engine.contract import NodeEngine
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.wings import EngineWing, other_engine
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
@@ -49,7 +51,7 @@ class EngineNode(Node[NodeService]):
         self._whole = config
         self._rules = rules
         self._make_connector = make_connector
-        self._engine: Engine | None = None
+        self._engine: NodeEngine | None = None
         self._ranks: OtherRanks | None = None  # the node's other ranks; None: it has one rank
         # Each rank keeps the KV of its heads in its own memory, on CPUs too (on GPUs it always does). Set it before `start`.
         self.caches_apart = False
@@ -57,17 +59,15 @@ class EngineNode(Node[NodeService]):
     def _start(self, loading: LoadSource) -> NodeInfo:
         config = self.config
         mailbox: Mailbox[Item] = Mailbox()
-        runner = loading.runner or self._load(loading, mailbox)
-        info = runner.info
-        scheduler_half, worker_half = self._connector(runner, mailbox)
-        scheduler = self._scheduler(info, scheduler_half)
-        self._engine = engine = Engine(
-            scheduler,
-            runner,
-            worker_half,
-            ahead=config.engine.scheduler.plans_ahead(info.device),
-            debug=config.engine.debug,
-        )
+        other = other_engine(config.engine.model.engine)
+        engine: NodeEngine
+        worker_half: WorkerConnector | None = None
+        if other is not None:
+            engine = self._other_engine(other, loading)
+        else:
+            engine = own = self._own_engine(loading, mailbox)
+            worker_half = own.worker
+        self._engine, info = engine, engine.info
         channel = self._serve(
             lambda channel: NodeService(
                 config,
@@ -76,7 +76,7 @@ class EngineNode(Node[NodeService]):
                 engine,
                 mailbox,
                 channel,
-                news=lambda tell, publishers: self._news(scheduler, info, tell, publishers),
+                news=lambda tell, publishers: self._news(engine, tell, publishers),
                 wings=wings(),
             )
         )
@@ -88,7 +88,7 @@ class EngineNode(Node[NodeService]):
             peer_endpoint=worker_half.peer_endpoint if worker_half is not None else "",
             model=config.engine.model.served_name or info.name,
             max_model_len=info.max_model_len,
-            block_size=config.engine.cache.block_size,
+            block_size=info.groups[0].block_size if info.groups else config.engine.cache.block_size,
             content=info.content,
             tokenizer=info.tokenizer,
             keeps_tokens=info.keeps_tokens,
@@ -100,6 +100,33 @@ class EngineNode(Node[NodeService]):
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
         )
+
+    def _own_engine(self, loading: LoadSource, mailbox: Mailbox[Item]) -> Engine:
+        settings = self.config.engine
+        runner = loading.runner or self._load(loading, mailbox)
+        scheduler_half, worker_half = self._connector(runner, mailbox)
+        return Engine(
+            self._scheduler(runner.info, scheduler_half),
+            runner,
+            worker_half,
+            ahead=settings.scheduler.plans_ahead(runner.info.device),
+            debug=settings.debug,
+        )
+
+    def _other_engine(self, other: EngineWing, loading: LoadSource) -> NodeEngine:
+        config = self.config
+        if self.role.hands_over and not other.hands_over:
+            raise ConfigurationError(
+                f"{other.NAME} hands over no KV, so it cannot be the engine of {self.role.value} nodes: serve with nodes that do both "
+                "(--aggregated N)"
+            )
+        helpers = threads_here() if config.cores else []
+        anywhere = os.sched_getaffinity(0) if config.cores else set()
+        bind(helpers, config.cores)  # as in `_load`
+        try:
+            return other.make(config.engine, loading.model, loading.progress or (lambda what, fraction: None))
+        finally:
+            bind(helpers, anywhere)
 
     def _connector(
         self, runner: ModelRunner, mailbox: Mailbox[Item]
@@ -145,18 +172,16 @@ class EngineNode(Node[NodeService]):
             reads_hidden=info.reads_hidden,
         )
 
-    def _news(
-        self, scheduler: Scheduler, info: ModelInfo, tell: TellNews, publishers: list[Publish]
-    ) -> CacheNewsDesk | None:
-        cache = self.config.engine.cache
-        if scheduler.block_hasher is None or not (cache.tell_routers or publishers):
+    def _news(self, engine: NodeEngine, tell: TellNews, publishers: list[Publish]) -> CacheNewsDesk | None:
+        cache, groups = self.config.engine.cache, engine.info.groups
+        if not engine.caches_prefixes or not (cache.tell_routers or publishers):
             return None
         # Routers name blocks by all tokens from a prompt's first one on. A sliding window's group does not keep those blocks.
-        whole = next((i for i, group in enumerate(info.groups) if group.keeps_every_token), None)
+        whole = next((i for i, group in enumerate(groups) if group.keeps_every_token), None)
         cached = None
         if cache.tell_routers and whole is not None:
-            cached = NamedBlocks(cache.block_size, whole)
-        scheduler.tell_cache_events()
+            cached = NamedBlocks(groups[whole].block_size, whole)
+        engine.tell_cache_events()
         return CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publishers)
 
     def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:
@@ -214,7 +239,7 @@ class EngineNode(Node[NodeService]):
         self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
     ) -> dict[str, str]:
         service = self._serving()
-        slots = self._runner.adapters
+        slots = self._engine.adapters if self._engine is not None else None
         if slots is None:
             if folders:
                 raise ConfigurationError("it serves no adapters: scheduler.max_loras is 0")
@@ -230,6 +255,10 @@ class EngineNode(Node[NodeService]):
     def _runner(self) -> ModelRunner:
         if self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")
+        if not isinstance(self._engine, Engine):
+            raise InternalError(
+                f"{self.config.node_id} runs {self.config.engine.model.engine}, and keeps its role"
+            )
         return self._engine.runner
 
     def _close(self) -> None:

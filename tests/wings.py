@@ -35,6 +35,7 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
+    "vllm": Wing(("engine/vllm/",), ("tests/engine/vllm/", "tests/vllm/")),
     "nccl": Wing(
         ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
     ),

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.cluster.commands.engines import check_as_finding
 from tandem.cluster.commands.link_checks import link_checks
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
 from tandem.cluster.commands.numa_check import check_numa
 from tandem.cluster.commands.output import print_json
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.placement import of_one_machine, this_machine
+from tandem.engine.config import OWN_ENGINE
 
 
 def doctor(
@@ -24,7 +26,8 @@ def doctor(
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
         here = of_one_machine(config)
         numa = {"numa": lambda: check_numa(here, this_machine())}
-        findings = run_checks({**checks_for(here), **numa, **link_checks(hosts, config.pools)})
+        engine = {} if config.model.engine == OWN_ENGINE else {"engine": lambda: check_as_finding(config)}
+        findings = run_checks({**checks_for(here), **numa, **engine, **link_checks(hosts, config.pools)})
     if as_json:
         print_json(findings)
     else:

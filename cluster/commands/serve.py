@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.cluster.commands.engines import check_engine
 from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
@@ -40,7 +41,7 @@ from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
 from tandem.cluster.saving import as_json
 from tandem.cluster.tasks import first_of, has_ended
-from tandem.engine.config import ModelConfig
+from tandem.engine.config import OWN_ENGINE, ModelConfig
 from tandem.kernels.build import is_ready, library_path
 from tandem.kernels.compiler import BuildFailed
 
@@ -87,11 +88,12 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
         try:
             display.start()
             if where.address is None:
+                _show_engine(config, display)
                 found = _in_background(_with_revision(config.model), display)
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
                     logs = str(start_ray())
                 # After Ray, whose processes have a limited time to start.
-                if computes_on_cpu(config, this_machine()):
+                if config.model.engine == OWN_ENGINE and computes_on_cpu(config, this_machine()):
                     kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
             else:
                 found = _as_every_machine_finds_it(config.model.path)
@@ -113,6 +115,15 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
             for number in (signal.SIGINT, *_ENDINGS):
                 signal.signal(number, signal.SIG_IGN)
             stop_ray()
+
+
+def _show_engine(config: TandemConfig, display: Display) -> None:
+    """Raises SettingsError if the engine that the nodes are to run is not there."""
+    if config.model.engine == OWN_ENGINE:
+        return
+    display.progress("engine", f"looking for {config.model.engine}", 0.0)
+    if (engine := check_engine(config)) is not None:
+        display.ready("engine", f"{engine.name} {engine.version} of {engine.python}")
 
 
 class _Interrupted(BaseException):

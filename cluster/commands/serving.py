@@ -164,6 +164,28 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor(config, Console(), hosts=options.reach, as_json=wants_json(options))
 
 
+def _describe_engines(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "python",
+        nargs="?",
+        default="",
+        metavar="PYTHON",
+        help="of another engine's environment, such as /opt/vllm/bin/python",
+    )
+    add_output(parser)
+
+
+def _engines(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.engines import engines_found, show
+
+    found = engines_found(options.python)
+    if wants_json(options):
+        print_json(found)
+    else:
+        print(show(found), end="")
+    return 0
+
+
 def _describe_down(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--now", action="store_true", help="do not wait for running requests")
     add_address(parser)
@@ -189,5 +211,6 @@ COMMANDS = (
     Command("config", "print the configuration that results from these settings", SERVE, _describe_config, _config),
     Command("models", "models on this machine", SERVE, _describe_models, _list),
     Command("doctor", "check this machine and say what to do about what is wrong", SERVE, _describe_doctor, _doctor),
+    Command("engines", "what can compute models, and what of it an environment has", SERVE, _describe_engines, _engines),
     Command("down", "end everything that `tandem serve` started on a Ray cluster", SERVE, _describe_down, _down),
 )  # fmt: skip

@@ -25,6 +25,11 @@ _GROUPS = {
         ),
         "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
         "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
+        "--engine": (
+            "model.engine",
+            "NAME",
+            "tandem (the default), or vllm from the Python that model.engine_python names",
+        ),
     },
     "nodes": {
         "--prefill": ("pools.prefill", "N", "prefill nodes, which compute prompts (default 1)"),

@@ -46,6 +46,8 @@ class RayLauncher:
             if gpus and config.engine.model.device.startswith("cuda:"):
                 config = _on_own_gpus(config)
         options["runtime_env"] = only_with(config.env)
+        if python := config.engine.model.engine_python:
+            options["runtime_env"]["py_executable"] = python
         kind = RayNode
         create = self._node_creator(config, options)
         if beside:

@@ -17,6 +17,9 @@ _CODE = (
     ("controller", "env"),
     ("controller", "admin_folders"),
     ("controller", "admin_may_run_code"),
+    ("model", "engine"),
+    ("model", "engine_args"),  # some of them name modules and paths
+    ("model", "engine_python"),
     ("transfer", "connector"),  # may name a module
     ("transfer", "options"),
 )

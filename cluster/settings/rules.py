@@ -14,6 +14,8 @@ from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, PoolConfig, TandemCo
 from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
 from tandem.cluster.settings.names import Path
+from tandem.engine.config import OWN_ENGINE
+from tandem.engine.wings import EngineWing, other_engines
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
 from tandem.wire.nodes import ENGINE_ROLES, Role
@@ -50,6 +52,7 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
         return
     yield from _without_wings(config)
     yield from _pools(config)
+    yield from _engine(config)
     yield from _environment(("router", "env"), config.router.env)
     yield from _environment(("controller", "env"), config.controller.env)
     yield from _together(config)
@@ -137,6 +140,56 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
             yield ("pools", role.value, "env"), f"has {name}, which Tandem sets: {otherwise}"
         for wrong in wrong_in(pool.label_selector):
             yield ("pools", role.value, "label_selector"), wrong
+
+
+def _engine(config: TandemConfig) -> Iterator[Broken]:
+    model, engines = config.model, other_engines()
+    if model.engine == OWN_ENGINE:
+        for name in ("engine_args", "engine_python"):
+            if getattr(model, name):
+                yield (
+                    ("model", name),
+                    f"is of another engine, and model.engine is {OWN_ENGINE}: set that, such as to vllm",
+                )
+        return
+    if model.engine not in engines:
+        yield ("model", "engine"), f"must be one of {', '.join((OWN_ENGINE, *engines))}, not {model.engine!r}"
+        return
+    other = engines[model.engine]
+    if not model.engine_python:
+        yield (
+            ("model", "engine_python"),
+            f"is empty, and model.engine is {model.engine}: name the Python of the environment that has it, such as /opt/vllm/bin/python",
+        )
+    elif not model.engine_python.startswith("/"):
+        yield (
+            ("model", "engine_python"),
+            f"must be a whole path such as /opt/vllm/bin/python, not {model.engine_python!r}",
+        )
+    serving = [role for role in Role if config.pools.of(role).last_size]
+    told: set[Broken] = set()
+    for role in serving:
+        told |= {(tuple(name.split(".")), why) for name, why in other.refusals(config.engine_of(role))}
+        yield from _pool_of_engine(other, role, config.pools.of(role))
+    yield from sorted(told)
+
+
+def _pool_of_engine(other: EngineWing, role: Role, pool: PoolConfig) -> Iterator[Broken]:
+    if role.hands_over and not other.hands_over:
+        yield (
+            ("pools", role.value, "nodes"),
+            f"is {pool.first_size}, and {other.NAME} hands over no KV: serve with nodes that do both, --aggregated N",
+        )
+    elif not role.runs_requests:
+        yield (
+            ("pools", role.value, "nodes"),
+            f"is {pool.first_size}, and {other.NAME} takes no rows from encoder nodes: set it to 0",
+        )
+    elif pool.ranks > 1:
+        yield (
+            ("pools", role.value, "tensor_parallel"),
+            f"and pipeline_parallel are of Tandem's own engine: set model.engine_args to what {other.NAME} calls them",
+        )
 
 
 def _replacements(config: TandemConfig) -> Iterator[Broken]:

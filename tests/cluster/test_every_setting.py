@@ -37,6 +37,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "rollout.max_unavailable": {"rollout.surge": 1},
     "model.draft": {"scheduler.num_speculative_tokens": 4},
     "model.adapters": {"scheduler.max_loras": 2},
+    "model.engine": {"model.engine_python": "/opt/vllm/bin/python", "pools.aggregated.nodes": 1},
+    **{
+        f"model.{name}": {"model.engine": "vllm", "model.engine_python": "/opt/vllm/bin/python", "pools.aggregated.nodes": 1}
+        for name in ("engine_args", "engine_python")
+    },
     "router.tls_certificate": {"router.tls_key": "k.pem"},
     "router.tls_key": {"router.tls_certificate": "c.pem"},
     "cache.remote": {"cache.tiers": [{"cpu": "1GiB"}]},
@@ -57,6 +62,9 @@ VALUES: dict[str, list[Any]] = {
     "model.path": ["smollm2", "owner/name", "owner/name@main", "./folder"],
     "model.adapters": [{}, {"sql": "./adapters/sql", "law": "owner/name"}],
     "model.revision": ["main"],
+    "model.engine": ["vllm"],
+    "model.engine_args": [{}, {"enforce_eager": True, "kv_cache_dtype": "fp8"}],
+    "model.engine_python": ["/opt/vllm/bin/python"],
     "model.device": ["auto", "cpu", "cuda", "cuda:1"],
     "model.hidden_states_layers": [[0], [2, 15, -1]],
     "cache.block_size": [1, 16, 32, 1024],
@@ -161,7 +169,7 @@ def tree(values: dict[str, Any]) -> dict[str, Any]:
 def test_each_value_that_is_allowed_loads_by_every_door(tmp_path: FilePath, path: Path) -> None:
     for value in allowed(path):
         name = dotted(path)
-        values = {name: value, **NEEDS.get(name, {})}
+        values = {**NEEDS.get(name, {}), name: value}
         if name == "pools.aggregated.nodes" and value == 0:
             values |= {"pools.prefill.nodes": 1, "pools.decode.nodes": 1}
         file = tmp_path / "tandem.yaml"

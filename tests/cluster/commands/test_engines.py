@@ -1,0 +1,107 @@
+"""`tandem engines`, `--engine`, and the checks before nodes with another engine start."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tandem.cluster.cli import main
+from tandem.cluster.commands.engines import check_as_finding, check_engine
+from tandem.cluster.commands.machine_checks import Level
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.settings.combined import SettingsError, resolve
+from tandem.cluster.settings.layers import read_assignments
+from tests.engine.vllm.test_vllm_wing import python_that_says
+
+
+def config(**values: str) -> TandemConfig:
+    names = {name.replace("__", "."): value for name, value in values.items()}
+    return resolve([read_assignments([(name, value, "--set") for name, value in names.items()])]).config
+
+
+def with_vllm(python: str, **others: str) -> TandemConfig:
+    return config(model__engine="vllm", model__engine_python=python, pools__aggregated="1", **others)
+
+
+def test_the_command_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", python_that_says(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("tandem ")
+    assert f"vllm     0.32.0+cpu, {tmp_path}/python for cpu" in said
+    assert main(["engines", "-o", "json"]) == 0
+    own, vllm = json.loads(capsys.readouterr().out)
+    assert (own["name"], own["wrong"]) == ("tandem", [])
+    assert "model.engine_python is empty" in vllm["wrong"][0]
+
+
+def test_the_flag_names_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "config --engine vllm --aggregated 1 --set model.engine_python=/opt/vllm/bin/python"
+    assert main([*shlex.split(line), "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model.engine"]["value"] == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model__engine": "sglang"}, "model.engine must be one of tandem, vllm, not 'sglang'"),
+        ({"model__engine": "vllm", "pools__aggregated": "1"}, "model.engine_python is empty"),
+        ({"model__engine_python": "/opt/python"}, "model.engine_python is of another engine"),
+        ({"model__engine_args": "{enforce_eager: true}"}, "model.engine_args is of another engine"),
+        (
+            {"model__engine": "vllm", "model__engine_python": "python", "pools__aggregated": "1"},
+            "must be a whole path",
+        ),
+        (
+            {"model__engine": "vllm", "model__engine_python": "/opt/python"},
+            "pools.prefill.nodes is 1, and vllm hands over no KV: serve with nodes that do both, --aggregated N",
+        ),
+        (
+            {
+                "model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1",
+                "pools__aggregated__tensor_parallel": "2",
+            },
+            "set model.engine_args to what vllm calls them",
+        ),
+        (
+            {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1", "pools__encode": "1"},
+            "vllm takes no rows from encoder nodes",
+        ),
+        (
+            {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1", "scheduler__max_loras": "2"},
+            "scheduler.max_loras is set, but vLLM has no such setting",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_refused_before_anything_starts(
+    values: dict[str, str], said: str
+) -> None:
+    with pytest.raises(SettingsError) as refused:
+        config(**values)
+    assert said in str(refused.value)
+
+
+def test_an_environment_that_lacks_something_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    found = check_engine(with_vllm(python_that_says(tmp_path)))
+    assert found is not None
+    assert found.version == "0.32.0+cpu"
+    assert check_engine(config()) is None
+    wrong = with_vllm(python_that_says(tmp_path, vllm="0.31.0"), model__device="cuda")
+    with pytest.raises(SettingsError) as refused:
+        check_engine(wrong)
+    assert "has vLLM 0.31.0" in str(refused.value)
+    assert "has a build for CPUs: set it to cpu" in str(refused.value)
+    finding = check_as_finding(wrong)
+    assert finding.level is Level.FAIL
+    assert "has vLLM 0.31.0" in finding.advice
+
+
+def test_a_model_that_vllm_does_not_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"model\.path is a GGUF file"):
+        with_vllm(python_that_says(tmp_path), model__path=str(folder))

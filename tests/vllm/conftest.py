@@ -1,0 +1,92 @@
+"""A node whose engine is vLLM, over a tiny model with random weights. These tests run in vLLM's own environment: `make test-vllm`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tests.small_model import CHAT_TEMPLATE, CORPUS
+
+ARGS = {"enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 400}
+STEP_TOKENS = 256
+CONTEXT = 4096
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with random weights whose greedy answers do not repeat themselves."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = ["<|start|>", "<|end|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=backend.get_vocab_size(), hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT,
+        bos_token_id=0, eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 131 + i * i * 7 + i * (seed + 3)) % 350 for i in range(length)]
+
+
+def answers_alone(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    args = {
+        **ARGS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": CONTEXT,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "max_num_seqs": 16,
+    }
+    ended = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "alone.py"), str(model)],
+        input=json.dumps({"args": args, "prompts": prompts, "max_tokens": max_tokens}),
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: list[list[int]] = json.loads(ended.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Path) -> Iterator[Any]:
+    from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+    from tandem.engine.vllm.wing import make
+
+    model = ModelConfig(
+        path=str(tiny_model), dtype="float32", device="cpu", engine="vllm", engine_args=dict(ARGS)
+    )
+    config = EngineConfig(
+        model=model,
+        cache=CacheConfig(memory_bytes=64 << 20),
+        scheduler=SchedulerConfig(max_model_len=CONTEXT, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=16),
+    )
+    made = make(config, model, lambda what, fraction: None)
+    yield made
+    made.shutdown()
