@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.cluster.commands.gpu_checks import gpu_checks
 from tandem.cluster.commands.link_checks import link_checks
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
 from tandem.cluster.commands.numa_check import check_numa
@@ -23,7 +24,9 @@ def doctor(
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
         here = of_one_machine(config)
         numa = {"numa": lambda: check_numa(here, this_machine())}
-        findings = run_checks({**checks_for(here), **numa, **link_checks(hosts, config.pools)})
+        findings = run_checks(
+            {**checks_for(here), **numa, **gpu_checks(), **link_checks(hosts, config.pools)}
+        )
     if as_json:
         print_json(findings)
     else:
