@@ -310,6 +310,8 @@ class ConnectorContext(msgspec.Struct, frozen=True):
     rank_lines: Sequence[socket.socket] = ()
     tier_lines: Sequence[socket.socket] = ()  # the same, for copies between a rank's memory and its tiers
     sources: NodeSources = msgspec.field(default_factory=NodeSources)
+    # The ports of the RDMA devices nearest to the memory of the KV cache, such as mlx5_3:1. Empty: there is no choice.
+    near: Sequence[str] = ()
 
 
 class SchedulerConnector(abc.ABC):

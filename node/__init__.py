@@ -17,6 +17,7 @@ kv_events/   KV events for programs outside Tandem
 step_trace/  the scheduler trace
 canary/      in idle time, recomputes prompts that peers have sent
 ranks/       the other processes of a node with several ranks
+near         which RDMA devices are nearest to a node's GPU
 node         a node of any role, from start to stop
 engine_node  builds a node with an engine from all of these
 hosting      the node's methods for the process that holds it

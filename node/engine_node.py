@@ -25,6 +25,7 @@ from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConf
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
 from tandem.node.config import NodeConfig
 from tandem.node.loop import InStep, Item, Mailbox
+from tandem.node.near import near_device
 from tandem.node.node import LoadSource, Node, OpenChannel
 from tandem.node.requests import RoleRules
 from tandem.node.routers import CacheNewsDesk, NamedBlocks
@@ -150,6 +151,7 @@ class EngineNode(Node[NodeService]):
                 mirror=config.engine.cache.mirror,
                 rank_lines=self._ranks.transfer_lines if self._ranks is not None else (),
                 tier_lines=self._ranks.tier_lines if self._ranks is not None else (),
+                near=near_device(info.device),
             )
         )
         self._refuse_role(info, worker_half)

@@ -11,7 +11,7 @@ overview, status     `tandem status`, from the controller and from one router; n
 logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and
-              between GPUs; numa_check: which memory is near
+              between GPUs; gpu_checks: how GPUs' memory leaves the machine; numa_check: which memory is near
 engines       what can compute models, and the check before another engine than ours is started
 chat, show_config
 init          writes a commented tandem.yaml and a cluster's files; documents: the tables of settings and flags in the pages

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.cluster.commands.engines import check_as_finding
+from tandem.cluster.commands.gpu_checks import gpu_checks
 from tandem.cluster.commands.link_checks import link_checks
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
 from tandem.cluster.commands.numa_check import check_numa
@@ -27,7 +28,8 @@ def doctor(
         here = of_one_machine(config)
         numa = {"numa": lambda: check_numa(here, this_machine())}
         engine = {} if config.model.engine == OWN_ENGINE else {"engine": lambda: check_as_finding(config)}
-        findings = run_checks({**checks_for(here), **numa, **engine, **link_checks(hosts, config.pools)})
+        others = {**numa, **engine, **gpu_checks(), **link_checks(hosts, config.pools)}
+        findings = run_checks({**checks_for(here), **others})
     if as_json:
         print_json(findings)
     else:

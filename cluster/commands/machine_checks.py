@@ -139,8 +139,8 @@ def check_nixl() -> Finding:
     return ok(what)
 
 
-def has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    return (devices / "nvidiactl").exists() or (devices / "dxg").exists()
 
 
 def check_nixl_on_gpu() -> Finding:

@@ -30,7 +30,7 @@ _RANKS = "tandem.kvtransfer.nixl.ranks.sharded"
 def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
     options = NixlOptions.parse(context.config.options)
     direction = parse_direction(context.config.direction)
-    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options, context.host)
+    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", options, context.host, context.near)
     transport = transport_over(agent, context.rank_lines)
     if options.staging == "host":
         if context.rank_lines:

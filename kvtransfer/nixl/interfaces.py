@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -50,14 +50,16 @@ def _ipv6() -> dict[str, str]:
     return {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))): row[5] for row in rows}
 
 
-def devices_for(host: str) -> str | None:
+def devices_for(host: str, near: Sequence[str] = ()) -> str | None:
     """Returns UCX_NET_DEVICES for a node at this address; None for all devices, if no interface has the address or
-    there are no others."""
+    there are no others. `near`: the ports of the only RDMA devices to use; empty: of all."""
     where = addresses()
     if (own := where.get(host)) is None:
         return None
     if ipaddress.ip_address(host).is_loopback:
         return own
+    if near:
+        return ",".join((own, *near))
     others = sorted({name for _, name in socket.if_nameindex()} - {own})
     return "^" + ",".join(others) if others else None
 
@@ -66,14 +68,14 @@ _setting = threading.Lock()  # the environment belongs to the whole process
 
 
 @contextlib.contextmanager
-def listening_at(host: str) -> Iterator[None]:
+def listening_at(host: str, near: Sequence[str] = ()) -> Iterator[None]:
     """UCX reads its settings when a backend is made: make it within this context. A value that the operator has set
     stays."""
     with _setting:
         if DEVICES in os.environ:
             yield
             return
-        devices = devices_for(host)
+        devices = devices_for(host, near)
         if devices is None:
             if host not in addresses():
                 logger.warning(

@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -69,12 +69,15 @@ def _load_bindings() -> Any:
 class NixlAgent:
     """One NIXL agent with one backend. Only one thread at a time may use it."""
 
-    def __init__(self, name: str, options: NixlOptions, host: str = "127.0.0.1") -> None:
-        """`host`: the node's address. UCX listens there alone."""
+    def __init__(
+        self, name: str, options: NixlOptions, host: str = "127.0.0.1", near: Sequence[str] = ()
+    ) -> None:
+        """`host`: the node's address. UCX listens there alone. `near`: see `ConnectorContext`."""
         self._nixl = _load_bindings()
         self.name = name
         self.options = options
         self.host = host
+        self.near = near
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = options.progress_ms * 1000
@@ -93,7 +96,7 @@ class NixlAgent:
                 f"transfer.options.backend.{min(unknown)}: NIXL's {options.backend} has no such parameter, only "
                 f"{', '.join(sorted(known)) or 'none'}"
             )
-        with _translated(f"making the backend {options.backend}"), listening_at(host):
+        with _translated(f"making the backend {options.backend}"), listening_at(host, near):
             self._backend = self._agent.createBackend(options.backend, dict(options.parameters))
         LANE_LOG.after_loading()
         self._memory_types = {"DRAM": self._nixl.DRAM_SEG, "VRAM": self._nixl.VRAM_SEG}
@@ -278,7 +281,10 @@ class NixlTransport(Transport):
             raise InternalError("another way to a KV cache that was not registered")
         self._enter_device()
         agent = NixlAgent(
-            f"{self._agent.name}-{next(self._way_numbers)}", self._agent.options, self._agent.host
+            f"{self._agent.name}-{next(self._way_numbers)}",
+            self._agent.options,
+            self._agent.host,
+            self._agent.near,
         )
         try:
             described = self._reachable_through(agent, self._mine)

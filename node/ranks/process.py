@@ -22,6 +22,7 @@ import numpy as np
 from tandem.base.errors import ConfigurationError
 from tandem.base.logs import begin_logging
 from tandem.machine.resources import bind, threads_here
+from tandem.node.near import near_device
 from tandem.node.ranks.memory import SharedMemory
 from tandem.node.ranks.messages import (
     MOST_BYTES,
@@ -128,7 +129,8 @@ def _begin_transfers(orders: RankOrders, runner: TorchRunner, anywhere: Collecti
     memory = memory_of(runner)
     begun: list[RankThread] = []
     if orders.transfers is not None:
-        begun.append(RankTransfers(socket.socket(fileno=orders.transfers), memory, _end, host))
+        near = near_device(runner.info.device)
+        begun.append(RankTransfers(socket.socket(fileno=orders.transfers), memory, _end, host, near))
     if orders.tiers is not None:
         begun.append(find_tiers_of_rank()(socket.socket(fileno=orders.tiers), memory, _end))
     computing = os.sched_getaffinity(0)

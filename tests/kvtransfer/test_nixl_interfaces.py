@@ -43,6 +43,21 @@ def test_all_but_the_interfaces_of_other_addresses(host: str, devices: str | Non
 
 
 @pytest.mark.usefixtures("lab")
+@pytest.mark.parametrize(
+    ("host", "devices"),
+    [
+        ("127.0.0.1", "lo"),  # its peers are on this machine
+        ("10.0.0.5", "eth1,mlx5_3:1"),
+        ("fd00::5", "eth1,mlx5_3:1"),
+        ("10.1.1.1", None),
+    ],
+)
+def test_of_rdma_devices_the_nearest_alone(host: str, devices: str | None) -> None:
+    with listening_at(host, ["mlx5_3:1"]):
+        assert os.environ.get(DEVICES) == devices
+
+
+@pytest.mark.usefixtures("lab")
 def test_an_address_that_is_on_no_interface_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with listening_at("10.1.1.1"):
         pass

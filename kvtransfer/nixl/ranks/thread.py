@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,12 +48,17 @@ _LOOK_S = 0.001  # between two looks at moves in flight
 
 class RankTransfers:
     """`failed` is called from the thread when a bug ends it: rank 0 then gets no answers, so the process must end.
-    `host`: this machine's address, if it is not rank 0's machine."""
+    `host`: this machine's address, if it is not rank 0's machine. `near`: see `ConnectorContext`."""
 
     def __init__(
-        self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None], host: str = ""
+        self,
+        sock: socket.socket,
+        memory: KVCacheMemory,
+        failed: Callable[[], None],
+        host: str = "",
+        near: Sequence[str] = (),
     ) -> None:
-        self._host = host
+        self._host, self._near = host, near
         self._line = MessageLine(sock, ToRank)
         self._memory = memory
         self._failed = failed
@@ -148,7 +153,9 @@ class RankTransfers:
     def _open(self, message: OpenCache) -> CacheOpened:
         memory = self._memory
         heads = memory.heads or HeadShare(0, memory.num_kv_heads, memory.num_kv_heads)
-        self._transport = NixlTransport(NixlAgent(message.name, message.options, self._host or message.host))
+        self._transport = NixlTransport(
+            NixlAgent(message.name, message.options, self._host or message.host, self._near)
+        )
         described = self._transport.register(memory)
         shard = CacheShard(
             first_head=heads.first,
