@@ -156,11 +156,9 @@ class EngineLoop(Generic[T]):
         self._clock = clock
         self._stopping = threading.Event()
         self._step_started: float | None = None
-        # The start of the step that the log has already reported as too long
-        self._told_of: float | None = None
+        self._told_of: float | None = None  # the start of the step that the log has reported as too long
         self._rests = True  # nothing was done since the host last looked at its engine
-        self.steps = 0
-        self.step_seconds = 0.0
+        self.steps, self.step_seconds = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
 
     def start(self) -> None:

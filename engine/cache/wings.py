@@ -63,7 +63,7 @@ class StateCheckpoints(Protocol):
     def forget(self, request_id: str) -> None: ...
 
 
-class StatesWing(Protocol):
+class StateBlocksWing(Protocol):
     def tables(
         self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int
     ) -> StateTables: ...
@@ -77,9 +77,9 @@ class StatesWing(Protocol):
     ) -> StateCheckpoints: ...
 
 
-def states_wing() -> StatesWing:
+def states_wing() -> StateBlocksWing:
     if states := find_wing(STATES):
-        return cast("StatesWing", states)
+        return cast("StateBlocksWing", states)
     raise ConfigurationError(
         "a model with recurrent states is not served: this installation has no engine/cache/states"
     )

@@ -41,7 +41,7 @@ class Network:
         self.rng = rng
         self.note = note
         self.weather = Weather()
-        self.late = 0.0  # the chance that a frame lies in a queue until nobody waits for it any more
+        self.late = 0.0  # the chance that a frame lies in a queue until no one waits for it any more
         self.late_rng = rng
         self.cut: set[tuple[str, str]] = set()  # (from, to): machines between which nothing passes this way
         self._open: dict[str, _Open] = {}

@@ -1,4 +1,4 @@
-"""See engine.cache.wings.StatesWing."""
+"""See engine.cache.wings.StateBlocksWing."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Mixer(msgspec.Struct, frozen=True):
     states: tuple[State, ...]
 
 
-class Mixers(msgspec.Struct, frozen=True):
+class ModelMixers(msgspec.Struct, frozen=True):
     """All mixers of a model. See engine.model.states.Mixers."""
 
     found: tuple[Mixer, ...]
@@ -106,7 +106,7 @@ class Mixers(msgspec.Struct, frozen=True):
     # The mixers continue from a state one token at a time; several tokens at once only from a prompt's beginning.
     stepwise: bool = False
 
-    def token_by_token(self) -> Mixers:
+    def token_by_token(self) -> ModelMixers:
         return msgspec.structs.replace(self, stepwise=True)
 
     def wrap(self) -> None:
@@ -120,7 +120,7 @@ class Mixers(msgspec.Struct, frozen=True):
 class BoundMixers(msgspec.Struct, frozen=True):
     """See engine.model.states.StatesInCache."""
 
-    mixers: Mixers
+    mixers: ModelMixers
     store: LayerStates
 
     def step_cache(self, num_layers: int, before: int | torch.Tensor) -> StateCache:
@@ -172,7 +172,7 @@ class StateNotingCache(NotingCache):
                 f"a model of type {self.model_type} cannot be served: the state of layer {key[0]} is used by more than one module"
             )
 
-    def mixers(self) -> Mixers | None:
+    def mixers(self) -> ModelMixers | None:
         """The mixers that were noted, with their states; None without any."""
         of_module: dict[torch.nn.Module, list[State]] = {}
         for key, module in self._owners.items():
@@ -190,7 +190,7 @@ class StateNotingCache(NotingCache):
             if isinstance(layer, LinearAttentionCacheLayerMixin)
         }
         layout = StateLayout.of(tuple(state for mixer in found for state in mixer.states))
-        return Mixers(found, layout, layers, len(self.layers))
+        return ModelMixers(found, layout, layers, len(self.layers))
 
     def _value(self, key: StateKey) -> torch.Tensor | None:
         layer, kind, number = key
@@ -216,7 +216,12 @@ class RecurrentStep:
     """All mixers' work in one step."""
 
     def __init__(
-        self, mixers: Mixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None, cache: StateCache
+        self,
+        mixers: ModelMixers,
+        store: LayerStates,
+        batch: Batch,
+        hooks: LayerHooks | None,
+        cache: StateCache,
     ) -> None:
         self._cache = cache
         self._store = store
