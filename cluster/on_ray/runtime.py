@@ -20,6 +20,7 @@ from typing import Any
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
+from tandem.cluster.on_ray.lean import fewer_processes
 
 NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
 CONTROLLER = "controller"  # the name of the controller's actor, in each deployment's namespace
@@ -97,7 +98,7 @@ def start_ray() -> Path:
 
     try:
         make_private_token()
-        with _fork_groups:
+        with _fork_groups, fewer_processes():
             context = ray.init(
                 address="local",  # ignores RAY_ADDRESS
                 namespace=NAMESPACE,
