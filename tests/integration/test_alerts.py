@@ -45,7 +45,7 @@ class Watched:
 
     def __init__(self, server: Serve, url: str, model: Path, disk: Path, prometheus: Prometheus) -> None:
         self.server, self.model, self.disk, self.prometheus = server, model, disk, prometheus
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+        self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, trust_env=False)
 
     def post(self, path: str, body: dict[str, Any], key: str = OPERATOR) -> httpx.Response:
         return self.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
