@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,9 +19,11 @@ from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Una
 from tandem.base.logs import LogPosition, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
 from tandem.node.config import NodeConfig
-from tandem.node.node import Node
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.sockets import admit, public_key, raise_descriptor_limit
+
+if TYPE_CHECKING:
+    from tandem.node.node import Node
 
 logger = logging.getLogger(__name__)
 

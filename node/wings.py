@@ -9,20 +9,20 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from tandem.base.errors import ConfigurationError, TandemError
 from tandem.base.progress import Report
 from tandem.base.wings import find_wing, find_wings
-from tandem.engine.contract import NodeEngine
-from tandem.engine.request import Request
-from tandem.node.config import NodeConfig
-from tandem.wire.kv_events import KVEvent
-from tandem.wire.requests import Submit
 
 if TYPE_CHECKING:
+    from tandem.engine.contract import NodeEngine
     from tandem.engine.model.torch_runner import TorchRunner
+    from tandem.engine.request import Request
+    from tandem.node.config import NodeConfig
     from tandem.node.node import LoadSource
+    from tandem.wire.kv_events import KVEvent
+    from tandem.wire.requests import Submit
 
 ROWS = (
     "tandem.node.grammar.part",
@@ -34,7 +34,7 @@ ROWS = (
 # The other ranks of a node that has several.
 RANKS = "tandem.node.ranks.loading"
 
-Publish = Callable[[Sequence[KVEvent]], None]
+Publish: TypeAlias = "Callable[[Sequence[KVEvent]], None]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,20 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.base.errors import Unavailable
 from tandem.base.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
-from tandem.http_server.serving import listen
 from tandem.router.config import RouterConfig
-from tandem.router.http.services import ClusterControl
-from tandem.router.server import RouterServer
 from tandem.wire.nodes import NodeInfo, PoolReport, RouterInfo, RouterQueue
 from tandem.wire.sockets import raise_descriptor_limit
+
+if TYPE_CHECKING:
+    from tandem.router.http.services import ClusterControl
+    from tandem.router.server import RouterServer
 
 _SWITCH_S = 0.001
 _GARBAGE_OBJECTS = 10_000
@@ -75,6 +77,10 @@ class RouterHost:
         return msgspec.msgpack.encode(await asyncio.shield(self._starting))
 
     async def _start(self, door: str) -> RouterInfo:
+        # Commands and controllers import this module, too, and route nothing.
+        from tandem.http_server.serving import listen
+        from tandem.router.server import RouterServer
+
         config = msgspec.msgpack.decode(self._config, type=RouterConfig)
         if self._find_model is not None:
             if not door:

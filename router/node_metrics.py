@@ -45,6 +45,12 @@ _PER_LABEL = {
     "pins_ended": "why",
     "encoder_fallbacks": "reason",
 }
+# What alerts count, of a node that has transferred anything: a rate misses the failures that a series begins with.
+_FROM_ZERO = {
+    "transfers_finished": dict.fromkeys(
+        ("timed_out", "too_slow", "lease_expired", "peer_lost", "move_failed", "corrupted"), 0
+    )
+}
 
 
 # Figures that are more than one number or numbers by label.
@@ -208,7 +214,8 @@ def _counters(reporting: list[Member]) -> Iterable[Metric]:
             if label is None:
                 family.add_metric(labels_of(member), value)
             else:
-                for key, count in value.items():
+                least = _FROM_ZERO.get(field.name, {}) if value else {}
+                for key, count in {**least, **value}.items():
                     family.add_metric([*labels_of(member), key], count)
         yield family
 

@@ -374,6 +374,18 @@ def test_importing_the_light_packages_does_not_bring_torch_along() -> None:
     assert child.returncode == 0, child.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["cluster.on_ray.remote_controller", "cluster.on_ray.controller_actor"])
+def test_who_only_starts_nodes_and_routers_imports_neither(module: str) -> None:
+    """Each start waits for the command and for the controller. Slow: runs an interpreter."""
+    theirs = ["numpy", "starlette", "llguidance", f"{NAME}.router.server", f"{NAME}.engine.core"]
+    script = f"import sys, {NAME}.{module}\nprint([name for name in {theirs!r} if name in sys.modules])"
+    child = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert child.stdout.strip() == "[]"
+
+
 # --- the reader itself
 
 

@@ -91,7 +91,7 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
                 _show_engine(config, display)
                 found = _in_background(_with_revision(config.model), display)
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
-                    logs = str(start_ray())
+                    logs = str(start_ray(lambda: _in_own_thread("imports", _import_what_follows)))
                 # After Ray, whose processes have a limited time to start.
                 if config.model.engine == OWN_ENGINE and computes_on_cpu(config, this_machine()):
                     kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
@@ -170,6 +170,12 @@ def _in_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return result
+
+
+def _import_what_follows() -> None:
+    """Half a second's work that would otherwise be done when Ray has started, which is a second's wait."""
+    import tandem.cluster.commands.following
+    import tandem.cluster.on_ray.remote_controller  # noqa: F401
 
 
 def _as_every_machine_finds_it(name: str) -> Future[Model]:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.cluster.config import DEFAULT_NAME
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
+from tandem.cluster.on_ray.lean import fewer_processes
 
 NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
 CONTROLLER = "controller"  # the name of the controller's actor, in each deployment's namespace
@@ -87,17 +88,19 @@ def deployment_in(namespace: str) -> str | None:
 _fork_groups = _ForkGroups()  # one for the process: a fork hook cannot be unregistered
 
 
-def start_ray() -> Path:
-    """Starts a Ray of our own, whatever other Ray runs here. Returns the folder of its logs. Raises Unavailable.
+def start_ray(when_imported: Callable[[], object] = lambda: None) -> Path:
+    """Starts a Ray of our own, whatever other Ray runs here. Returns the folder of its logs. Raises Unavailable. `when_imported` is
+    called before Ray's processes start.
 
     Call it from the main thread: Ray's processes end when the thread that started them does.
     """
     _stay_on_loopback()
     ray = import_ray()
+    when_imported()
 
     try:
         make_private_token()
-        with _fork_groups:
+        with _fork_groups, fewer_processes():
             context = ray.init(
                 address="local",  # ignores RAY_ADDRESS
                 namespace=NAMESPACE,

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -39,6 +40,10 @@ def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text  # KV was transferred, so every socket is open by now
 
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in running.processes()]
+    for program in ("dashboard.py", "log_monitor.py", "monitor.py"):
+        assert not [command for command in commands if f"/{program}\0" in command], "nobody asked for it"
+
     found = {
         (program_of(command), host)
         for pid, command in running.processes().items()
@@ -53,7 +58,7 @@ def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(
     assert {name for name, _ in found} <= names
 
     scaled = tandem(url, "ops-key", "scale", "decode=1")
-    assert scaled.stdout.strip() == "decode: stays at 1", scaled.stderr
+    assert scaled.stdout.splitlines() == [f"the deployment at {url}:", "decode: stays at 1"], scaled.stderr
     refused = tandem(url, "tenant-key", "scale", "decode=2")
     assert refused.returncode != 0
     assert "needs an operator's key" in refused.stderr + refused.stdout

@@ -11,6 +11,7 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.kvtransfer.protocol.side import Outcome
 from tandem.router.config import ApiKey
 from tandem.router.metrics import RouterMetrics
 from tandem.router.recent import ADVICE, parts_of
@@ -130,6 +131,14 @@ def scraped(router: RunningRouter, name: str) -> dict[tuple[str, ...], float]:
         for sample in family.samples
         if sample.name == name
     }
+
+
+def test_a_rate_sees_the_first_transfers_that_fail(router: RunningRouter) -> None:
+    outcomes = scraped(router, "tandem_node_transfers_finished_total")
+    assert outcomes.pop(("d0", "received", "decode")) == 1
+    assert {(node, role) for node, _, role in outcomes} == {("d0", "decode")}, "p0 has transferred nothing"
+    assert set(outcomes.values()) == {0}
+    assert {"peer_lost", "lease_expired"} <= {outcome for _, outcome, _ in outcomes} <= set(Outcome)
 
 
 def test_a_node_that_died_is_seen_as_down_and_missed_in_its_pool(start_router: StartRouter) -> None:
