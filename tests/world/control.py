@@ -385,7 +385,8 @@ class Schedule:
         machines = {host.name for host in self.ray.machines}
         for record in old.nodes:
             now = new.find(record.node_id)
-            if now is None and not record.leaving and record.info is not None:
+            is_gone = now is None or (now.leaving and now.info is None)
+            if is_gone and not record.leaving and record.info is not None:
                 placement, runs = record.placement, self.ray.actors.get(record.node_id)
                 serves = runs is not None and runs.is_alive and runs.has_started and runs.silent_s == 0
                 if serves and placement is not None and machines.issuperset(placement.hosts):
