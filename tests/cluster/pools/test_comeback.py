@@ -283,14 +283,40 @@ async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same(
         save, store.save = store.save, full  # type: ignore[method-assign]
         start = asyncio.create_task(rig.controller.start())
         await rig.clock.advance(5.0)
-        assert [node.node_id for node in (await rig.controller.view()).nodes if node.phase == "ready"] == [
-            "prefill-0",
-            "decode-0",
-        ]
+        view = await rig.controller.view()
+        assert [node.node_id for node in view.nodes if node.phase == "ready"] == ["prefill-0", "decode-0"]
+        assert [(router.name, router.phase) for router in view.routers] == [("router", "ready")]
         store.save = save  # type: ignore[method-assign]
         await rig.clock.advance(5.0)
         await start
         assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_lost_node_is_ended_though_its_controller_died_before_that() -> None:
+    """Its machine may come back, and with it a process that no controller would know."""
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(1.0)
+        (there,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        stop, there.stop = there.stop, never  # type: ignore[method-assign]
+        rig.lose_machine("2")
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        view = await rig.controller.view()
+        lost = f"{there.config.node_id} is lost: its machine 10.0.0.2 is gone"
+        assert lost in [decision.text for decision in view.decisions]
+        await rig.kill_controller()
+        there.stop = stop  # type: ignore[method-assign]
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        assert there.stopped
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
 
 
 @in_loop
