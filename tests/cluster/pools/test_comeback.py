@@ -55,6 +55,26 @@ async def test_a_node_that_was_left_out_is_not_tried_again_only_to_go() -> None:
 
 
 @in_loop
+async def test_a_left_out_node_of_a_pool_that_follows_the_machines_is_tried_again_by_its_role() -> None:
+    hosts = FakeHosts(machine("1", prefill=1, decode=2))
+    async with Rig(pools=pools(1, None), hosts=hosts) as rig:
+        rig.launcher.prepare["decode-1"] = lambda node, earlier: setattr(
+            node, "start_error", Unavailable("no memory") if earlier < 6 else None
+        )
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(100.0)
+        await start
+        again = asyncio.create_task(rig.controller.change_role("decode-1", Role.DECODE))
+        await rig.clock.advance(100.0)
+        with pytest.raises(Unavailable, match="decode-1 did not start: no memory"):
+            await again
+        await rig.controller.change_role("decode-1", Role.DECODE)
+        assert "decode-1" in rig.routed
+        (pool,) = [pool for pool in (await rig.controller.view()).pools if pool.role is Role.DECODE]
+        assert (pool.wanted, pool.ready) == (2, 2)
+
+
+@in_loop
 async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
