@@ -530,10 +530,9 @@ class Schedule:
         if self.ray.store.lost_answers != lost or process is not self.process:
             return
         whole = order.text.startswith(("apply", "scale", "pause", "resume"))
-        if whole and (kept.revision.number, kept.last_number) != (
-            self.kept.revision.number,
-            self.kept.last_number,
-        ):
+        # A rollout that is taken back meanwhile has another revision again.
+        numbers = (kept.revision.number, kept.last_number)
+        if whole and kept.rollout is None and numbers != (self.kept.revision.number, self.kept.last_number):
             self.broken(f"{order.text} was refused, and there is another revision")
         scaled = any(pool.max is not None for pool in (self.config.pools.prefill, self.config.pools.decode))
         if whole and not scaled and kept.sizes != self.kept.sizes:
