@@ -152,7 +152,7 @@ class EvacuateOrder(Order[dict[str, bool]], frozen=True):
 
 class ChangeRoleOrder(Order[dict[str, str]], frozen=True):
     """Drains the node and brings it back as a node of another role with the weights that it has loaded. The sizes of both pools change
-    by one. Returns when it is ready in its new role."""
+    by one. Returns when it is ready in its new role. A node that has this role already, and was left out, is tried again."""
 
     action = "role"
     node: str

@@ -228,13 +228,15 @@ class RemoteController:
         return msgspec.msgpack.decode(change, type=ConfigChange)
 
     async def ask(self, order: Order[T]) -> T:
-        limit_s = order.limit_s + _ANSWER_S
-        done = await self._ask(
-            limit_s,
-            f"carry out {order.action!r}",
-            lambda actor: actor.order.remote(order.action, order.body()),
-        )
-        return order.decoded(done)
+        def call(actor: Any) -> Any:
+            if not hasattr(actor, "order"):
+                raise Unavailable(
+                    "the controller runs an earlier version of Tandem, which takes orders of this one through a router only: "
+                    "use --url, or the command of that version"
+                )
+            return actor.order.remote(order.action, order.body())
+
+        return order.decoded(await self._ask(order.limit_s + _ANSWER_S, f"carry out {order.action!r}", call))
 
     async def drain(self, timeout_s: float) -> bool:
         return bool(await self._ask(timeout_s + _ANSWER_S, "drain", lambda actor: actor.drain.remote()))

@@ -53,13 +53,8 @@ def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
     sizes = {
         role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)
     }
-    found: dict[str, list[str]] = {
-        "at_once": [],
-        "nodes": [],
-        "routers": [],
-        "controller": [],
-        "refused": [],
-    }
+    kinds = ("at_once", "nodes", "routers", "controller", "refused")
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
     for name in _different(running, wanted):
         found[_kind(name)].append(name)
     return ConfigDifference(sizes, **found)
@@ -119,20 +114,16 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
 def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int], list[str]]:
     """Returns the pool sizes that differ, and a sentence for every other setting that does. A pool that was scaled since keeps its size
     if the configuration's did not change. The sentences have no values, because one may be a key."""
-    sizes: dict[Role, int] = {}
-    names = _different(running, wanted)
-    for role in Role:
-        before, after = running.pools.of(role).nodes, wanted.pools.of(role).nodes
-        if before == after:
-            continue
-        if before is None or after is None:
-            names.append(f"pools.{role.value}.nodes")
-        else:
-            sizes[role] = after
-    return sizes, [
-        f"{name} differs from what is running: {_LATER if _kind(name) != 'refused' else f'to change it {_RESTART}'}"
-        for name in sorted(names)
-    ]
+    found = difference(running, wanted)
+    sizes = {
+        role: size
+        for role, size in found.sizes.items()
+        if size is not None and running.pools.of(role).nodes is not None
+    }
+    follow = [f"pools.{role.value}.nodes" for role in found.sizes if role not in sizes]
+    later = [*found.at_once, *found.nodes, *found.routers, *found.controller, *follow]
+    said = dict.fromkeys(found.refused, f"to change it {_RESTART}") | dict.fromkeys(later, _LATER)
+    return sizes, [f"{name} differs from what is running: {said[name]}" for name in sorted(said)]
 
 
 def with_sizes(config: TandemConfig, sizes: dict[Role, int]) -> TandemConfig:

@@ -444,10 +444,16 @@ class Controller:
             if record.role is not role:
                 await self._keep_role(record, role)
                 self._begin_to_change(record, role)
-            task = self._changing.get(node_id)
+            elif self._fleet.retry(node_id):
+                self._pools.note(f"{node_id} was left out and is tried again")
+            task, node = self._changing.get(node_id), self._fleet.nodes.get(node_id)
         self._pools.wake()
         if task is not None:
             await asyncio.shield(task)
+        elif node is not None:
+            await node.settled()
+            if node.phase is ProcessPhase.LEFT_OUT:
+                raise Unavailable(f"{node_id} did not start: {node.detail}")
 
     async def _keep_role(self, record: NodeRecord, role: Role) -> None:
         supervisor = self._fleet.nodes.get(record.node_id)

@@ -157,6 +157,7 @@ class Fleet:
         supervisor = self.nodes.get(name) or self.routers.get(name)
         if supervisor is None or supervisor.phase is not ProcessPhase.LEFT_OUT:
             return False
+        supervisor.try_again()
         self._run(supervisor)
         return True
 

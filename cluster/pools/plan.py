@@ -78,6 +78,8 @@ def as_it_runs(state: ClusterState, facts: Facts) -> ClusterState:
         node = facts.nodes.get(record.node_id)
         if node is not None and node.phase is ProcessPhase.LEFT_OUT and not record.left_out:
             state = state.with_node(record.out_of_use(node.detail))
+        elif record.leaving and record.info is None:
+            continue  # it is lost, or never served
         elif node is not None and node.info is not None and node.info != record.info:
             state = state.with_node(record.serving_as(node.info))
             if record.revision == state.revision.number and not state.revision.content:
@@ -101,7 +103,8 @@ def next_change(config: TandemConfig, state: ClusterState, facts: Facts) -> Chan
     present = {host.name for host in facts.hosts}
     for node in state.nodes:
         if not node.leaving and (why := why_lost(node, present, facts.unseen)):
-            return RetireNode(node, f"{node.node_id} is lost: {why}")
+            # Without `info`: the next controller does not announce it.
+            return RetireNode(msgspec.structs.replace(node, info=None), f"{node.node_id} is lost: {why}")
     hosts = staying_hosts(state, facts.hosts)
     for role in Role:
         staying = state.staying(role)

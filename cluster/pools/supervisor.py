@@ -262,6 +262,11 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self._events.gave_up(self.name, f"{times}{error}")
         self._settled.set()
 
+    def try_again(self) -> None:
+        """Call this before `run` for a process that was left out."""
+        self._settled.clear()
+        self._enter(ProcessPhase.STARTING, self.detail)
+
     def stay_left_out(self, reason: str) -> None:
         """Call this instead of `run` for a process that an earlier controller left out."""
         self._enter(ProcessPhase.LEFT_OUT, reason)

@@ -448,7 +448,8 @@ class Schedule:
         machines = {host.name for host in self.ray.machines}
         for record in old.nodes:
             now = new.find(record.node_id)
-            if now is None and not record.leaving and record.info is not None:
+            is_gone = now is None or (now.leaving and now.info is None)
+            if is_gone and not record.leaving and record.info is not None:
                 placement, runs = record.placement, self.ray.actors.get(record.node_id)
                 serves = runs is not None and runs.is_alive and runs.has_started and runs.silent_s == 0
                 if serves and placement is not None and machines.issuperset(placement.hosts):
@@ -600,10 +601,9 @@ class Schedule:
         if self.ray.store.lost_answers != lost or process is not self.process:
             return
         whole = order.text.startswith(("apply", "scale", "pause", "resume"))
-        if whole and (kept.revision.number, kept.last_number) != (
-            self.kept.revision.number,
-            self.kept.last_number,
-        ):
+        # A rollout that is taken back meanwhile has another revision again.
+        numbers = (kept.revision.number, kept.last_number)
+        if whole and kept.rollout is None and numbers != (self.kept.revision.number, self.kept.last_number):
             self.broken(f"{order.text} was refused, and there is another revision")
         if whole and not self._is_scaled and kept.sizes != self.kept.sizes:
             self.broken(f"{order.text} was refused, and the sizes become {_sizes(self.kept)}")

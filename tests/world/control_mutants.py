@@ -196,10 +196,7 @@ def _without_a_door(right: Any) -> Any:
 
 def _departed_not_recorded(right: Any) -> Any:
     async def until_kept(self: Departures, change: Any, name: str) -> None:
-        try:
-            await self._recorder.update(change)
-        except TandemError:
-            return
+        await asyncio.Event().wait()
 
     return until_kept
 

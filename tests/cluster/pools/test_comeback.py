@@ -56,6 +56,26 @@ async def test_a_node_that_was_left_out_is_not_tried_again_only_to_go() -> None:
 
 
 @in_loop
+async def test_a_left_out_node_of_a_pool_that_follows_the_machines_is_tried_again_by_its_role() -> None:
+    hosts = FakeHosts(machine("1", prefill=1, decode=2))
+    async with Rig(pools=pools(1, None), hosts=hosts) as rig:
+        rig.launcher.prepare["decode-1"] = lambda node, earlier: setattr(
+            node, "start_error", Unavailable("no memory") if earlier < 6 else None
+        )
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(100.0)
+        await start
+        again = asyncio.create_task(rig.controller.change_role("decode-1", Role.DECODE))
+        await rig.clock.advance(100.0)
+        with pytest.raises(Unavailable, match="decode-1 did not start: no memory"):
+            await again
+        await rig.controller.change_role("decode-1", Role.DECODE)
+        assert "decode-1" in rig.routed
+        (pool,) = [pool for pool in (await rig.controller.view()).pools if pool.role is Role.DECODE]
+        assert (pool.wanted, pool.ready) == (2, 2)
+
+
+@in_loop
 async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
@@ -284,14 +304,40 @@ async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same(
         save, store.save = store.save, full  # type: ignore[method-assign]
         start = asyncio.create_task(rig.controller.start())
         await rig.clock.advance(5.0)
-        assert [node.node_id for node in (await rig.controller.view()).nodes if node.phase == "ready"] == [
-            "prefill-0",
-            "decode-0",
-        ]
+        view = await rig.controller.view()
+        assert [node.node_id for node in view.nodes if node.phase == "ready"] == ["prefill-0", "decode-0"]
+        assert [(router.name, router.phase) for router in view.routers] == [("router", "ready")]
         store.save = save  # type: ignore[method-assign]
         await rig.clock.advance(5.0)
         await start
         assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_a_lost_node_is_ended_though_its_controller_died_before_that() -> None:
+    """Its machine may come back, and with it a process that no controller would know."""
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        await rig.controller.start()
+        await rig.clock.advance(1.0)
+        (there,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        stop, there.stop = there.stop, never  # type: ignore[method-assign]
+        rig.lose_machine("2")
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        view = await rig.controller.view()
+        lost = f"{there.config.node_id} is lost: its machine 10.0.0.2 is gone"
+        assert lost in [decision.text for decision in view.decisions]
+        await rig.kill_controller()
+        there.stop = stop  # type: ignore[method-assign]
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        assert there.stopped
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
 
 
 @in_loop
