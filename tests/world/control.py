@@ -678,6 +678,8 @@ class Schedule:
             config = replace(config, slo=replace(config.slo, ttft_s=rng.choice([1.0, 2.0, 3.0])))
         if self._is_scaled and rng.random() < 0.5:  # users come and go during a rollout, too
             self.loop.call_later(rng.uniform(0.0, 3.0), self._load, rng)
+        if what in ("routers", "both") and self.with_faults and rng.random() < 0.4:
+            self.loop.call_later(rng.uniform(0.0, 4.0), self._end_a_router, rng)
         await self._ordered(_Order(f"apply {what} {number}"), _sent(ApplyOrder(config)))
 
     # ── faults ──
@@ -785,14 +787,18 @@ class Schedule:
         elif kind == "hub":
             self._for(lasts, "the hub is away", lambda: setattr(self, "hub_is_away", True), self._hub_is_back)
         elif kind == "sigterm":
-            routers = [actor for actor in living if isinstance(actor, RouterActor)]
-            if routers:
-                router = rng.choice(routers)
-                self._blame(router, "gets SIGTERM")
-                router.is_ending = True
-                self.loop.call_later(20.0, router.end, "it ended after SIGTERM")
+            self._end_a_router(rng)
         elif kind == "load":
             self._load(rng)
+
+    def _end_a_router(self, rng: random.Random) -> None:
+        routers = [actor for actor in self.ray.living() if isinstance(actor, RouterActor)]
+        if not routers or self.has_ended:
+            return
+        router = rng.choice(routers)
+        self._blame(router, "gets SIGTERM")
+        router.is_ending = True
+        self.loop.call_later(rng.choice([1.0, 20.0]), router.end, "it ended after SIGTERM")
 
     def _load(self, rng: random.Random) -> None:
         self._set_load(rng.choice([0.0, 0.05, 0.95]))

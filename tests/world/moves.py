@@ -66,7 +66,7 @@ class WorldTransport(Transport):
         self._posted: dict[HandleId, _Posted] = {}
         self._ids = itertools.count(1)
         self.wake: Callable[[], None] = lambda: None
-        self.flips = True  # whether bits may flip on the way
+        self.flips: float | None = None  # how likely a bit flips on the way; None: as the weather is
         self._ways = [0]  # through which our memory is reached
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
@@ -109,7 +109,7 @@ class WorldTransport(Transport):
             at += rng.uniform(0.5, 8.0)
         fabric.busy_until[link] = at
         fails = rng.random() < fabric.weather.fails
-        flips = rng.random() < fabric.weather.flips and self.flips
+        flips = rng.random() < (fabric.weather.flips if self.flips is None else self.flips)
         self._process.loop.call_at(at, self._complete, posted, move, fails, flips)
         return handle
 

@@ -164,11 +164,19 @@ class WorldNode:
         self.step_s = 0.0  # of the turn under way: its messages leave so much later
         self._turns_taken = 0
         self._on_broken = on_broken
+        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took)
+        # With a disk, or shared tiers, the names of blocks are those of other processes, too.
+        cache = CacheConfig(
+            block_size=BLOCK_SIZE,
+            tiers=tiers.configs(model.block_bytes),
+            remote=sharing.exists and sharing.remote,
+            mirror=sharing.exists and sharing.mirror,
+        )
         config = NodeConfig(
             node_id=process.name,
             role=role,
             engine=EngineConfig(
-                cache=CacheConfig(block_size=BLOCK_SIZE),
+                cache=cache,
                 scheduler=SchedulerConfig(
                     max_num_batched_tokens=rng.choice([16, 32, 64]),
                     max_num_seqs=8,
@@ -179,7 +187,6 @@ class WorldNode:
             transfer=transfer if role is not Role.AGGREGATED else None,
         )
         self.mailbox = mailbox = WorldMailbox()
-        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took)
         parts: list[tuple[SchedulerConnector, WorkerConnector]] = []
         context = ConnectorContext(
             process.name,

@@ -18,6 +18,7 @@ import random
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError
@@ -172,10 +173,11 @@ class Schedule:
         self._clients: dict[asyncio.Task[None], WorldRouter] = {}
         families = rng.randint(1, 4)
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
-        self._router_settings = {"local_prefill": rng.choice(["auto", "never", "never"])}
+        self._router_settings: dict[str, Any] = {"local_prefill": rng.choice(["auto", "never", "never"])}
         self.features = Features(outcome.seed)
         self.storage = Storage(self)
         self.sharing = Sharing(outcome.seed, bool(self.storage.tiers.cpu_slots))
+        self._router_settings = {**self._router_settings, **self.sharing.router_settings}
         self.wrong_kv = WrongKV(self)
         self.transfer = self.wrong_kv.with_canary(self.transfer)
         self.healthy_since = 0.0
@@ -561,7 +563,7 @@ class Schedule:
         self._ahead = rng.random() < 0.5
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
-        for name, role in self._layout():
+        for name, role in self.sharing.layout(self._layout()):
             self.outcome.parts.append(name)
             if name not in self.without:
                 self._start_node(name, role)

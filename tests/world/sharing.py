@@ -12,6 +12,8 @@ from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, RemoteRead
 from tandem.kvtransfer.sources import ASK_S
+from tandem.router.config import PolicyName
+from tandem.wire.nodes import Role
 from tandem.wire.sharing import SharingMessage
 from tests.world.moves import Fabric, WorldTransport
 from tests.world.network import Network, WorldChannel
@@ -29,6 +31,20 @@ class Sharing:
         self.remote, self.mirror = rng.choice([(True, False), (True, True), (True, True), (False, True)])
         # Without checksums nothing but leases and generations keeps foreign bytes out.
         self.checksums = rng.choice([ChecksumPolicy.ALL, ChecksumPolicy.OFF])
+        # A node copies what it lacks, so requests go to nodes that lack something
+        self.spreads = self.exists and self.remote and rng.random() < 0.8
+
+    @property
+    def router_settings(self) -> dict[str, PolicyName]:
+        return {"policy": PolicyName.ROUND_ROBIN} if self.spreads else {}
+
+    def layout(self, nodes: list[tuple[str, Role]]) -> list[tuple[str, Role]]:
+        if not self.spreads or len(nodes) > 3:
+            return nodes
+        role = nodes[0][1]
+        return [(f"{role.value}-{i}", role) for i in range(2)] + [
+            node for node in nodes if node[1] is not role
+        ]
 
     def context(self, context: ConnectorContext) -> ConnectorContext:
         if not self.exists:
@@ -50,7 +66,7 @@ class WorldExchange(Exchange):
     ) -> None:
         """`are_let_go`: how many of these places wait for no copy."""
         transport = WorldTransport(fabric, process, " tier")
-        transport.flips = context.config.checksums is ChecksumPolicy.ALL
+        transport.flips = 0.03 if context.config.checksums is ChecksumPolicy.ALL else 0.0
         fabric.num_free_among[transport.memory_name] = are_let_go
         self._timer = Timer(process, self._take_turn)
         transport.wake = lambda: self._timer.within(0.0)
