@@ -196,6 +196,10 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_state_layout.py",
         ),
     ),
+    "own attention": Wing(
+        ("engine/model/own_attention/",),
+        ("tests/engine/model/every_class.py", "tests/engine/model/test_every_class.py"),
+    ),
     "latents": Wing(
         ("engine/model/latents/",),
         ("tests/engine/model/test_flashinfer_package.py", "tests/engine/model/test_latents.py"),

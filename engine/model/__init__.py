@@ -13,6 +13,7 @@ native/         the Llama family on CPUs, in C++
 general, probe, check, attention/, transformers_forward
                 the general path: transformers' models with our paged attention, checked before they serve; caches has the
                 objects that stand in for transformers' cache
+own_attention/  layers of the general path that attend by their own code; own_layers is their contract
 latents/        layers of the general path that keep one latent for all heads; compressed is their contract
 recurrent/      layers of the general path that keep a state instead of keys and values; states is their contract
 quantized/      quantized matrices; fused layers know theirs as kernel_linear

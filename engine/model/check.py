@@ -42,7 +42,7 @@ def checked(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Model
     name = model.config.get_text_config().model_type
     try:
         with torch.inference_mode():
-            if parts.mixers is None and not parts.own:
+            if parts.mixers is None and parts.own is None:
                 return _counted(model, parts, vocab_size)
             return _cut_up(model, parts, vocab_size)
     except TandemError:

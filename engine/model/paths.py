@@ -182,7 +182,7 @@ def _mostly_fused(model: PreTrainedModel, left: int, capabilities: Sequence[Capa
 
 def _is_alone(parts: ModelParts) -> bool:
     """Whether a layer attends by its own code or reads another layer's keys, so that fused pieces cannot be tried in the whole model."""
-    return bool(parts.own) or any(layer.reads_of is not None for layer in parts.layers)
+    return parts.own is not None or any(layer.reads_of is not None for layer in parts.layers)
 
 
 class _GeneralModel:

@@ -17,7 +17,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from tandem.base.errors import ConfigurationError, TandemError
-from tandem.engine.model.attention import own
 from tandem.engine.model.attention.interface import (
     PAGED,
     PROBED,
@@ -30,10 +29,10 @@ from tandem.engine.model.attention.interface import (
 )
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer
-from tandem.engine.model.attention.own import OwnLayer
 from tandem.engine.model.caches import NotingCache, attending_layer, cache_parameter
 from tandem.engine.model.check import checked
 from tandem.engine.model.compressed import LatentLayer, Latents, ProbedCall, latents_wing
+from tandem.engine.model.own_layers import INDEXED, SUMMING, FoundLayer, OwnLayers, own_wing
 from tandem.engine.model.shard import elsewhere
 from tandem.engine.model.states import Mixers, StateNoting, states_wing
 from tandem.engine.model.transformers_forward import ModelParts
@@ -56,10 +55,6 @@ _ATTENDING_LAYER_TYPES = {
     "hybrid_sliding",
     None,
 }
-# Such a layer attends to the tokens that a smaller attention picks.
-_INDEXED = "indexed_attention"
-# Such a layer attends to a window, and to sums of the tokens before it.
-_SUMMING = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -110,7 +105,8 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
         parts.latents.wrap(parts.layers)
     if mixers is not None:
         mixers.wrap()
-    own.wrap(parts.own)
+    if parts.own is not None:
+        parts.own.wrap()
     return ProbeResult(checked(model, parts, config.vocab_size), output.logits.shape[-1])
 
 
@@ -146,7 +142,7 @@ class _Recorder:
         self._layers: dict[int, AttentionLayer] = {}
         self._windows: dict[MaskRule, int | None] = {}
         self._expansions: dict[int, LatentLayer] = {}
-        self._sums: dict[int, own.Sums] = {}
+        self._own: dict[int, FoundLayer] = {}
 
     def attention(
         self,
@@ -166,10 +162,10 @@ class _Recorder:
         if index in self._layers:
             self._leave_to_itself(index, f"layer {index} attends more than once, as an encoder-decoder does")
             return eager(module, query, key, value, attention_mask, **kwargs)
-        if self._kind(index) in (_INDEXED, *_SUMMING):
+        if self._kind(index) in (INDEXED, *SUMMING):
             self._leave_to_itself(index, f"layer {index} keeps more than its code hands over")
-            if attention_mask is not None:
-                attention_mask = own.among_picked(attention_mask, kwargs.get("indices"))
+            if attention_mask is not None and (wing := own_wing()) is not None:
+                attention_mask = wing.among_picked(attention_mask, kwargs.get("indices"))
             return eager(module, query, key, value, attention_mask, **kwargs)
         window = self._window(index, kwargs.get("sliding_window"), attention_mask)
         chunked = self._kind(index) == "chunked_attention"
@@ -224,64 +220,17 @@ class _Recorder:
         return wing.expansion_of(module, self._cache.kept[index], call)
 
     def _leave_to_itself(self, index: int, why: str) -> None:
-        """Lets the layer's module attend by its own code. This needs a module that takes its mask as an argument and passes its keys
-        to the cache; any other is refused."""
-        keeper = self._cache.keepers.get(index) if self._cache is not None else None
-        if self._cache is None or keeper is None or not own.takes_mask(keeper):
+        """Lets the layer's module attend by its own code, or refuses the model."""
+        known, wing = self._layers.get(index), own_wing()
+        if wing is None:
+            raise self._refusal(f"{why}, and this installation has no engine/model/own_attention")
+        window = known.window if known is not None else None
+        found = None
+        if self._cache is not None:
+            found = wing.find(self._config, self._cache, index, self._kind(index), window)
+        if found is None:
             raise self._refusal(why)
-        key, value = self._cache.kept[index]
-        if self._kind(index) == _INDEXED:
-            if key.shape[1] != 1 or value.shape[1] != 1:
-                raise self._refusal(why)
-            latent, index_dim = (key.shape[3], value.shape[3]), self._cache.index_dims.get(index, 0)
-            self._layers[index] = AttentionLayer(
-                index=index,
-                num_query_heads=self._config.num_attention_heads,
-                num_kv_heads=1,
-                key_dim=sum(latent) + index_dim,
-                value_dim=latent[0],
-                window=None,
-                latent=latent,
-                index_dim=index_dim,
-                own=True,
-            )
-            return
-        if self._kind(index) in _SUMMING:
-            self._sum_up(index, key.shape[3], why)
-            return
-        known = self._layers.get(index)
-        self._layers[index] = AttentionLayer(
-            index=index,
-            num_query_heads=key.shape[1],
-            num_kv_heads=max(key.shape[1], value.shape[1]),
-            key_dim=key.shape[3],
-            value_dim=value.shape[3],
-            window=known.window if known is not None else None,
-            own=True,
-        )
-
-    def _sum_up(self, index: int, key_dim: int, why: str) -> None:
-        """Finds what a layer that sums tokens keeps of each token, from what transformers' cache holds of a window that is not full."""
-        layer: Any = self._cache.layers[index] if self._cache is not None else None
-        series = {name: (layer.buffer_kv[name], layer.buffer_gate[name]) for name in layer.buffer_kv}
-        if any(part is None for pair in series.values() for part in pair):
-            raise self._refusal(why)
-        dims = [part.shape[-1] for pair in series.values() for part in pair]
-        _, *places = own.places_for([key_dim, *dims])
-        pairs = zip(places[::2], places[1::2], strict=True)
-        self._sums[index] = own.Sums(layer.compress_rate, dict(zip(series, pairs, strict=True)))
-        ends = [key_dim, 0]
-        for place in places:
-            ends[place.part] = max(ends[place.part], place.begin + place.dim)
-        self._layers[index] = AttentionLayer(
-            index=index,
-            num_query_heads=self._config.num_attention_heads,
-            num_kv_heads=1,
-            key_dim=ends[0],
-            value_dim=ends[1],
-            window=None,
-            own=True,
-        )
+        self._layers[index], self._own[index] = found
 
     def layers(self, besides: Container[int] = ()) -> tuple[AttentionLayer, ...]:
         """The layers that attend. Those in `besides` need not; any other layer must."""
@@ -312,19 +261,9 @@ class _Recorder:
         wing = latents_wing()
         return wing.latents(self._expansions) if wing is not None and self._all_keep_latents else None
 
-    def own_layers(self) -> tuple[OwnLayer, ...]:
-        keepers = self._cache.keepers if self._cache is not None else {}
-        return tuple(
-            OwnLayer(
-                index,
-                keepers[index],
-                layer.latent,
-                self._config.sliding_window if index in self._sums else None,
-                self._sums.get(index),
-            )
-            for index, layer in sorted(self._layers.items())
-            if layer.own
-        )
+    def own_layers(self) -> OwnLayers | None:
+        wing = own_wing()
+        return wing.layers(self._own) if wing is not None and self._own else None
 
     def _kind(self, index: int) -> str | None:
         """The layer's type. Transformers numbers each attention as a layer where layers attend more than once."""
@@ -337,7 +276,7 @@ class _Recorder:
         kept = DynamicCache(config=self._config).layers
         for index, layer in self._layers.items():
             cut = getattr(kept[index], "sliding_window", None) if index < len(kept) else None
-            if index in self._sums:
+            if index in self._own and self._own[index].sums is not None:
                 continue  # the layer keeps the window itself, besides the sums
             if cut is not None and (layer.window is None or layer.window > cut):
                 sees = "all tokens" if layer.window is None else f"{layer.window} tokens"

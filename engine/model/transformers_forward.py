@@ -14,19 +14,17 @@ from transformers import PreTrainedModel
 
 from tandem.base.errors import InternalError
 from tandem.engine.model.adapters import UpdatedLayers
-from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import (
     AttentionCall,
     AttentionStep,
     PagedAttention,
     attention_options,
     attention_through,
-    own_eager,
 )
 from tandem.engine.model.attention.layers import AttentionLayer
-from tandem.engine.model.attention.own import OwnLayer, OwnStep, among_picked, own_attention_through
 from tandem.engine.model.caches import OwnCache, StepCache, attending_layer, cache_parameter
 from tandem.engine.model.compressed import Latents
+from tandem.engine.model.own_layers import OwnLayers
 from tandem.engine.model.pieces import take_rotary
 from tandem.engine.model.runner import Around, Batch, LayerHooks
 from tandem.engine.model.states import Mixers, StatesInCache
@@ -39,7 +37,7 @@ class ModelParts(msgspec.Struct, frozen=True):
     """The parts of a model in which a token depends on other tokens, as probing found them."""
 
     layers: tuple[AttentionLayer, ...]
-    own: tuple[OwnLayer, ...] = ()  # those of `layers` that attend by their own code
+    own: OwnLayers | None = None  # those of `layers` that attend by their own code
     mixers: Mixers | None = None
     latents: Latents | None = None  # if all layers keep latents
     counts: bool = False  # the model counts positions itself, on from its cache's length
@@ -71,7 +69,6 @@ class TransformersForward:
         self.parts, self._states = parts, states
         self.adapted = adapted
         self.num_layers = len(parts.layers)
-        self._own = frozenset(layer.index for layer in parts.own)
         self._readers = frozenset(layer.index for layer in parts.layers if layer.reads_of is not None)
         parameters = inspect.signature(model.forward).parameters
         self._picks_rows = "logits_to_keep" in parameters
@@ -86,15 +83,13 @@ class TransformersForward:
             torch.set_num_threads(1 if batch.num_tokens <= _SHORT else self._threads)
         step = self.attention.begin(batch)
         cache = self._step_cache(batch.positions)
-        attending = None
-        if self.parts.own:
-            if not isinstance(self.attention, GatheredAttention):
-                raise InternalError("layers that attend by their own code read what is gathered")
-            attending = OwnStep(self.attention.kept, self.parts.own, batch, hooks, cache, self._model.dtype)
+        own: AbstractContextManager[None] = nullcontext()
+        if self.parts.own is not None:
+            own = self.parts.own.request_by_request(self.attention, batch, hooks, cache, self._model.dtype)
         with (
             self.adapting(batch.adapter_slots, batch.adapter_slots_used),
             self._states.mixing(batch, hooks, cache) if self._states is not None else nullcontext(),
-            own_attention_through(attending),
+            own,
             self._noting_hidden(batch.hidden_rows),
             self._around(batch) if self._around is not None else nullcontext(),
         ):
@@ -163,7 +158,7 @@ class TransformersForward:
             cache = self._step_cache(positions)
         if self._cache_name is not None:
             options[self._cache_name] = cache
-        hooked = _HookedStep(step, hooks, cache, self._own, self._readers, self.parts.latents or ())
+        hooked = _HookedStep(step, hooks, cache, self.parts.own, self._readers, self.parts.latents or ())
         latents = self.parts.latents
         expanding = latents.without_expanding(step) if latents is not None else nullcontext()
         with attention_through(hooked.attention), expanding:
@@ -210,7 +205,7 @@ class _HookedStep:
         step: AttentionStep,
         hooks: LayerHooks | None,
         cache: OwnCache | StepCache,
-        own: frozenset[int],
+        own: OwnLayers | None,
         readers: frozenset[int],
         latent: Container[int],
     ) -> None:
@@ -233,13 +228,11 @@ class _HookedStep:
         layer = attending_layer(module, self._cache)
         if layer is None:
             raise InternalError("an attention module does not say which layer it is")
-        if layer in self._own:
-            eager = own_eager(module)
-            if eager is None:
-                raise InternalError(f"layer {layer} attends by its own code, and there is none")
-            if attention_mask is not None:
-                attention_mask = among_picked(attention_mask, kwargs.get("indices"))
-            return eager(module, query, key, value, attention_mask, **kwargs)
+        if self._own is not None and layer in self._own:
+            result: tuple[torch.Tensor, None] = self._own.attend(
+                layer, module, query, key, value, attention_mask, **kwargs
+            )
+            return result
         hooks = self._hooks if layer not in self._readers else None
         if hooks is not None:
             hooks.wait_for_layer_load(layer)

@@ -3,5 +3,4 @@
 interface            the function that a model's layers call, and the contract of all kinds of attention
 layers               what one layer computes, and where its KV is in the cache
 gathered, kernel     gathers a request's blocks, and attends with torch
-own                  runs a layer's own attention code on gathered KV, request by request
 """

@@ -37,7 +37,7 @@ class AttentionLayer(msgspec.Struct, frozen=True):
     # If several ranks keep their heads in one cache: the heads of all ranks, and the first one of this rank.
     heads_in_cache: int = 0  # 0: only this rank's
     first_head: int = 0
-    own: bool = False  # it attends by its own code: see tandem.engine.model.attention.own
+    own: bool = False  # it attends by its own code: see tandem.engine.model.own_attention
     scale: float | None = None  # of the scores; None if unknown
     softcap: float | None = None
     sinks: bool = False

@@ -37,7 +37,7 @@ class AdapterCapability(Capability):
     def refuse(self, parts: ModelParts) -> None:
         if parts.mixers is not None:
             why = "keeps recurrent states, whose layers are computed request by request"
-        elif parts.own:
+        elif parts.own is not None:
             why = "has layers that attend by their own code, request by request"
         elif parts.latents is not None:
             why = "keeps latents, whose matrices are not multiplied with every token"

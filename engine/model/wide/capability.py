@@ -82,7 +82,7 @@ class OnePart(Capability):
     def refuse(self, parts: ModelParts) -> None:
         if parts.mixers is not None:
             why = "keeps recurrent states"
-        elif parts.own:
+        elif parts.own is not None:
             why = "has layers that attend by their own code"
         elif parts.latents is not None:
             why = "keeps latents, which are one head for all"

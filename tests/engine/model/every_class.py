@@ -27,9 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.attention.own import places_for
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.engine.model.own_attention.step import places_for
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
 from tests.engine.model import tiny

@@ -18,7 +18,8 @@ import msgspec
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.attention.gathered import GatheredCache, Reads
+from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCache, Reads
+from tandem.engine.model.attention.interface import PagedAttention, own_eager
 from tandem.engine.model.caches import RowsOf, StepCache
 from tandem.engine.model.runner import Batch, LayerHooks
 
@@ -222,30 +223,10 @@ def among_picked(mask: torch.Tensor, picked: torch.Tensor | None) -> torch.Tenso
 
 
 class _Current(threading.local):
-    step: OwnStep | None = None
+    step: OwnStep | None = None  # within it, these layers' modules attend request by request
 
 
 _current = _Current()
-
-
-@contextmanager
-def own_attention_through(step: OwnStep | None) -> Iterator[None]:
-    """Inside, these layers' modules attend request by request when they run in this thread. With None they run unchanged."""
-    _current.step = step
-    try:
-        yield
-    finally:
-        _current.step = None
-
-
-def wrap(layers: tuple[OwnLayer, ...]) -> None:
-    """Wraps the layers' modules, so that within `own_attention_through` they attend request by request."""
-    for layer in layers:
-        layer.module.forward = _wrapped(layer, layer.module.forward)
-
-
-def takes_mask(module: torch.nn.Module) -> bool:
-    return MASK in inspect.signature(module.forward).parameters
 
 
 def _wrapped(layer: OwnLayer, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,3 +236,45 @@ def _wrapped(layer: OwnLayer, forward: Callable[..., Any]) -> Callable[..., Any]
         return _current.step.compute(layer, forward, args, kwargs)
 
     return attend
+
+
+class OwnLayers(dict[int, OwnLayer]):
+    """See engine.model.own_layers.OwnLayers."""
+
+    def wrap(self) -> None:
+        for layer in self.values():
+            layer.module.forward = _wrapped(layer, layer.module.forward)
+
+    @contextmanager
+    def request_by_request(
+        self,
+        attention: PagedAttention,
+        batch: Batch,
+        hooks: LayerHooks | None,
+        cache: StepCache,
+        dtype: torch.dtype,
+    ) -> Iterator[None]:
+        if not isinstance(attention, GatheredAttention):
+            raise InternalError("layers that attend by their own code read what is gathered")
+        _current.step = OwnStep(attention.kept, tuple(self.values()), batch, hooks, cache, dtype)
+        try:
+            yield
+        finally:
+            _current.step = None
+
+    def attend(
+        self,
+        layer: int,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        eager = own_eager(module)
+        if eager is None:
+            raise InternalError(f"layer {layer} attends by its own code, and there is none")
+        if mask is not None:
+            mask = among_picked(mask, kwargs.get("indices"))
+        return eager(module, query, key, value, mask, **kwargs)
