@@ -343,7 +343,6 @@ class VllmEngine:
             live = self._live.get(request_id)
             if live is not None and handoff.first_token is not None:
                 updates.append(self._received(live, handoff.first_token))
-        self._figures.totals.loads_failed += len(transfers.failed_recving)
         for request_id, failure in transfers.failed_recving.items():
             if (live := self._live.get(request_id)) is not None:
                 updates += self._not_received(live, failure)
@@ -385,6 +384,7 @@ class VllmEngine:
 
     def _not_received(self, live: VllmRequest, failure: LoadFailure) -> list[TokenChunk]:
         """vLLM computes the prompt itself, unless the operator wants the request to fail."""
+        self._figures.totals.loads_failed += 1
         if self._handover is None or not self._handover.fails:
             return []
         request_id = live.ours.request_id

@@ -107,8 +107,7 @@ def serve_vllm(
 ) -> Iterator[tuple[Serve, httpx.Client]]:
     """Serves the model with nodes in vLLM's environment."""
     (path / "tandem").symlink_to(Path(__file__).parents[2] / "tandem")
-    settings = [f"pools.{pool}.threads=1" for pool in pools]
-    settings += [f"pools.{pool}.env={{PYTHONPATH: {path}}}" for pool in pools]
+    settings = [f"pools.{pool}.env={{PYTHONPATH: {path}}}" for pool in pools]
     command = Serve(
         str(model), "--engine", "vllm", "--dtype", "float32", "--max-model-len", str(CONTEXT), *flags,
         "--set", f"model.engine_python={PYTHON}", "model.engine_args={enforce_eager: true, block_size: 32}",
