@@ -23,7 +23,7 @@
 # make test-clients    other projects' clients and load generators, unchanged, against a real `tandem serve`; each set has an
 #                    environment of its own under build/ (about ten minutes, two of them without the installation);
 #                    SETS='clients litellm aiperf guidellm' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
-# make test-vllm    nodes whose engine is vLLM, beside vLLM alone (about ten minutes). vLLM's environment is made under build/vllm
+# make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about ten minutes). vLLM's environment is made under build/vllm
 #                    (minutes, once), unless VLLM_ENV names one
 # make test-versions OTHER=v0.1.0   nodes, routers and controllers of this version and of that commit in one cluster, under load
 # make test-image  builds the image of manifests/kuberay on a stand-in for Ray's image, and serves from it; needs root, buildah and debootstrap
@@ -118,8 +118,8 @@ test-gpu-packages: install
 
 VLLM_ENV ?= build/vllm
 test-vllm: install $(VLLM_ENV)/bin/vllm
-	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v -rs --durations=5 tests/vllm/test_vllm_engine.py
-	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs tests/vllm/test_vllm_served.py
+	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v -rs --durations=5 $(ARGS) tests/vllm/test_vllm_engine.py
+	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs $(ARGS) tests/vllm/test_vllm_served.py tests/vllm/test_vllm_handover.py
 
 build/vllm/bin/vllm:
 	@echo "installing vLLM into build/vllm (once; some minutes)"

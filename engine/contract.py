@@ -120,6 +120,14 @@ class NodeEngine(Protocol):
         """Whether nothing from before `reset_prefix_cache` would be found again if the process ended now."""
         ...
 
+    # --- where other nodes reach it; "" where they need not
+
+    @property
+    def peer_endpoint(self) -> str: ...
+
+    @property
+    def tier_endpoint(self) -> str: ...
+
     # --- what it reports
 
     def stats(self) -> SchedulerStats: ...

@@ -229,6 +229,14 @@ class Engine:
     def lora_in_check(self) -> str | None:
         return self.idle_check.lora if self.idle_check is not None else None
 
+    @property
+    def peer_endpoint(self) -> str:
+        return self.worker.peer_endpoint if self.worker is not None else ""
+
+    @property
+    def tier_endpoint(self) -> str:
+        return self.worker.tier_endpoint if self.worker is not None else ""
+
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 

@@ -6,18 +6,29 @@ node's process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.progress import Report
 from tandem.base.wings import find_wings
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.config import OWN_ENGINE, EngineConfig, ModelConfig
 from tandem.engine.contract import NodeEngine
+from tandem.kvtransfer.base import SchedulerConnector, WorkerConnector
 
 ROWS = ("tandem.engine.vllm.wing",)
+
+
+class Connect(NamedTuple):
+    """The node's connector, and what becomes of a request whose load fails."""
+
+    halves: Callable[
+        [Sequence[KVCacheGroup]], tuple[SchedulerConnector, WorkerConnector]
+    ]  # for a cache of these groups
+    fails: bool  # with its load; otherwise the engine computes what did not come
 
 
 class EngineFound(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +47,6 @@ class EngineWing(Protocol):
         """What `model.engine` calls it."""
         ...
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether its nodes can be prefill and decode nodes."""
-        ...
-
     def refusals(self, engine: EngineConfig) -> Iterator[tuple[str, str]]:
         """Yields each setting that this engine lacks or takes otherwise, such as `cache.tiers`, and the end of a sentence about it."""
         ...
@@ -50,8 +56,11 @@ class EngineWing(Protocol):
         the nodes' processes besides this one's. Takes a few seconds at most."""
         ...
 
-    def make(self, config: EngineConfig, model: ModelConfig, progress: Report) -> NodeEngine:
-        """Loads the model. `model` has the paths of this machine. Raises ConfigurationError for what an operator can change."""
+    def make(
+        self, config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None
+    ) -> NodeEngine:
+        """Loads the model. `model` has the paths of this machine; `connect` is None on a node without peers. Raises ConfigurationError for
+        what an operator can change."""
         ...
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -15,11 +15,12 @@ from typing import NoReturn
 import msgspec
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, InternalError, NodeLost, Unavailable
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.contract import NodeEngine
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelInfo, ModelRunner
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.wings import EngineWing, other_engine
+from tandem.engine.wings import Connect, EngineWing, other_engine
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
 from tandem.machine.resources import bind, core_quota, free_memory, threads_here
@@ -62,12 +63,10 @@ class EngineNode(Node[NodeService]):
         mailbox: Mailbox[Item] = Mailbox()
         other = other_engine(config.engine.model.engine)
         engine: NodeEngine
-        worker_half: WorkerConnector | None = None
         if other is not None:
-            engine = self._other_engine(other, loading)
+            engine = self._other_engine(other, loading, mailbox)
         else:
-            engine = own = self._own_engine(loading, mailbox)
-            worker_half = own.worker
+            engine = self._own_engine(loading, mailbox)
         self._engine, info = engine, engine.info
         channel = self._serve(
             lambda channel: NodeService(
@@ -86,7 +85,7 @@ class EngineNode(Node[NodeService]):
             role=self.role,
             epoch=self.epoch,
             request_endpoint=channel.endpoint,
-            peer_endpoint=worker_half.peer_endpoint if worker_half is not None else "",
+            peer_endpoint=engine.peer_endpoint,
             model=config.engine.model.served_name or info.name,
             max_model_len=info.max_model_len,
             block_size=info.groups[0].block_size if info.groups else config.engine.cache.block_size,
@@ -94,7 +93,7 @@ class EngineNode(Node[NodeService]):
             tokenizer=info.tokenizer,
             keeps_tokens=info.keeps_tokens,
             state_blocks=info.state_blocks,
-            tier_endpoint=worker_half.tier_endpoint if worker_half is not None else "",
+            tier_endpoint=engine.tier_endpoint,
             mirrors=config.engine.cache.mirror,
             vectors=info.vectors,
             pin_seconds=config.engine.scheduler.pins_for_s,
@@ -114,18 +113,35 @@ class EngineNode(Node[NodeService]):
             debug=settings.debug,
         )
 
-    def _other_engine(self, other: EngineWing, loading: LoadSource) -> NodeEngine:
+    def _other_engine(self, other: EngineWing, loading: LoadSource, mailbox: Mailbox[Item]) -> NodeEngine:
         config = self.config
-        if self.role.hands_over and not other.hands_over:
-            raise ConfigurationError(
-                f"{other.NAME} hands over no KV, so it cannot be the engine of {self.role.value} nodes: serve with nodes that do both "
-                "(--aggregated N)"
+        transfer = config.transfer
+
+        def halves(groups: Sequence[KVCacheGroup]) -> tuple[SchedulerConnector, WorkerConnector]:
+            return self._make_connector(
+                ConnectorContext(
+                    node_id=config.node_id,
+                    epoch=self.epoch,
+                    host=config.host,
+                    block_size=groups[0].block_size,
+                    config=transfer or TransferConfig(),
+                    wake=mailbox.wake,
+                    groups=groups,
+                )
             )
+
         helpers = threads_here() if config.cores else []
         anywhere = os.sched_getaffinity(0) if config.cores else set()
         bind(helpers, config.cores)  # as in `_load`
         try:
-            return other.make(config.engine, loading.model, loading.progress or (lambda what, fraction: None))
+            return other.make(
+                config.engine,
+                loading.model,
+                loading.progress or (lambda what, fraction: None),
+                Connect(halves, transfer.on_failure is LoadFailurePolicy.FAIL)
+                if transfer is not None
+                else None,
+            )
         finally:
             bind(helpers, anywhere)
 

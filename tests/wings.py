@@ -35,7 +35,9 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "vllm": Wing(("engine/vllm/",), ("tests/engine/vllm/", "tests/vllm/")),
+    "vllm": Wing(
+        ("engine/vllm/",), ("tests/engine/vllm/", "tests/vllm/", "tests/cluster/commands/test_engines.py")
+    ),
     "nccl": Wing(
         ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
     ),

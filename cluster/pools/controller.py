@@ -25,7 +25,13 @@ from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import plan
 from tandem.cluster.pools.changes import ConfigDifference, applied, difference
-from tandem.cluster.pools.limits import check_alike, check_limits, check_room, check_writers
+from tandem.cluster.pools.limits import (
+    check_alike,
+    check_engine_lets_go,
+    check_limits,
+    check_room,
+    check_writers,
+)
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
@@ -462,6 +468,7 @@ class Controller:
             raise Unavailable(f"{record.node_id} is {phase}: only a ready node can change its role")
         self._check_may_go(record)
         check_limits(self._config, role, self._wanted(role) + 1)
+        check_engine_lets_go(self._config, record.role, role)
         check_alike(self._config.pools, record.role, role)
         new = self._pools.state.with_node(msgspec.structs.replace(record, role=role))
         await self._pools.keep(new.resized(record.role, -1).resized(role, +1))

@@ -12,6 +12,7 @@ from tandem.cluster.pools.plan import wanted_size
 from tandem.cluster.pools.room import too_many_for_cores
 from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.roles import traits_of
+from tandem.engine.config import OWN_ENGINE
 from tandem.wire.nodes import Role
 
 
@@ -46,6 +47,13 @@ def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
     if (ranks := pools.of(before).ranks) > 1:
         raise ConfigurationError(
             f"a node of {ranks} ranks cannot change its role: scale {before.value} down and {after.value} up"
+        )
+
+
+def check_engine_lets_go(config: TandemConfig, before: Role, after: Role) -> None:
+    if config.model.engine != OWN_ENGINE:
+        raise ConfigurationError(
+            f"a node whose engine is {config.model.engine} keeps its role: scale {before.value} down and {after.value} up"
         )
 
 

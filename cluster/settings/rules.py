@@ -175,12 +175,7 @@ def _engine(config: TandemConfig) -> Iterator[Broken]:
 
 
 def _pool_of_engine(other: EngineWing, role: Role, pool: PoolConfig) -> Iterator[Broken]:
-    if role.hands_over and not other.hands_over:
-        yield (
-            ("pools", role.value, "nodes"),
-            f"is {pool.first_size}, and {other.NAME} hands over no KV: serve with nodes that do both, --aggregated N",
-        )
-    elif not role.runs_requests:
+    if not role.runs_requests:
         yield (
             ("pools", role.value, "nodes"),
             f"is {pool.first_size}, and {other.NAME} takes no rows from encoder nodes: set it to 0",

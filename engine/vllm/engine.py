@@ -17,6 +17,7 @@ from tandem.base.errors import (
     ContextLengthExceeded,
     InternalError,
     InvalidRequest,
+    KVLoadFailed,
     RequestError,
     TandemError,
 )
@@ -32,8 +33,10 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import StepTimes, Tracer
+from tandem.engine.vllm.handover import Handover, TransferView
 from tandem.engine.vllm.settings import arguments, environment
-from tandem.kvtransfer.base import ConnectorOutput, TransferStats
+from tandem.engine.wings import Connect
+from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, TransferStats
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
@@ -45,8 +48,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_TRANSFERS = ConnectorOutput()
 
-def load(config: EngineConfig, model: ModelConfig, progress: Report) -> VllmEngine:
+
+def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None) -> VllmEngine:
     source = find_source(model.path)
     if source.gguf_file is not None:
         raise ConfigurationError(
@@ -76,13 +81,53 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report) -> VllmEngi
             ),
         ).create_engine_config()
         made.scheduler_config.scheduler_cls = watching(made.scheduler_config.get_scheduler_cls())
+        # Its KV, its numbers and its noise are not those of another engine, so no request goes on there.
+        identity = hashlib.sha256(f"vllm {content.digest}".encode()).hexdigest()
+        handover = _handover(made, identity, connect) if connect is not None else None
         core = EngineCore(made, Executor.get_class(made), log_stats=False)
     except (VLLMError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ConfigurationError(f"vLLM does not load {source.name}: {error}") from error
     progress("ready", 1.0)
-    # Its KV, its numbers and its noise are not those of another engine, so no request goes on there.
-    identity = hashlib.sha256(f"vllm {content.digest}".encode()).hexdigest()
-    return VllmEngine(core, _described(core, source, identity, content.tokenizer))
+    return VllmEngine(core, _described(core, source, identity, content.tokenizer), handover)
+
+
+def _handover(made: Any, identity: str, connect: Connect) -> Handover:
+    """Makes the halves of the node's connector, and tells vLLM where to find its own two. They meet in this process."""
+    from vllm.config import KVTransferConfig
+
+    from tandem.engine.vllm import connector
+
+    model, cache = made.model_config, made.cache_config
+    if made.parallel_config.world_size > 1:
+        raise ConfigurationError(
+            f"vLLM runs {made.parallel_config.world_size} ranks, which hand nothing over: serve with nodes that do both (--aggregated N)"
+        )
+    # Layers with a window keep every token then, in one group with the others.
+    made.scheduler_config.disable_hybrid_kv_cache_manager = True
+    layout = ""
+    if made.device_config.device_type == "cpu":
+        from vllm.v1.attention.backends import cpu_attn
+
+        # vLLM's attention on CPUs finds a block by its stride, so the layers of one may lie side by side.
+        cache.kv_cache_layout = "BLHNC"
+        layout = cpu_attn._get_attn_isa(
+            model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
+        )
+    group = KVCacheGroup(
+        AttentionKind.FULL, cache.block_size, tuple(range(model.get_num_layers(made.parallel_config)))
+    )
+    halves = connect.halves([group])
+    handover = Handover(*halves, fails=connect.fails)
+    handover.identity = f"{identity} {layout} {os.environ.get('VLLM_KV_CACHE_LAYOUT', '')} {cache.block_size}"
+    handover.vocab_size = model.get_vocab_size()
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector=connector.NAME,
+        kv_connector_module_path=connector.__name__,
+        kv_connector_extra_config={"handover": handover.key},
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    return handover
 
 
 def _described(core: Any, source: ModelSource, content: str, tokenizer: str) -> ModelInfo:
@@ -160,18 +205,27 @@ def _hash(value: Any) -> bytes:
 class VllmEngine:
     """A `NodeEngine`."""
 
-    def __init__(self, core: Any, info: ModelInfo, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        core: Any,
+        info: ModelInfo,
+        handover: Handover | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         from tandem.engine.vllm.figures import VllmFigures
+        from tandem.engine.vllm.seeds import seed_every_step
 
         self._core = core
         self._info = info
         self._clock = clock
+        self._handover = handover  # None: no peers
         self._live: dict[str, VllmRequest] = {}
         self._desk = _EventDesk()
         core.scheduler.kv_event_publisher = self._desk
         block_size = info.groups[0].block_size if info.groups else 1
         self._figures = VllmFigures(core.scheduler, info.num_blocks, block_size)
         self._is_closed = False
+        seed_every_step(core, self._live)
         self.tracer: Tracer | None = None
 
     # --- what it serves
@@ -201,6 +255,8 @@ class VllmEngine:
         theirs, _ = self._core.preprocess_add_request(to_vllm(request))
         if theirs.structured_output_request is not None:
             self._begin_grammar(request, theirs)
+        if self._handover is not None and request.transfer is not None:
+            self._handover.views[request.request_id] = TransferView(request, theirs)
         self._core.add_request(theirs)
         self._live[request.request_id] = VllmRequest(request, theirs, request.num_initial_output_tokens)
         self._figures.totals.requests_started += 1
@@ -259,18 +315,87 @@ class VllmEngine:
         core.scheduler.newest = None
         outputs, computed = core.step_fn()
         core.post_step(computed)
+        transfers = self._handover.take() if self._handover is not None else _NO_TRANSFERS
         ended, plan = self._clock(), core.scheduler.newest
         found = [each for batch in (outputs or {}).values() for each in batch.outputs]
         if plan is not None:
             self._planned(plan, began, ended)
         updates = [chunk for output in found if (chunk := self._chunk(output)) is not None]
+        if not transfers.is_empty:
+            updates += self._transferred(transfers)
         if plan is not None and self.tracer is not None:
-            self._trace(self.tracer, plan, updates, began, ended)
-        progressed = computed or bool(updates) or outputs is None
-        return StepResult(updates, progressed, ask_again=not progressed and core.scheduler.has_requests())
+            self._trace(self.tracer, plan, updates, transfers, began, ended)
+        progressed = computed or bool(updates) or outputs is None or not transfers.is_empty
+        return StepResult(updates, progressed, ask_again=not progressed and self._is_due())
+
+    def _is_due(self) -> bool:
+        """Whether another step may do more though nothing arrives. Requests that wait for a peer are woken by the connector."""
+        if self._handover is not None and self._handover.scheduler.has_pending_work():
+            return True
+        return any(live.theirs.status.name != "WAITING_FOR_REMOTE_KVS" for live in self._live.values())
+
+    def _transferred(self, transfers: ConnectorOutput) -> list[TokenChunk]:
+        if transfers.distrusted:
+            logger.error("nothing cached so far is used again: %s", transfers.distrusted)
+            self.reset_prefix_cache()
+        updates = []
+        for request_id, handoff in transfers.finished_recving.items():
+            live = self._live.get(request_id)
+            if live is not None and handoff.first_token is not None:
+                updates.append(self._received(live, handoff.first_token))
+        for request_id, failure in transfers.failed_recving.items():
+            if (live := self._live.get(request_id)) is not None:
+                updates += self._not_received(live, failure)
+        for request_id in transfers.unwanted_sending:
+            if (live := self._live.get(request_id)) is not None:
+                updates.append(TokenChunk(request_id, live.num_outputs, [], FinishReason.ABORT))
+                self.abort_requests([request_id])
+        return updates
+
+    def _received(self, live: VllmRequest, token: int) -> TokenChunk:
+        """The KV of all its tokens is here. vLLM goes on from the peer's token as if the prompt ended with it."""
+        theirs, sampling, request_id = live.theirs, live.ours.facts.sampling, live.ours.request_id
+        view = self._handover.views.get(request_id) if self._handover is not None else None
+        local = view.num_found if view is not None else 0
+        live.num_received = theirs.num_tokens - local
+        live.num_cached = min(local, live.ours.num_prompt_tokens)
+        chunk = TokenChunk(request_id, live.num_outputs, [token], cached_tokens=live.num_cached)
+        totals = self._figures.totals
+        totals.prompt_tokens_received += max(0, min(theirs.num_tokens, live.ours.num_prompt_tokens) - local)
+        totals.output_tokens += 1
+        live.is_answered = True
+        live.num_outputs += 1
+        theirs.prompt_token_ids.append(token)
+        theirs._all_token_ids.append(token)
+        theirs.num_prompt_tokens += 1
+        theirs.max_tokens -= 1
+        theirs.update_block_hashes()
+        if (grammar := theirs.structured_output_request) is not None:
+            grammar.grammar.accept_tokens(request_id, [token])
+        params = theirs.sampling_params
+        params.min_tokens = max(0, params.min_tokens - 1)
+        if token in params.stop_token_ids and live.num_outputs >= sampling.min_tokens:
+            chunk.finish, chunk.stop_token = FinishReason.STOP, token
+        elif live.num_outputs >= sampling.max_tokens or theirs.num_tokens >= self._info.max_model_len:
+            chunk.finish = FinishReason.LENGTH
+        if chunk.finish is not None:
+            self._end([request_id], chunk.finish)
+        return chunk
+
+    def _not_received(self, live: VllmRequest, failure: LoadFailure) -> list[TokenChunk]:
+        """vLLM computes the prompt itself, unless the operator wants the request to fail."""
+        self._figures.totals.loads_failed += 1
+        if self._handover is None or not self._handover.fails:
+            return []
+        request_id = live.ours.request_id
+        error = KVLoadFailed(f"the prompt's KV did not arrive: {failure.reason}")
+        self._end([request_id], FinishReason.ERROR)
+        return [TokenChunk.failed(request_id, live.num_outputs, error.to_wire())]
 
     def _planned(self, plan: Any, began: float, ended: float) -> None:
         num_prompt = self._figures.planned(plan, self._live, began)
+        if self._handover is not None and num_prompt:
+            self._handover.scheduler.step_took(num_prompt, ended - began)
         if plan.total_num_scheduled_tokens and not num_prompt:
             self._figures.totals.decoded(1, ended - began)
 
@@ -313,7 +438,13 @@ class VllmEngine:
         return TokenChunk.failed(live.ours.request_id, live.num_outputs, error.to_wire())
 
     def _trace(
-        self, tracer: Tracer, plan: Any, updates: Sequence[TokenChunk], began: float, ended: float
+        self,
+        tracer: Tracer,
+        plan: Any,
+        updates: Sequence[TokenChunk],
+        transfers: ConnectorOutput,
+        began: float,
+        ended: float,
     ) -> None:
         """vLLM plans, computes and books in one call, so a step's phases are not told apart."""
         step = SchedulerOutput(
@@ -326,7 +457,7 @@ class VllmEngine:
             set(plan.preempted_req_ids or ()),
         )
         output = ModelOutput({update.request_id: update.token_ids for update in updates})
-        tracer.on_step(step, output, ConnectorOutput(), StepTimes(began, began, ended, ended))
+        tracer.on_step(step, output, transfers, StepTimes(began, began, ended, ended))
 
     def seconds_until_due(self) -> float | None:
         return None
@@ -359,7 +490,13 @@ class VllmEngine:
 
     def reset_prefix_cache(self) -> None:
         """Running requests are computed again: vLLM forgets no block that is in use."""
-        self._core.reset_prefix_cache(reset_running_requests=True)
+        if self._handover is not None:
+            self._handover.scheduler.reset_cache()
+        try:
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        except RuntimeError:
+            # Blocks that are being received or sent are in use all the same: then each block loses its name.
+            self._core.scheduler.kv_cache_manager.evict_blocks(set(range(self._info.num_blocks)))
 
     @property
     def has_forgotten(self) -> bool:
@@ -368,18 +505,32 @@ class VllmEngine:
     # --- what it reports
 
     def stats(self) -> SchedulerStats:
-        return self._figures.stats(self._live)
+        quarantined = self._handover.quarantined if self._handover is not None else 0
+        return self._figures.stats(self._live, quarantined)
+
+    @property
+    def peer_endpoint(self) -> str:
+        return self._handover.worker.peer_endpoint if self._handover is not None else ""
+
+    @property
+    def tier_endpoint(self) -> str:
+        return ""
 
     def transfer_stats(self) -> TransferStats:
-        return TransferStats()
+        return self._handover.worker.stats() if self._handover is not None else TransferStats()
 
     def trace_of(self, request_id: str) -> TransferTrace | None:
-        return None
+        return self._handover.worker.trace_of(request_id) if self._handover is not None else None
 
     def holds_blocks_of(self, request_id: str) -> bool:
-        return False
+        return request_id in self._core.scheduler.requests and request_id not in self._live
 
     def shutdown(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self._handover is not None:
+                self._handover.close()
+        finally:
             self._core.shutdown()

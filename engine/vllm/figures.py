@@ -50,7 +50,7 @@ class VllmFigures:
     def _admitted(self, live: VllmRequest, num_cached: int, now: float) -> None:
         totals = self.totals
         live.is_admitted, live.queue_s = True, max(0.0, now - live.ours.arrival_time)
-        live.num_cached = min(num_cached, live.ours.num_prompt_tokens)
+        live.num_cached = min(max(num_cached - live.num_received, 0), live.ours.num_prompt_tokens)
         totals.requests_admitted += 1
         totals.queue_seconds += live.queue_s
         totals.prompt_tokens_looked_up += live.ours.num_prompt_tokens
@@ -61,8 +61,9 @@ class VllmFigures:
         finished[reason] = finished.get(reason, 0) + 1
         self.answers.ended(live.num_outputs)
 
-    def stats(self, live: Mapping[str, VllmRequest]) -> SchedulerStats:
+    def stats(self, live: Mapping[str, VllmRequest], quarantined: int) -> SchedulerStats:
         scheduler, pool = self._scheduler, self._scheduler.kv_cache_manager.block_pool
+        held = [request_id for request_id in scheduler.requests if request_id not in live]
         running = {request.request_id for request in scheduler.running}
         waiting = [each for request_id, each in live.items() if request_id not in running]
         return SchedulerStats(
@@ -74,6 +75,9 @@ class VllmFigures:
             free_blocks=pool.get_num_free_blocks(),
             cached_blocks=len(pool.cached_block_hash_to_block),
             total_blocks=self._num_blocks - 1,  # the first is vLLM's null block
+            held_requests=len(held),
+            held_blocks=sum(len(scheduler.kv_cache_manager.get_block_ids(each)[0]) for each in held),
+            quarantined_blocks=quarantined,
             wanted_blocks=sum(map(self._wanted, live.values())),
             oldest_arrival=min((each.ours.arrival_time for each in waiting), default=None),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ class VllmRequest:
     num_outputs: int  # that its router has or was sent
     queue_s: float = 0.0
     num_cached: int = 0  # prompt tokens that were found in the prefix cache
+    num_received: int = 0  # tokens whose KV a peer sent
     is_admitted: bool = False
     is_answered: bool = False  # a first chunk was sent
 
@@ -77,7 +77,7 @@ def _params(request: Request) -> SamplingParams:
         repetition_penalty=asked.repetition_penalty,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
-        seed=_seed(asked.seed, brought) if asked.temperature else None,
+        seed=asked.seed % _SEEDS if asked.temperature else None,
         stop_token_ids=sorted(stops),
         ignore_eos=True,  # `stop_token_ids` has them
         logit_bias=dict(asked.logit_bias) or None,
@@ -100,14 +100,6 @@ def _params(request: Request) -> SamplingParams:
     if params.structured_outputs is not None:
         params.structured_outputs._backend = GRAMMARS
     return params
-
-
-def _seed(seed: int, brought: int) -> int:
-    """vLLM draws a request's noise from one stream, which begins again at another node. There it must not repeat the noise of the
-    tokens that the request brings."""
-    if not brought:
-        return seed % _SEEDS
-    return int.from_bytes(hashlib.sha256(f"{seed} {brought}".encode()).digest()[:8], "big") % _SEEDS
 
 
 def logprobs_of(found: Any, most: int) -> list[TokenLogprobs]:

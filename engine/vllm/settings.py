@@ -58,13 +58,14 @@ _SET_BY = {
 }
 _OURS = {
     "scheduler_cls": "the node's loop counts what its scheduler does",
+    "disable_hybrid_kv_cache_manager": "what nodes hand over decides it",
     "disable_log_stats": "the node reports what vLLM counts",
     "structured_outputs_config": "routers write grammars for one backend",
     "skip_tokenizer_init": "grammars need the tokenizer",
     "runner": "a node with this engine generates text",
     "convert": "a node with this engine generates text",
     "enable_lora": "adapters are not served by this engine",
-    "kv_transfer_config": "a node with this engine hands nothing over",
+    "kv_transfer_config": "nodes hand KV over by Tandem's own connector",
     "data_parallel_size": "more nodes do that: set pools.aggregated.nodes",
 }
 

@@ -19,10 +19,9 @@ from tandem.engine.config import EngineConfig, ModelConfig
 from tandem.engine.contract import NodeEngine
 from tandem.engine.vllm import settings
 from tandem.engine.vllm.look import PACKAGES, version_of
-from tandem.engine.wings import EngineFound
+from tandem.engine.wings import Connect, EngineFound
 
 NAME = "vllm"
-hands_over = False
 TRIED = ("0.32.0",)  # the versions that the tests ran with: its inner classes change with every one
 # What a node imports besides vLLM's own requirements.
 NEEDED = ("ray", "zmq", "xxhash", "cbor2", "httpx", "rich", "yaml", "tandem")
@@ -112,7 +111,7 @@ def _ask(python: str, env: Mapping[str, str]) -> _Told:
         ) from None
 
 
-def make(config: EngineConfig, model: ModelConfig, progress: Report) -> NodeEngine:
+def make(config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None) -> NodeEngine:
     version = version_of(*PACKAGES)
     if not version:
         raise ConfigurationError(
@@ -122,4 +121,4 @@ def make(config: EngineConfig, model: ModelConfig, progress: Report) -> NodeEngi
         raise ConfigurationError(f"vLLM {version} is there, and Tandem was tried with {', '.join(TRIED)}")
     from tandem.engine.vllm.engine import load
 
-    return load(config, model, progress)
+    return load(config, model, progress, connect)

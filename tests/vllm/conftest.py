@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from tests.integration.cluster_lab import Serve
+from tests.listening import listening_addresses
 from tests.small_model import CHAT_TEMPLATE, CORPUS
 
+PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
+NEEDS_PYTHON = pytest.mark.skipif(
+    not PYTHON, reason="TANDEM_VLLM_PYTHON names no Python with vLLM: `make test-vllm` sets it"
+)
+START_S = 300.0
 ARGS = {"enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 400}
 STEP_TOKENS = 256
 CONTEXT = 4096
@@ -65,7 +75,7 @@ def answers_alone(model: Path, prompts: list[list[int]], max_tokens: int) -> lis
         "max_num_seqs": 16,
     }
     ended = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "alone.py"), str(model)],
+        [PYTHON or sys.executable, str(Path(__file__).parent / "alone.py"), str(model)],
         input=json.dumps({"args": args, "prompts": prompts, "max_tokens": max_tokens}),
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
@@ -87,6 +97,58 @@ def engine(tiny_model: Path) -> Iterator[Any]:
         cache=CacheConfig(memory_bytes=64 << 20),
         scheduler=SchedulerConfig(max_model_len=CONTEXT, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=16),
     )
-    made = make(config, model, lambda what, fraction: None)
+    made = make(config, model, lambda what, fraction: None, None)
     yield made
     made.shutdown()
+
+
+def serve_vllm(
+    model: Path, path: Path, pools: Sequence[str], *flags: str
+) -> Iterator[tuple[Serve, httpx.Client]]:
+    """Serves the model with nodes in vLLM's environment."""
+    (path / "tandem").symlink_to(Path(__file__).parents[2] / "tandem")
+    settings = [f"pools.{pool}.env={{PYTHONPATH: {path}}}" for pool in pools]
+    command = Serve(
+        str(model), "--engine", "vllm", "--dtype", "float32", "--max-model-len", str(CONTEXT), *flags,
+        "--set", f"model.engine_python={PYTHON}", "model.engine_args={enforce_eager: true, block_size: 32}",
+        "model.device=cpu", f"scheduler.max_num_batched_tokens={STEP_TOKENS}", "model.served_name=tiny", *settings,
+    )  # fmt: skip
+    try:
+        command.until(r"engine: ready: vllm 0\.32", 60)
+        url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
+        with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+            yield command, client
+    finally:
+        command.kill_all()
+
+
+def nodes(client: httpx.Client) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = client.get("/cluster").json()["nodes"]
+    return found
+
+
+def is_at_rest(found: list[dict[str, Any]]) -> bool:
+    return not any(
+        node["running"] or node["waiting"] or node["free_blocks"] != node["total_blocks"] for node in found
+    )
+
+
+def until(
+    client: httpx.Client, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition(found := nodes(client)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def aborted(found: list[dict[str, Any]]) -> int:
+    return sum(node["counters"]["requests_finished"].get("abort", 0) for node in found)
+
+
+def pid_of_node(command: Serve, client: httpx.Client, name: str) -> int:
+    """The process that listens where routers reach the node."""
+    (endpoint,) = (node["request_endpoint"] for node in nodes(client) if node["node_id"] == name)
+    host, _, port = endpoint.rpartition(":")
+    (pid,) = (pid for pid in command.processes() if (host, int(port)) in listening_addresses(pid))
+    return pid

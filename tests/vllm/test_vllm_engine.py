@@ -164,6 +164,16 @@ def test_a_seed_gives_the_same_answer_again(engine: Any) -> None:
     assert tokens_of(found["a"]) == tokens_of(found["b"]) != tokens_of(found["c"])
 
 
+def test_a_sampled_answer_goes_on_where_it_was_with_its_noise(engine: Any) -> None:
+    sampled = {"temperature": 1.2, "seed": 9, "max_tokens": 20, "ignore_eos": True, "top_p": 0.95}
+    whole = tokens_of(run(engine, request("a", prompt(600, 7), **sampled))["a"])
+    assert (
+        tokens_of(run(engine, request("b", prompt(600, 7), brought=whole[:8], **sampled))["b"]) == whole[8:]
+    )
+    company = [request(f"c{i}", prompt(300 + i, i), temperature=1.0, seed=i) for i in range(6)]
+    assert tokens_of(run(engine, request("d", prompt(600, 7), **sampled), *company)["d"]) == whole
+
+
 def test_an_answer_follows_its_grammar_also_after_a_move(engine: Any) -> None:
     grammar = 'start: "abc" "def" "ghi"'
     chunks = run(engine, request("a", prompt(30, 8), eos=frozenset([1]), max_tokens=30, grammar=grammar))["a"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,19 @@ import httpx
 import pytest
 
 from tests.integration.cluster_lab import Serve
-from tests.listening import listening_addresses
-from tests.vllm.conftest import prompt
+from tests.vllm.conftest import (
+    NEEDS_PYTHON,
+    aborted,
+    answers_alone,
+    is_at_rest,
+    nodes,
+    pid_of_node,
+    prompt,
+    serve_vllm,
+    until,
+)
 
-PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.skipif(
-        not PYTHON, reason="TANDEM_VLLM_PYTHON names no Python with vLLM: `make test-vllm` sets it"
-    ),
-    pytest.mark.timeout(900),
-]
-START_S = 300.0
+pytestmark = [NEEDS_PYTHON, pytest.mark.timeout(900)]
 TOKENS = 40
 
 
@@ -33,38 +33,12 @@ TOKENS = 40
 def served(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Serve, httpx.Client]]:
-    path = tmp_path_factory.mktemp("path")
-    (path / "tandem").symlink_to(Path(__file__).parents[2] / "tandem")
-    command = Serve(
-        str(tiny_model), "--engine", "vllm", "--aggregated", "2", "--dtype", "float32", "--max-model-len", "4096",
-        "--set", f"model.engine_python={PYTHON}", "model.engine_args={enforce_eager: true, block_size: 32}",
-        "model.device=cpu", "pools.aggregated.threads=1", f"pools.aggregated.env={{PYTHONPATH: {path}}}",
-        "scheduler.max_num_batched_tokens=256", "model.served_name=tiny",
-    )  # fmt: skip
-    try:
-        command.until(r"engine: ready: vllm 0\.32", 60)
-        url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
-        with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-            yield command, client
-    finally:
-        command.kill_all()
+    yield from serve_vllm(tiny_model, tmp_path_factory.mktemp("path"), ("aggregated",), "--aggregated", "2")
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> list[list[int]]:
-    """What vLLM says by itself."""
-    args = {
-        "enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 4096,
-        "max_num_batched_tokens": 256,
-    }  # fmt: skip
-    ended = subprocess.run(
-        [PYTHON, str(Path(__file__).parent / "alone.py"), str(tiny_model)],
-        input=json.dumps({"args": args, "prompts": PROMPTS, "max_tokens": TOKENS}),
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found: list[list[int]] = json.loads(ended.stdout.strip().splitlines()[-1])
-    return found
+    return answers_alone(tiny_model, PROMPTS, TOKENS)
 
 
 PROMPTS = [prompt(length, 3) for length in (1, 31, 32, 33, 200, 700, 1500, 3000)]
@@ -75,28 +49,6 @@ def asked(tokens: list[int], **others: Any) -> dict[str, Any]:
         "model": "tiny", "prompt": tokens, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, **others,
     }  # fmt: skip
-
-
-def nodes(client: httpx.Client) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = client.get("/cluster").json()["nodes"]
-    return found
-
-
-def is_at_rest(found: list[dict[str, Any]]) -> bool:
-    return not any(
-        node["running"] or node["waiting"] or node["free_blocks"] != node["total_blocks"] for node in found
-    )
-
-
-def until(client: httpx.Client, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition(found := nodes(client)):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
-
-
-def aborted(found: list[dict[str, Any]]) -> int:
-    return sum(node["counters"]["requests_finished"].get("abort", 0) for node in found)
 
 
 def test_greedy_answers_are_those_of_vllm_alone(
@@ -157,29 +109,19 @@ def test_routers_hear_what_is_cached(served: tuple[Serve, httpx.Client]) -> None
 
 def test_an_answer_outlives_its_node(served: tuple[Serve, httpx.Client], expected: list[list[int]]) -> None:
     command, client = served
+    body = asked(PROMPTS[4], max_tokens=1000)
+    whole = client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+    assert whole[:TOKENS] == expected[4]
     found: list[int] = []
-    body = asked(PROMPTS[4], stream=True)
-    with client.stream("POST", "/v1/completions", json=body) as stream:
-        for line in stream.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                found += choice.get("token_ids") or []
-            if 0 < len(found) < TOKENS and (
-                busy := [node["node_id"] for node in nodes(client) if node["running"]]
-            ):
-                os.kill(pid_of_node(command, client, busy[0]), signal.SIGKILL)
-                break
+    killed = ""
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
                     found += choice.get("token_ids") or []
-    assert found == expected[4]
-
-
-def pid_of_node(command: Serve, client: httpx.Client, name: str) -> int:
-    """The process that listens where routers reach the node."""
-    (endpoint,) = (node["request_endpoint"] for node in nodes(client) if node["node_id"] == name)
-    host, _, port = endpoint.rpartition(":")
-    (pid,) = (pid for pid in command.processes() if (host, int(port)) in listening_addresses(pid))
-    return pid
+            if found and not killed:
+                killed = next((node["node_id"] for node in nodes(client) if node["running"]), "")
+                if killed:
+                    os.kill(pid_of_node(command, client, killed), signal.SIGKILL)
+    assert killed
+    assert found == whole

@@ -55,10 +55,6 @@ def test_the_flag_names_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
             "must be a whole path",
         ),
         (
-            {"model__engine": "vllm", "model__engine_python": "/opt/python"},
-            "pools.prefill.nodes is 1, and vllm hands over no KV: serve with nodes that do both, --aggregated N",
-        ),
-        (
             {
                 "model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1",
                 "pools__aggregated__tensor_parallel": "2",

@@ -33,6 +33,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "controller.admin_may_run_code": {"controller": {"admin_may_run_code": True}},
     "controller.admin_folders": {"controller": {"admin_folders": ["/"]}},
     "model.path": {"model": {"path": "/etc"}},
+    "model.engine_python": {"model": {"engine_python": "/tmp/python"}},
+    "model.engine_args.worker_cls": {"model": {"engine_args": {"worker_cls": "os:system"}}},
     "model.draft": {"model": {"draft": "./here"}},
     "model.adapters.a": {"model": {"adapters": {"a": "/home/b/adapter"}}},
     "model.hidden_states_folder": {"model": {"hidden_states_folder": "states"}},

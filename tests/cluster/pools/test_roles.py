@@ -11,6 +11,7 @@ from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.cluster.pools.supervisor import ProcessPhase
+from tandem.engine.config import ModelConfig
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
@@ -131,6 +132,18 @@ async def test_a_node_of_several_ranks_keeps_its_role(ranks: tuple[int, int], wh
         await rig.controller.start()
         assert rig.launcher.node("prefill-1").config.tensor_parallel == ranks[0]
         with pytest.raises(ConfigurationError, match=why):
+            await rig.controller.change_role("prefill-1", Role.DECODE)
+
+
+@in_loop
+async def test_a_node_of_another_engine_keeps_its_role() -> None:
+    router = RouterConfig(tokenizer_path="model", model_name="fake")
+    config = TandemConfig(router=router, model=ModelConfig(path="model", engine="vllm"))
+    async with Rig(pools=pools(2, PoolConfig(nodes=1)), config=config) as rig:
+        await rig.controller.start()
+        with pytest.raises(
+            ConfigurationError, match="whose engine is vllm keeps its role: scale prefill down"
+        ):
             await rig.controller.change_role("prefill-1", Role.DECODE)
 
 

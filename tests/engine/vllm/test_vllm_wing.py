@@ -107,7 +107,7 @@ def test_a_node_in_a_python_without_vllm_says_which_setting_is_wrong() -> None:
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("this Python has vLLM")
     with pytest.raises(ConfigurationError, match=r"set model\.engine_python"):
-        make(EngineConfig(), ModelConfig(engine="vllm"), lambda what, fraction: None)
+        make(EngineConfig(), ModelConfig(engine="vllm"), lambda what, fraction: None, None)
 
 
 def test_an_engine_that_is_not_there_is_refused() -> None:
