@@ -18,7 +18,7 @@ from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.node.config import NodeConfig
 from tandem.wire.kv_events import KVEvent
-from tandem.wire.requests import Submit
+from tandem.wire.requests import SickDevice, Submit
 
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner
@@ -30,6 +30,7 @@ ROWS = (
     "tandem.node.kv_events.part",
     "tandem.node.step_trace.part",
     "tandem.node.canary.part",
+    "tandem.node.gpu_health.part",
 )
 # The other ranks of a node that has several.
 RANKS = "tandem.node.ranks.loading"
@@ -53,6 +54,11 @@ class ServicePart:
 
     publish: Publish | None = None
     """Gets the events of the KV cache, in the `cache-news` thread."""
+
+    @property
+    def sick(self) -> tuple[SickDevice, ...]:
+        """The node's devices that must not compute any more: the node is replaced elsewhere. Read from any thread."""
+        return ()
 
     def prepare(self, request: Request) -> None:
         """Before the engine gets the request. A TandemError refuses it."""
