@@ -15,6 +15,7 @@ grammar/     answers that follow a grammar
 encoders/    asks encoder nodes for the rows of this node's images
 kv_events/   KV events for programs outside Tandem
 step_trace/  the scheduler trace
+gpu_health/  names the node's GPUs that must not compute any more
 canary/      in idle time, recomputes prompts that peers have sent
 ranks/       the other processes of a node with several ranks
 near         which RDMA devices are nearest to a node's GPU

@@ -203,6 +203,7 @@ class NodeService(NodeLifecycle):
             replaced_adapters=(adapters.replaced if adapters is not None else None) or EMPTY_TABLE,
             age_s=0.0 if self.loop.has_read_all else max(0.0, now - self._stats_of),
             slower=self._engine.info.slower,
+            sick=tuple(device for part in self._parts for device in part.sick),
         )
 
     def _come_to_rest(self, timeout_s: float) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tandem.node.config import NodeConfig
     from tandem.node.node import LoadSource
     from tandem.wire.kv_events import KVEvent
-    from tandem.wire.requests import Submit
+    from tandem.wire.requests import SickDevice, Submit
 
 ROWS = (
     "tandem.node.grammar.part",
@@ -30,6 +30,7 @@ ROWS = (
     "tandem.node.kv_events.part",
     "tandem.node.step_trace.part",
     "tandem.node.canary.part",
+    "tandem.node.gpu_health.part",
 )
 # The other ranks of a node that has several.
 RANKS = "tandem.node.ranks.loading"
@@ -52,6 +53,11 @@ class ServicePart:
 
     publish: Publish | None = None
     """Gets the events of the KV cache, in the `cache-news` thread."""
+
+    @property
+    def sick(self) -> tuple[SickDevice, ...]:
+        """The node's devices that must not compute any more: the node is replaced elsewhere. Read from any thread."""
+        return ()
 
     def prepare(self, request: Request) -> None:
         """Before the engine gets the request. A TandemError refuses it."""

@@ -143,6 +143,10 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_image_processing.py",
         ),
     ),
+    "gpu health": Wing(
+        ("node/gpu_health/", "cluster/pools/gpu_health/"),
+        ("tests/node/gpu_health/", "tests/cluster/pools/gpu_health/"),
+    ),
     "lora": Wing(
         ("engine/model/lora/",),
         (

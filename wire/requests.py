@@ -344,6 +344,13 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 NO_COUNTERS = NodeCounters()
 
 
+class SickDevice(msgspec.Struct, frozen=True):
+    """A device of a node that must not compute any more."""
+
+    device: str
+    why: str
+
+
 class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defaults=True):
     """A node's state, sent a few times a second. `step_age_s` shows an engine that hangs."""
 
@@ -382,6 +389,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     # What the node still has of the adapters that these replaced: digests by name, the newest first.
     replaced_adapters: Mapping[str, tuple[str, ...]] = EMPTY_TABLE
     slower: str = ""  # why the node computes more slowly than it could on its machine
+    sick: tuple[SickDevice, ...] = ()
 
     @property
     def totals(self) -> NodeCounters:

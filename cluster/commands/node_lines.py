@@ -13,7 +13,7 @@ from rich.table import Table
 from tandem.cluster.control import SupervisedNode
 from tandem.cluster.describe import describe_left_out, format_blocks, format_size, format_tier
 from tandem.wire.nodes import NodeState
-from tandem.wire.requests import NO_COUNTERS, NodeCounters, TierStatus
+from tandem.wire.requests import NO_COUNTERS, NodeCounters, SickDevice, TierStatus
 
 _LOAD = ("run", "wait", "blocks free", "moving", "KV sent", "received")
 
@@ -38,6 +38,7 @@ class NodeLine(msgspec.Struct, frozen=True):
     detail: str = ""
     unusable: str | None = None
     slower: str = ""
+    sick: tuple[SickDevice, ...] = ()
 
     def load(self) -> Sequence[str]:
         if self.running is None:
@@ -54,7 +55,8 @@ class NodeLine(msgspec.Struct, frozen=True):
 
     def notes(self) -> Iterable[str]:
         left_out = describe_left_out(self.left_out) if self.left_out else ""
-        return filter(None, (self.detail or self.unusable, self.slower, left_out))
+        sick = (f"{each.device}: {each.why}" for each in self.sick)
+        return filter(None, (self.detail or self.unusable, *sick, self.slower, left_out))
 
 
 _REPORTED = {*NodeLine.__struct_fields__} - {

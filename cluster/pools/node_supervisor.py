@@ -17,7 +17,7 @@ from tandem.cluster.pools.unseen_node import UnseenNode
 from tandem.cluster.tasks import first_of
 from tandem.node.config import NodeConfig
 from tandem.wire.nodes import NodeInfo, NodeState, Role
-from tandem.wire.requests import NodeStatus
+from tandem.wire.requests import NodeStatus, SickDevice
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self.info = info
         self._has_worked = info is not None
         self.status: NodeStatus | None = None  # the last one that it reported
+        self.sick: tuple[
+            SickDevice, ...
+        ] = ()  # its devices that must not compute any more, as it once reported
         self._vouched = ""  # the last report about its silence, so that each is made once
         # The set that it last took or refused; None: unknown
         self._adapters_told: AdapterPlaces | None = None
@@ -190,6 +193,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             else:
                 silence.answered()
                 self._say_vouched("")
+                self.sick = status.sick or self.sick
                 reason = self._unfit(status.epoch, status.state, status.step_age_s, status.detail, info)
                 if reason is not None:
                     return reason

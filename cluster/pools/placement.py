@@ -13,7 +13,7 @@ import importlib.metadata
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,8 @@ def place(
 ) -> NodePlacement | None:
     """Returns a placement on the emptiest machine that has room for one more node of this role, or on as many as its pool's `machines`.
     None if too few have room."""
-    shut = Counter((slot.host, slot.role) for slot in closed)
+    shut = Counter((slot.host, slot.role) for slot in closed if not slot.device)
+    broken = {(slot.host, slot.device) for slot in closed if slot.device}
     here: dict[str, list[NodePlacement]] = {host.name: [] for host in hosts}
     for node in nodes:
         for part in node.placement.parts if node.placement is not None else []:
@@ -92,7 +93,8 @@ def place(
     with_room = [host for host in hosts if _has_slot(host, here[host.name], role, shut[host.name, role])]
     parts: list[NodePlacement] = []
     for host in sorted(with_room, key=lambda host: len(here[host.name])):
-        placement = _place_on(config, host, here[host.name], role)
+        barred = {device for name, device in broken if name == host.name}
+        placement = _place_on(config, host, here[host.name], role, barred)
         if placement is not None:
             parts.append(placement)
         if len(parts) == config.pools.of(role).machines:
@@ -114,8 +116,9 @@ def _has_slot(host: Host, taken: Sequence[NodePlacement], role: Role, shut: int)
 
 
 def _place_on(
-    config: TandemConfig, host: Host, taken: Sequence[NodePlacement], role: Role
+    config: TandemConfig, host: Host, taken: Sequence[NodePlacement], role: Role, barred: Collection[str]
 ) -> NodePlacement | None:
+    """`barred`: devices that must stay empty."""
     try:
         seats = _seats(host, config.pools)
     except ConfigurationError:
@@ -125,7 +128,10 @@ def _place_on(
         return None
     if not _has_devices(config, host, role):
         return None
-    device, neighbours = _choose_device(config, host, seats, taken, role)
+    chosen = _choose_device(config, host, seats, taken, role, barred)
+    if chosen is None:
+        return None
+    device, neighbours = chosen
     return NodePlacement(
         host.name,
         host.address,
@@ -245,10 +251,15 @@ def _check_devices(config: TandemConfig, host: Host) -> None:
 
 
 def _choose_device(
-    config: TandemConfig, host: Host, seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role
-) -> tuple[str, int]:
+    config: TandemConfig,
+    host: Host,
+    seats: Sequence[Seat],
+    taken: Sequence[NodePlacement],
+    role: Role,
+    barred: Collection[str],
+) -> tuple[str, int] | None:
     """Returns the first of the consecutive GPUs for the node's ranks, and how many nodes share the fullest of them, expected ones
-    included."""
+    included. None if that would be more than expected because some GPUs are barred: their memory is given away."""
     device, gpus, pools = config.model.device, host.gpus, config.pools
     if not _shares_gpus(config, gpus):
         return device, max(1, len(seats), len(taken) + 1)
@@ -261,8 +272,12 @@ def _choose_device(
         size = pools.of(seat).ranks_per_machine
         _occupy(expected, _emptiest(expected, size), size)
     width = pools.of(role).ranks_per_machine
+    most = max(1, *expected)
+    used = [most if f"cuda:{gpu}" in barred else count for gpu, count in enumerate(used)]
     begin = _emptiest(used, width)
     own = range(begin, begin + width)
+    if barred and any(used[gpu] >= most for gpu in own):
+        return None
     return f"cuda:{begin}", max(max(expected[gpu], used[gpu] + 1) for gpu in own)
 
 

@@ -87,10 +87,12 @@ class RouterRecord(msgspec.Struct, frozen=True):
 
 
 class ClosedSlot(msgspec.Struct, frozen=True):
-    """A place that a pool without a fixed size must leave empty, because an operator removed its node."""
+    """A place that must stay empty until an operator sizes its pool: one whose node was removed from a pool without a fixed size, or whose
+    device is broken."""
 
     host: str
     role: Role
+    device: str = ""  # the broken device; "" where the machine offers places, of which one is closed
 
 
 class Revision(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ROWS = (
     "tandem.cluster.pools.autoscaling.wing",
     "tandem.cluster.pools.rollouts.wing",
+    "tandem.cluster.pools.gpu_health.wing",
     "tandem.cluster.adapters.desk",
 )
 

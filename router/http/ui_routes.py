@@ -98,6 +98,7 @@ def _row(services: Services, member: Member) -> NodeRow:
 
 def _notes(status: NodeStatus) -> list[str]:
     notes = [note for note in (status.detail, status.slower) if note]
+    notes += [f"{each.device}: {each.why}" for each in status.sick]
     notes += [f"its {tier.name} tier is left out: {tier.left_out}" for tier in status.tiers if tier.left_out]
     notes += [f"takes nothing from {sender}: its KV arrived wrong here" for sender in status.left_out]
     return notes

@@ -20,10 +20,12 @@ import yaml
 
 from tandem.cluster.cli import make_parser
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.launcher import Offer
+from tandem.cluster.launcher import Host, Offer
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.on_ray.runtime import import_ray
+from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.room import lacking, needs_of, places
+from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.settings.combined import resolve
 from tandem.cluster.settings.layers import read_file
 from tandem.router.config import RouterPlacement
@@ -386,7 +388,7 @@ def with_components(folder: Path, base: Path, *names: str) -> dict[str, Document
 @needs_kubectl
 @pytest.mark.parametrize(
     "folder",
-    [BASE, *(KUBERAY / "overlays" / name for name in ("gpu", "spread", "wide"))],
+    [BASE, *(KUBERAY / "overlays" / name for name in ("gpu", "machine", "spread", "wide"))],
     ids=lambda folder: folder.name,
 )
 def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
@@ -425,6 +427,31 @@ def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) 
     assert places(offer, needs_of(config))[Role.AGGREGATED] == 1
     assert (group["min_workers"], group["max_workers"]) == (pool.min, pool.max)
     assert [types[name]["min_workers"] for name in ("decode", "encode")] == [0, 0]
+
+
+def test_a_pod_that_is_a_machine_holds_nodes_of_both_pools(raycluster: Document) -> None:
+    """Every node gets a GPU and cores of its own, on any of the machines."""
+    types, config = of_overlay("machine", raycluster)
+    group = types["machine"]
+    offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group["labels"])
+    slots = {role: places(offer, needs_of(config))[role] for role in (Role.PREFILL, Role.DECODE)}
+    assert slots == {Role.PREFILL: 2, Role.DECODE: 6}
+    assert group["resources"]["GPU"] == sum(slots.values()) == 8
+    assert [types[name]["min_workers"] for name in ("decode", "encode")] == [0, 0]
+    machines = [Host(name, name, tuple(range(64)), gpus=8, slots=slots) for name in ("a", "b")]
+    assert group["min_workers"] == group["max_workers"] == len(machines)
+    nodes: list[NodeRecord] = []
+    for role in slots:
+        for number in range(config.pools.of(role).first_size):
+            placement = place(config, machines, nodes, role)
+            assert placement is not None
+            nodes.append(NodeRecord(f"{role.value}-{number}", role, placement))
+    placements = [node.placement for node in nodes if node.placement is not None]
+    assert len({(each.host, each.device) for each in placements}) == len(nodes) == 16
+    assert {len(each.cores) for each in placements} == {8}
+    budget = load(KUBERAY / "overlays" / "machine" / "disruption.yaml")["spec"]
+    assert budget["selector"]["matchLabels"]["ray.io/group"] == "machine"
+    assert budget["minAvailable"] < group["min_workers"]
 
 
 def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster: Document) -> None:

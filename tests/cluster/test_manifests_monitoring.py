@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.hosts.tools import install_absent
+from tests.integration.prometheus import watching
 
 MONITORING = Path(__file__).resolve().parents[2] / "manifests" / "monitoring"
 
@@ -39,6 +42,70 @@ def test_no_alert_is_without_a_fault() -> None:
         assert f'alertname="{rule["alert"]}"' in faults, rule["alert"]
         assert rule["annotations"].keys() == {"summary", "description"}
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+# As NVIDIA's DCGM exporter writes its figures, by its default list of them.
+EXPORTED = """
+# HELP DCGM_FI_DEV_POWER_USAGE Power draw (in W).
+# TYPE DCGM_FI_DEV_POWER_USAGE gauge
+DCGM_FI_DEV_POWER_USAGE{labels} 412.6
+# TYPE DCGM_FI_DEV_XID_ERRORS gauge
+DCGM_FI_DEV_XID_ERRORS{labels} 0
+# TYPE DCGM_FI_DEV_FB_FREE gauge
+DCGM_FI_DEV_FB_FREE{labels} 9000
+# TYPE DCGM_FI_DEV_FB_USED gauge
+DCGM_FI_DEV_FB_USED{labels} 72000
+# TYPE DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS counter
+DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS{labels} 0
+# TYPE DCGM_FI_DEV_ROW_REMAP_FAILURE gauge
+DCGM_FI_DEV_ROW_REMAP_FAILURE{labels} 0
+# TYPE DCGM_FI_PROF_GR_ENGINE_ACTIVE gauge
+DCGM_FI_PROF_GR_ENGINE_ACTIVE{labels} 0.97
+# TYPE DCGM_FI_PROF_PIPE_TENSOR_ACTIVE gauge
+DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels} 0.61
+# TYPE DCGM_FI_PROF_DRAM_ACTIVE gauge
+DCGM_FI_PROF_DRAM_ACTIVE{labels} 0.43
+"""
+LABELS = (
+    '{gpu="0",UUID="GPU-a8394b51",pci_bus_id="00000000:18:00.0",device="nvidia0",modelName="NVIDIA H100 80GB HBM3",'
+    'Hostname="gpu-1",DCGM_FI_DRIVER_VERSION="580.95.05"}'
+)
+
+
+class Exporter(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(EXPORTED.replace("{labels}", LABELS).lstrip().encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_the_panels_on_gpus_show_what_the_exporter_says(tmp_path: Path) -> None:
+    dashboard = json.loads((MONITORING / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    asked = [
+        target["expr"]
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+        if "DCGM" in target["expr"]
+    ]
+    assert len(asked) == 8
+    rules = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Exporter) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        try:
+            with watching(f"http://127.0.0.1:{server.server_port}", tmp_path, rules) as prometheus:
+                prometheus.until("DCGM_FI_PROF_DRAM_ACTIVE", "the exporter is scraped")
+                for expression in asked:
+                    (sample,) = prometheus.ask(expression)
+                    assert sample["value"][1] != "NaN", expression
+                (taken,) = [each for each in asked if "FB_USED" in each]
+                assert float(prometheus.ask(taken)[0]["value"][1]) == pytest.approx(72 / 81)
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def test_panels_lie_beside_one_another() -> None:

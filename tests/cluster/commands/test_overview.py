@@ -32,7 +32,7 @@ from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, Ro
 from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus, TierStatus
+from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice, TierStatus
 from tests.cluster.asked import Asked
 from tests.cluster.pools.helpers import in_loop, settle
 
@@ -352,6 +352,13 @@ def test_a_node_that_computes_without_the_native_library_says_so() -> None:
     assert "! decode-0: it computes without the native library, several times slower: no g++" in text
     plain = Overview.of(view, None, lambda url, key: router_answer()).plain()
     assert plain["nodes"][0]["status"]["slower"] == slow.slower
+
+
+def test_a_node_with_a_sick_card_says_what_it_has() -> None:
+    sick = msgspec.structs.replace(STATUS, sick=(SickDevice("cuda:3", "Xid 79: it has fallen off the bus"),))
+    nodes = [SupervisedNode("decode-0", Role.DECODE, "10.0.0.3", "draining", "it is leaving", 0, sick)]
+    text, _ = shown(msgspec.structs.replace(VIEW, nodes=nodes), router_answer())
+    assert "! decode-0: cuda:3: Xid 79: it has fallen off the bus" in text
 
 
 def test_a_pool_without_a_largest_size_has_none_in_json() -> None:

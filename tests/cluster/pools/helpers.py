@@ -26,7 +26,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice
 from tests.cluster.pools.memory_store import MemoryStore
 
 PATIENCE_S = 60.0  # long enough for a busy machine; it only ends a test that hangs
@@ -197,6 +197,7 @@ class FakeNode(FakeProcess):
         self.state = NodeState.READY
         self.step_age_s = 0.0
         self.free_blocks = 90
+        self.sick: tuple[SickDevice, ...] = ()
         self.resets = 0
         self.finished: dict[str, int] = {}  # number of requests by how they ended
         self.client_errors = 0
@@ -287,6 +288,7 @@ class FakeNode(FakeProcess):
             step_age_s=self.step_age_s,
             counters=NodeCounters(requests_finished=self.finished, client_errors=self.client_errors),
             detail="out of luck" if self.state is NodeState.FAILED else "",
+            sick=self.sick,
         )
 
 
