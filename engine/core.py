@@ -77,19 +77,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ahead` plans a step while the one before it runs, wherever the scheduler allows that."""
-        self.scheduler = scheduler
-        self.runner = runner
-        self.worker = worker
-        # None while no request is traced. Set between steps.
-        self.tracer: Tracer | None = None
+        self.scheduler, self.runner, self.worker = scheduler, runner, worker
+        self.tracer: Tracer | None = None  # set between steps, while a request is traced
         self.idle_check: IdleCheck | None = None
-        self._ahead = ahead
-        self._debug = debug
-        # The step that is still computing while the next one is planned.
-        self._open: _StepInFlight | None = None
-        self._last_booked = 0.0
-        self._clock = clock
-        self._last_finished = 0.0
+        self._ahead, self._debug, self._clock = ahead, debug, clock
+        self._open: _StepInFlight | None = None  # the step that computes while the next one is planned
+        self._last_booked = self._last_finished = 0.0
         if worker is not None:
             worker.register_kv_caches(memory_of(runner))
 
@@ -155,9 +148,8 @@ class Engine:
         # A step that was planned ahead waited for the device until the step before it finished.
         self.scheduler.took(plan, finished - max(started.started, self._last_finished))
         self._last_finished = finished
-        transfers = _NO_TRANSFERS
-        if self.worker is not None:
-            transfers = self.worker.get_finished(plan.finished_req_ids)
+        worker = self.worker
+        transfers = worker.get_finished(plan.finished_req_ids) if worker is not None else _NO_TRANSFERS
         updates = self.scheduler.update_from_output(plan, output, transfers)
         if transfers.finished_recving and self.idle_check is not None:
             self._show_received(transfers, self.idle_check)

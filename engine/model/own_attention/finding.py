@@ -12,8 +12,8 @@ from tandem.engine.model.caches import NotingCache
 from tandem.engine.model.own_attention.step import (
     MASK,
     OwnLayer,
-    OwnLayers,
     Sums,
+    WrappedLayers,
     among_picked,
     places_for,
 )
@@ -21,7 +21,7 @@ from tandem.engine.model.own_layers import INDEXED, SUMMING
 
 __all__ = ["among_picked", "find", "layers"]
 
-layers = OwnLayers
+layers = WrappedLayers
 
 
 def find(

@@ -238,7 +238,7 @@ def _wrapped(layer: OwnLayer, forward: Callable[..., Any]) -> Callable[..., Any]
     return attend
 
 
-class OwnLayers(dict[int, OwnLayer]):
+class WrappedLayers(dict[int, OwnLayer]):
     """See engine.model.own_layers.OwnLayers."""
 
     def wrap(self) -> None:
