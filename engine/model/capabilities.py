@@ -50,6 +50,18 @@ class ModelLoad:
     shard: Shard | None = None  # this process's part of the model; None: all of it
 
 
+@dataclasses.dataclass(frozen=True)
+class ToAttend:
+    """What a loaded model's attention is chosen by."""
+
+    kv_cache: torch.Tensor
+    plan: CachePlan
+    parts: ModelParts
+    shape: ForwardShape
+    pieces: Pieces | None
+    dtype: torch.dtype  # the queries'; keys and values may be FP8
+
+
 class Capability:
     """One thing that this load needs beyond tokens in and tokens out. Does nothing; each overrides what it needs. The methods are in the
     order in which they are called."""
@@ -95,15 +107,7 @@ class Capability:
         """Returns what is loaded, as the other ranks see it. A collective. General path only."""
         return loaded
 
-    def attention(
-        self,
-        kv_cache: torch.Tensor,
-        plan: CachePlan,
-        parts: ModelParts,
-        shape: ForwardShape,
-        pieces: Pieces | None,
-        dtype: torch.dtype,
-    ) -> PagedAttention | None:
+    def attention(self, of: ToAttend) -> PagedAttention | None:
         """Attention by kernels that read the cache in place; None if blocks are gathered. General path only."""
         return None
 

@@ -181,12 +181,7 @@ class _AmongRows:
         self._positions, self._whose = positions, whose
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        how: AttentionCall,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionCall
     ) -> torch.Tensor:
         asks, keys = self._positions[:, None], self._positions[None]
         seen = (self._whose[:, None] == self._whose[None]) & (keys <= asks)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.capabilities import Capability, ModelLoad, first_of
+from tandem.engine.model.capabilities import Capability, ModelLoad, ToAttend, first_of
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
@@ -213,7 +213,9 @@ class _GeneralModel:
             states = parts.mixers.bound_to(kv_cache) if parts.mixers is not None else None
             attention = gathering(kv_cache, plan, parts.latents)
             return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
-        chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype, capabilities)
+        chosen = _choose_attention(
+            ToAttend(kv_cache, plan, parts, shape, self._pieces, model.dtype), capabilities
+        )
         forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
         if any(each.unchanged for each in capabilities):
             return forward
@@ -233,16 +235,8 @@ def pieces_for(capabilities: Sequence[Capability], dtype: torch.dtype) -> Pieces
     return first_of(each.pieces(dtype) for each in capabilities)
 
 
-def _choose_attention(
-    kv_cache: torch.Tensor,
-    plan: CachePlan,
-    parts: ModelParts,
-    shape: ForwardShape,
-    pieces: Pieces | None,
-    dtype: torch.dtype,
-    capabilities: Sequence[Capability],
-) -> PagedAttention:
+def _choose_attention(of: ToAttend, capabilities: Sequence[Capability]) -> PagedAttention:
     from tandem.engine.model.compressed import gathering
 
-    found = first_of(each.attention(kv_cache, plan, parts, shape, pieces, dtype) for each in capabilities)
-    return found if found is not None else gathering(kv_cache, plan, parts.latents)
+    found = first_of(each.attention(of) for each in capabilities)
+    return found if found is not None else gathering(of.kv_cache, of.plan, of.parts.latents)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.capabilities import Capability, ModelLoad, ToAttend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,18 +45,10 @@ class OnCuda(Capability):
             return None
         return DevicePieces()
 
-    def attention(
-        self,
-        kv_cache: torch.Tensor,
-        plan: CachePlan,
-        parts: ModelParts,
-        shape: ForwardShape,
-        pieces: Pieces | None,
-        dtype: torch.dtype,
-    ) -> PagedAttention | None:
+    def attention(self, of: ToAttend) -> PagedAttention | None:
         from tandem.engine.model.cuda.flashinfer import find_library
 
-        return attention_with(find_library(), kv_cache, plan, parts, shape, dtype)
+        return attention_with(find_library(), of)
 
     def recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> Forward | None:
         from tandem.engine.model.cuda.decode_graphs import CudaRecorder, DecodeGraphs, recorded_tokens
@@ -86,20 +78,13 @@ class OnCuda(Capability):
         return functools.partial(bytes_of_step, model, parts.layers, vocab_size, self._loading.device)
 
 
-def attention_with(
-    library: Any | None,
-    kv_cache: torch.Tensor,
-    plan: CachePlan,
-    parts: ModelParts,
-    shape: ForwardShape,
-    dtype: torch.dtype,
-) -> PagedAttention | None:
+def attention_with(library: Any | None, of: ToAttend) -> PagedAttention | None:
     """Attention by FlashInfer; None if it is not installed, does not compute this model's attention, or does not run here."""
     from tandem.engine.model.cuda import flashinfer, flashinfer_latents
 
     if library is None:
         return None
-    layers, latents = parts.layers, parts.latents
+    layers, latents, dtype = of.parts.layers, of.parts.latents, of.dtype
     if latents is not None:
         reason = flashinfer_latents.reason_against(layers, latents, dtype)
     else:
@@ -108,11 +93,11 @@ def attention_with(
         attention: FlashInferAttention | FlashInferLatents
         if latents is not None:
             attention = flashinfer_latents.FlashInferLatents(
-                library, kv_cache, plan, layers, latents, shape.max_model_len
+                library, of.kv_cache, of.plan, layers, latents, of.shape.max_model_len
             )
         else:
             attention = flashinfer.FlashInferAttention(
-                library, kv_cache, plan, layers, shape.max_model_len, dtype
+                library, of.kv_cache, of.plan, layers, of.shape.max_model_len, dtype
             )
         try:
             attention.try_out()

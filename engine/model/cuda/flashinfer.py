@@ -351,12 +351,7 @@ class _Step:
         self._pads = pads
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        how: AttentionCall,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionCall
     ) -> torch.Tensor:
         attention = self._attention
         kind = attention.kinds[attention.kind_of_layer[layer]]

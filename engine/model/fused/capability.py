@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.capabilities import Capability, ModelLoad, ToAttend
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.loaded import ForwardShape
     from tandem.engine.model.pieces import Pieces
     from tandem.engine.model.runner import Forward
-    from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
+    from tandem.engine.model.transformers_forward import TransformersForward
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +43,17 @@ class FusedModel(Capability):
         fused = fuse(model, pieces, updates)
         return fused.left if fused is not None else None
 
-    def attention(
-        self,
-        kv_cache: torch.Tensor,
-        plan: CachePlan,
-        parts: ModelParts,
-        shape: ForwardShape,
-        pieces: Pieces | None,
-        dtype: torch.dtype,
-    ) -> PagedAttention | None:
+    def attention(self, of: ToAttend) -> PagedAttention | None:
         from tandem.engine.model.fused import cpu_attention
         from tandem.engine.model.fused.cpu import CpuPieces
 
-        if not isinstance(pieces, CpuPieces):
+        if not isinstance(of.pieces, CpuPieces):
             return None
-        reason = cpu_attention.reason_against(parts.layers, plan, kv_cache.dtype, dtype)
+        reason = cpu_attention.reason_against(of.parts.layers, of.plan, of.kv_cache.dtype, of.dtype)
         if reason is not None:
             log.info("attention gathers blocks: %s", reason)
             return None
-        return cpu_attention.CpuAttention(pieces, kv_cache, plan, parts.layers)
+        return cpu_attention.CpuAttention(of.pieces, of.kv_cache, of.plan, of.parts.layers)
 
     def recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> Forward | None:
         from tandem.engine.model.fused.cpu_attention import CpuAttention

@@ -96,12 +96,7 @@ class _Step:
         checked(pieces.native.tandem_operations_begin(pieces.handle, byref(self._described)))
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        how: AttentionCall,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionCall
     ) -> torch.Tensor:
         attention = self._attention
         probed = attention.layers[layer]

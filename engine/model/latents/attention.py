@@ -139,12 +139,7 @@ class LatentStep(PagedStep):
         self._expansions, self._decodes = expansions, decodes
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        how: AttentionCall,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionCall
     ) -> torch.Tensor:
         """See AttentionStep.attend. It ignores `key` and `value`."""
         latent = how.latent

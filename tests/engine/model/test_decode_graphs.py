@@ -24,6 +24,7 @@ from tandem.engine.model import paths
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.capabilities import ToAttend
 from tandem.engine.model.cuda import flashinfer
 from tandem.engine.model.cuda.capability import attention_with
 from tandem.engine.model.cuda.decode_graphs import DecodeGraphs, Record
@@ -89,8 +90,13 @@ class Case:
                 patch.setattr(
                     paths,
                     "_choose_attention",
-                    lambda cache, plan, parts, shape, pieces, dtype, _: FlashInferAttention(
-                        fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
+                    lambda of, _: FlashInferAttention(
+                        fake_flashinfer,
+                        of.kv_cache,
+                        of.plan,
+                        of.parts.layers,
+                        of.shape.max_model_len,
+                        of.dtype,
                     ),
                 )
             self.runner = load(path, DevicePieces())
@@ -497,7 +503,7 @@ def test_kernels_that_read_other_pages_are_not_used(how: str, monkeypatch: pytes
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Misread)
     shape = ForwardShape(max_requests=2, max_model_len=16)
-    made = attention_with(library, cache, plan, ModelParts(layers), shape, cache.dtype)
+    made = attention_with(library, ToAttend(cache, plan, ModelParts(layers), shape, None, cache.dtype))
     assert made is None if how else isinstance(made, FlashInferAttention)
     assert not cache.any()
 
@@ -528,6 +534,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)
     shape = ForwardShape(max_requests=2, max_model_len=16)
-    made = attention_with(library, cache, plan, ModelParts(layers), shape, dtype)
+    made = attention_with(library, ToAttend(cache, plan, ModelParts(layers), shape, None, dtype))
     assert isinstance(made, FlashInferAttention) == used
     assert not cache.any()

@@ -72,8 +72,8 @@ def test_the_kernels_of_a_gpu_keep_the_same_numbers(path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         paths,
         "_choose_attention",
-        lambda cache, plan, parts, shape, pieces, dtype, _: FlashInferAttention(
-            fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
+        lambda of, _: FlashInferAttention(
+            fake_flashinfer, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
         ),
     )
     assert answer(load(path), [11]) == right

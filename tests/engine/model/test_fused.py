@@ -249,8 +249,8 @@ def test_a_layer_is_few_launches(architecture: str, most: int, tmp_path: Path) -
             patch.setattr(
                 paths,
                 "_choose_attention",
-                lambda cache, plan, parts, shape, pieces, dtype, _: FlashInferAttention(
-                    fake_flashinfer, cache, plan, parts.layers, shape.max_model_len, dtype
+                lambda of, _: FlashInferAttention(
+                    fake_flashinfer, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
                 ),
             )
             patch.setattr("tandem.engine.model.cuda.flashinfer.WORKSPACE_BYTES", 1 << 10)

@@ -16,6 +16,7 @@ from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
+from tandem.engine.model.capabilities import ToAttend
 from tandem.engine.model.cuda import flashinfer_latents
 from tandem.engine.model.cuda.capability import attention_with
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
@@ -167,6 +168,6 @@ def test_the_library_is_tried_out_before_it_is_relied_on(fails: str) -> None:
     plan = plan_cache(LAYERS, 4)
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)
     parts = ModelParts(LAYERS, latents=expansions())
-    made = attention_with(library, cache, plan, parts, ForwardShape(2, 16), cache.dtype)
+    made = attention_with(library, ToAttend(cache, plan, parts, ForwardShape(2, 16), None, cache.dtype))
     assert made is None if fails else isinstance(made, FlashInferLatents)
     assert not cache.any()
