@@ -7,11 +7,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from tandem.base.progress import Report, without_amount
+
+
+class Activity(msgspec.Struct, frozen=True):
+    """What something that starts did, and when."""
+
+    name: str
+    what: str
+    began_s: float  # since the command began
+    seconds: float
 
 
 class Display:
@@ -23,6 +33,9 @@ class Display:
         self._lock = threading.Lock()
         self._rows: dict[str, TaskID] = {}
         self._last: dict[str, str] = {}
+        self._changes: list[
+            tuple[str, str, float, bool]
+        ] = []  # a name, what it does from then on, whether it has finished
         self._live: Progress | None = None
 
     def start(self) -> None:
@@ -70,17 +83,31 @@ class Display:
 
     def _row(self, name: str, text: str, *, finished: bool, line: str) -> None:
         with self._lock:
+            elapsed = time.monotonic() - self._began
+            is_new = self._last.get(name) != line
+            if is_new:
+                self._last[name] = line
+                self._changes.append((name, line, elapsed, finished))
             if self._live is None:
                 # Without rows, each new activity is one line; its progress is not shown.
-                if self._last.get(name) != line:
-                    self._last[name] = line
-                    elapsed = time.monotonic() - self._began
+                if is_new:
                     self._print(f"[dim]{elapsed:5.1f} s[/]  {escape(name)}: {escape(line)}")
                 return
             row = self._rows.get(name)
             if row is None:
                 row = self._rows[name] = self._live.add_task(escape(text), total=1, name=escape(name))
             self._live.update(row, description=escape(text), completed=1 if finished else 0)
+
+    def activities(self) -> list[Activity]:
+        """What has been shown so far, in the order of its beginnings."""
+        with self._lock:
+            changes, now = list(self._changes), time.monotonic() - self._began
+        found = []
+        for index, (name, what, began, finished) in enumerate(changes):
+            if not finished:
+                end = next((at for other, _, at, _ in changes[index + 1 :] if other == name), now)
+                found.append(Activity(name, what, round(began, 2), round(end - began, 2)))
+        return found
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from tandem.cluster.commands.engines import check_engine
 from tandem.cluster.commands.output import LibraryOutput, UnfailingOutput
 from tandem.cluster.commands.preflight import check_before_attach, check_before_start
 from tandem.cluster.commands.progress import Display
-from tandem.cluster.commands.ready_lines import ready_lines, ready_values
+from tandem.cluster.commands.ready_lines import ready_lines, ready_values, timing_lines
 from tandem.cluster.commands.running import forget_serving, record_serving
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.catalogue import PACKAGED
@@ -62,6 +62,7 @@ class ServeTarget:
     detach: bool = False  # the deployment outlives the command
     # Print one JSON document on standard output when it answers; the rest goes to standard error
     as_json: bool = False
+    timings: bool = False  # say what the start waited for, too
 
 
 def serve(config: TandemConfig, where: ServeTarget) -> int:
@@ -281,9 +282,14 @@ class _Serving:
             self._display.stop()
             seconds = time.monotonic() - self._began
             if self._where.as_json:
-                self._answer.write(as_json(ready_values(account, view, self._logs, seconds)).decode())
+                values = ready_values(account, view, self._logs, seconds)
+                if self._where.timings:
+                    values["timings"] = self._display.activities()
+                self._answer.write(as_json(values).decode())
                 self._answer.flush()
             lines = ready_lines(account, view, config, self._logs, seconds, detached=self._where.detach)
+            if self._where.timings:
+                lines += [*timing_lines(self._display.activities()), ""]
             # Not wrapped to the terminal's width: operators copy these lines.
             self._display.console.print("\n".join(lines), soft_wrap=True)
             if self._where.detach:

@@ -23,6 +23,9 @@ def _describe_serve(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--detach", action="store_true", help="return when the cluster answers; it runs until `tandem down`"
     )
+    parser.add_argument(
+        "--timings", action="store_true", help="when it answers, also say what its start waited for"
+    )
     add_output(parser)
 
 
@@ -30,7 +33,8 @@ def _serve(options: argparse.Namespace) -> int:
     config = read_settings(options).config
     from tandem.cluster.commands.serve import ServeTarget, serve
 
-    return serve(config, ServeTarget(options.address, options.detach, as_json=wants_json(options)))
+    where = ServeTarget(options.address, options.detach, as_json=wants_json(options), timings=options.timings)
+    return serve(config, where)
 
 
 def _describe_init(parser: argparse.ArgumentParser) -> None:

@@ -110,5 +110,5 @@ def explained(client: TraceClient, name: str) -> Explanation:
             return explain_account(account, targets)
         raise RequestError(
             f"{name!r} is not among the last {len(state.latest)} requests of {client.url}, nor among the slowest of the last ten "
-            f"minutes, and was not traced"
+            "minutes, and was not traced. A request's id is in the x-request-id header of its answer; the id in its body is another"
         ) from not_traced

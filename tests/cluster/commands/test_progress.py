@@ -1,0 +1,37 @@
+"""What a start shows of itself."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tandem.cluster.commands import progress
+from tandem.cluster.commands.progress import Activity, Display
+from tandem.cluster.commands.ready_lines import timing_lines
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_each_activity_lasts_until_the_next_of_its_process(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    seconds = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    display = Display(Console(file=io.StringIO(), force_terminal=is_terminal))
+    display.start()
+    with display.step("ray", "starting", "running"):
+        display.progress("decode-0", "loading weights", 0.0)
+        seconds[0] += 2
+        display.progress("decode-0", "loading weights", 0.5)
+    display.progress("decode-0", "warming up", 0.0)
+    seconds[0] += 1
+    display.ready("decode-0", "decode")
+    display.stop()
+    found = display.activities()
+    assert found == [
+        Activity("ray", "starting", 0.0, 2.0),
+        Activity("decode-0", "loading weights", 0.0, 2.0),
+        Activity("decode-0", "warming up", 2.0, 1.0),
+    ]
+    assert timing_lines(found)[1].split() == ["0.00", "s", "ray", "2.00", "s", "starting"]
