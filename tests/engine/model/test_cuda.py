@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.model import decode_graphs, torch_runner
+from tandem.engine.model import torch_runner
 from tandem.engine.model.decode_graphs import CudaRecorder
 from tandem.engine.model.staging import on
 from tests.engine.model import tiny
@@ -69,7 +69,7 @@ class FakeCuda:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(decode_graphs.torch, "cuda", fake)
+    monkeypatch.setattr("tandem.engine.model.decode_graphs.torch.cuda", fake)
     return fake
 
 
