@@ -12,6 +12,7 @@ Work is lost when its tokens were computed but are in no whole answer. Writes bu
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from benchmarks.bursting import (
     tokens_computed,
 )
 from benchmarks.lib.harness import parser_of, report, run
-from benchmarks.lib.loads import play
+from benchmarks.lib.loads import played
 from benchmarks.lib.machine import warn_of_bystanders
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
@@ -177,7 +178,7 @@ class Trial:
         ]
         before = tokens_computed(self._system)
         arrivals = [stage.begin + time for stage in stages for time in self._times(stage.count, stage.rate)]
-        load = self._play(arrivals)
+        load = self._play(len(arrivals), arrivals=arrivals)
         computed = tokens_computed(self._system).less(before)
         return measure(
             self._system.title, capacity, stages, load.began_at, load.timelines, computed, self._slo
@@ -185,7 +186,7 @@ class Trial:
 
     def _capacity(self) -> float:
         """Returns the capacity. Raises ConfigurationError if no rate that was tried meets the service level."""
-        crowd = play(self._system.url, self._shape, self._prompts(_CROWD * 4), users=_CROWD).timelines
+        crowd = self._play(_CROWD * 4, users=_CROWD).timelines
         whole = [one for one in crowd if one.succeeded]
         if not whole:
             raise ConfigurationError(f"{self._system.title} answers nothing: {crowd[0].failure}")
@@ -194,7 +195,7 @@ class Trial:
         for share in _SHARES:
             rate = most * share
             count = max(4, round(rate * self._lasting.trial))
-            met = attained(self._play(self._times(count, rate)).timelines, self._slo)
+            met = attained(self._play(count, arrivals=self._times(count, rate)).timelines, self._slo)
             self._console.print(
                 f"{self._system.title}: at {rate:.2f} requests/s {met:.0%} meet {self._slo}",
                 style="dim",
@@ -207,8 +208,11 @@ class Trial:
             "name a wider one with --slo"
         )
 
-    def _play(self, arrivals: list[float]) -> LoadStream:
-        return play(self._system.url, self._shape, self._prompts(len(arrivals)), arrivals=arrivals)
+    def _play(
+        self, count: int, *, arrivals: list[float] | None = None, users: int | None = None
+    ) -> LoadStream:
+        prompts = self._prompts(count)
+        return asyncio.run(played(self._system.url, self._shape, prompts, arrivals=arrivals, users=users))
 
     def _prompts(self, count: int) -> list[Session]:
         lengths = Lengths(self._options.input, _ANSWER)

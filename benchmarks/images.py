@@ -29,7 +29,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
 from benchmarks.lib.harness import parser_of, report, run, say
-from benchmarks.lib.loads import playing
+from benchmarks.lib.loads import played
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
     RunningSystem,
@@ -187,7 +187,7 @@ async def _texts(started: RunningSystem, rng: random.Random, number: int, every_
     sessions = [single(prompt, _WORDS, _TOKENS) for prompt in prompts]
     shape = RequestShape(started.model, temperature=0.0, timeout_s=_PATIENCE_S)
     arrivals = [every_s * place for place in range(number)]
-    asked = (await playing(started.system.url, shape, sessions, arrivals=arrivals)).timelines
+    asked = (await played(started.system.url, shape, sessions, arrivals=arrivals)).timelines
     whole = [one for one in asked if one.succeeded]
     if not whole:
         raise Unavailable(f"no text was answered: {asked[0].failure}")

@@ -9,6 +9,7 @@ above zero is lost work: prompts that the prefill node computed and the decode n
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 from collections import Counter
 from typing import Any
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.engines import random_prompts
 from benchmarks.lib.harness import parser_of, report, run
-from benchmarks.lib.loads import play
+from benchmarks.lib.loads import played
 from benchmarks.lib.servers import text_of
 from benchmarks.lib.tables import table_of
 from tandem.loadgen.api import RequestShape
@@ -48,7 +49,8 @@ def load(options: argparse.Namespace) -> LoadStream:
         for prompt in random_prompts(options.prompts, options.tokens, 39_000, options.seed)
     ]
     arrivals = [number / options.rate for number in range(options.prompts)] if options.rate else None
-    return play(options.url, RequestShape(model, timeout_s=TIMEOUT_S), sessions, arrivals=arrivals)
+    shape = RequestShape(model, timeout_s=TIMEOUT_S)
+    return asyncio.run(played(options.url, shape, sessions, arrivals=arrivals))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

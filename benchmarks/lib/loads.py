@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from tandem.loadgen.api import Api, RequestShape
@@ -11,7 +10,7 @@ from tandem.loadgen.load import LoadStream
 from tandem.loadgen.workload import Session
 
 
-async def playing(
+async def played(
     url: str,
     shape: RequestShape,
     sessions: Sequence[Session],
@@ -24,14 +23,3 @@ async def playing(
         load = LoadStream("load", Api(http, shape), sessions, arrivals=arrivals, concurrency=users)
         await load.run()
     return load
-
-
-def play(
-    url: str,
-    shape: RequestShape,
-    sessions: Sequence[Session],
-    *,
-    arrivals: Sequence[float] | None = None,
-    users: int | None = None,
-) -> LoadStream:
-    return asyncio.run(playing(url, shape, sessions, arrivals=arrivals, users=users))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import tokenizers
@@ -26,7 +27,7 @@ KINDS = {
     "words": lambda: pre_tokenizers.BertPreTokenizer(),
     "digits": lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]),
 }
-NORMALIZERS = {
+NORMALIZERS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
     "lower": normalizers.Lowercase,
     "NFC": normalizers.NFC,

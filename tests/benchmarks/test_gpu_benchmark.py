@@ -61,7 +61,7 @@ def test_a_device_that_computes_something_else_is_noticed(
     path = make_model(SMALL, tmp_path / "model", torch.device("cpu"))
     monkeypatch.setattr(gpu_parity, "_LENGTHS", (3, 20))
     assert all(parity.holds for parity in gpu_parity.check_parity(path, torch.device("cpu")))
-    load = engines.load_runner
+    load = engines.load_runner  # type: ignore[attr-defined]
 
     def spoilt(*arguments: object, native: bool, **options: object) -> object:
         runner = load(*arguments, native=native, **options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_parts import STAGES
+from benchmarks.gpu_parts import PARTS, STAGES
 from benchmarks.gpu_report import rows_of
 
 
@@ -57,7 +57,7 @@ def with_parts(monkeypatch: pytest.MonkeyPatch, out: Path, *more: str, **parts: 
         return popen([*command[:where], str(script), *command[where + 2 :]], **options)
 
     exec(code, {})
-    monkeypatch.setattr(gpu.subprocess, "Popen", started)
+    monkeypatch.setattr("benchmarks.gpu.subprocess.Popen", started)
     # A script's own folder is searched for modules, and not the folder that it is started in, as with `-m`.
     there = Path(gpu.__file__).resolve().parents[1]
     monkeypatch.setenv(
@@ -74,7 +74,7 @@ def test_a_part_that_fails_dies_or_hangs_costs_no_other_part_a_row(
 ) -> None:
     """Each part is a process of its own, which begins in some seconds."""
     for name in ("fine", "fails", "dies", "absent", "last"):
-        monkeypatch.setitem(gpu.PARTS, name, gpu.PARTS["machine"])
+        monkeypatch.setitem(PARTS, name, PARTS["machine"])
     out = tmp_path / "rows.jsonl"
     status = with_parts(
         monkeypatch,
@@ -107,11 +107,11 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that its child holds is closed when both have ended."""
-    monkeypatch.setitem(gpu.PARTS, "hangs", gpu.PARTS["machine"])
+    monkeypatch.setitem(PARTS, "hangs", PARTS["machine"])
     ours, theirs = os.pipe()
     os.set_inheritable(theirs, True)
     popen = subprocess.Popen
-    monkeypatch.setattr(gpu.subprocess, "Popen", lambda *a, **o: popen(*a, **o, pass_fds=(theirs,)))
+    monkeypatch.setattr("benchmarks.gpu.subprocess.Popen", lambda *a, **o: popen(*a, **o, pass_fds=(theirs,)))
     out = tmp_path / "rows.jsonl"
     hangs = (
         f"import subprocess; subprocess.Popen(['sleep', '600'], pass_fds=({theirs},)); "

@@ -35,7 +35,9 @@ class View:
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(cluster, "title_of", lambda process: TITLES.get(process, ""))
-    monkeypatch.setattr(cluster.os, "kill", lambda process, number: found.append((process, number)))
+    monkeypatch.setattr(
+        "benchmarks.soaking.cluster.os.kill", lambda process, number: found.append((process, number))
+    )
     monkeypatch.setattr(cluster, "_LOOK_EVERY_S", 0.0)
     return found
 

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import suite as module
 from benchmarks.lib.harness import BenchmarkReport, report, report_of, run
 from benchmarks.lib.tables import at_most, seen
 from benchmarks.suite import SuitePart, run_part
@@ -36,7 +35,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         assert command[:3] == [sys.executable, "-m", "made"]
         return real([sys.executable, "-S", "-c", *command[3:]], **fields)
 
-    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.setattr("benchmarks.suite.subprocess.run", run)
     return lambda part: run_part(part, "m", tmp_path)
 
 

@@ -113,7 +113,7 @@ def allowed(path: Path) -> list[Any]:
     if name in VALUES:
         return VALUES[name]
     if path[0] == "pools" and path[-1] in OF_EACH_POOL:
-        return OF_EACH_POOL[path[-1]]
+        return OF_EACH_POOL[path[-1]]  # type: ignore[return-value]
     if path[-1] == "env":
         return [{}, ENVIRONMENT]
     return list(_of(msgspec.inspect.type_info(known_settings()[path])))

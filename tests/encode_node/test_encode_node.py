@@ -21,7 +21,7 @@ from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import create_connector
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.engine_node import EngineNode
-from tandem.node.service import RoleRules
+from tandem.node.requests import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart

@@ -268,7 +268,7 @@ def test_an_image_that_cannot_be_encoded_just_now_fails_one_request_and_is_tried
 ) -> None:
     """Three equal prompts come in one step, so the last two begin from blocks of the first one, which fails."""
     engine = lab.start(caching=True)
-    opened = tower.open_image
+    opened = tower.open_image  # type: ignore[attr-defined]
     failures = [MemoryError("none left"), OSError(24, "too many open files")]
 
     def open_image(file: bytes) -> Any:

@@ -94,7 +94,7 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_library_reads_them_itself(tmp_path: Path) -> None:
     with Lab(tiny.save("llama", tmp_path), {}, {}).start() as engine:
-        assert isinstance(engine.engine.runner.forward, NativeLlamaForward)
+        assert isinstance(engine.engine.runner.forward, NativeLlamaForward)  # type: ignore[attr-defined]
         assert engine.engine.runner.info.embed_size == 32
 
 

@@ -59,7 +59,7 @@ def run_in_pool(pool: str, count: int, within_s: float) -> list[str]:
             time.sleep(0.2)
         return address
 
-    meeting = Meeting.remote()
+    meeting = Meeting.remote()  # type: ignore[attr-defined]
     return sorted(ray.get([attend.remote(meeting) for _ in range(count)], timeout=within_s))
 
 

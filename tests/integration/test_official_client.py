@@ -313,7 +313,7 @@ class TestStructure:
         assert (name, json.loads(streamed)) == ("get_weather", arguments)
 
     def test_no_call_is_made_where_none_is_wanted(self, client: openai.OpenAI, model: str) -> None:
-        answer = client.chat.completions.create(
+        answer = client.chat.completions.create(  # type: ignore[call-overload]
             model=model, messages=CAPITAL, tools=[WEATHER], tool_choice="none", max_completion_tokens=8
         )
         assert not answer.choices[0].message.tool_calls

@@ -173,7 +173,7 @@ def test_a_machine_that_is_lost_takes_it_along_and_another_one_takes_its_place(
 
     def hands_over() -> bool:
         assert answer_of(tandem) == first
-        return received(tandem) > before
+        return received(tandem) > before  # type: ignore[operator]
 
     until(hands_over, "a node on the machines that are there hands over")
 

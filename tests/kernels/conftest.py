@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.kernels import library
-from tandem.kernels.build import BuildFailed
+from tandem.kernels.compiler import BuildFailed
 from tests.kernels import probes
 
 

@@ -20,7 +20,7 @@ LAB = {"127.0.0.1": "lo", "::1": "lo", "10.0.0.5": "eth1", "10.9.0.5": "eth0", "
 def lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICES, raising=False)
     monkeypatch.setattr(interfaces, "addresses", lambda: LAB)
-    monkeypatch.setattr(interfaces.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    monkeypatch.setattr(interfaces.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("lab")

@@ -37,7 +37,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files were written long ago."""
     now = time.time_ns()
-    monkeypatch.setattr(digests.time, "time_ns", lambda: now + 10**10)
+    monkeypatch.setattr("tandem.machine.digests.time.time_ns", lambda: now + 10**10)
 
 
 def sha256(content: bytes) -> str:

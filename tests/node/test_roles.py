@@ -22,7 +22,7 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.node.engine_node import EngineNode
-from tandem.node.service import RoleRules
+from tandem.node.requests import RoleRules
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeState, Role

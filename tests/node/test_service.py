@@ -232,7 +232,7 @@ def test_an_emptied_cache_serves_no_later_request(node: Node) -> None:
     node.submit("a", prompt=200)
     node.outgoing.until_finished("a")
     node.submit("b", prompt=200)
-    assert node.outgoing.until_finished("b")[0].cached_tokens > 0
+    assert node.outgoing.until_finished("b")[0].cached_tokens > 0  # type: ignore[operator]
     assert node.service.reset_cache(PATIENCE_S)
     node.submit("c", prompt=200)
     assert node.outgoing.until_finished("c")[0].cached_tokens == 0

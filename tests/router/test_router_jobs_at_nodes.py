@@ -16,8 +16,8 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.node.config import NodeConfig
-from tandem.node.loop import Mailbox
-from tandem.node.service import Item, NodeService
+from tandem.node.loop import Item, Mailbox
+from tandem.node.service import NodeService
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import NodeStatus
@@ -123,7 +123,7 @@ def test_the_node_learns_the_tool_from_the_routers_word(
     router, node, turn = cluster
     pins = node.service._engine.scheduler._state.pins
     assert pins is not None
-    pins.times.took(["weather"], 10 * PIN_S)  # as one learns it
+    pins.times.took(["weather"], 10 * PIN_S)  # type: ignore[attr-defined]  # as one learns it
     turn("what is it like outside, and should I take an umbrella with me?", "j")
     wait(router, node, lambda status: status.counters.pins_ended == {"slow_tool": 1}, "the pin ends")
     assert node.service.status().pinned_requests == 0

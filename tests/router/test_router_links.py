@@ -17,7 +17,7 @@ from tests.wire.members import endpoint_at
 
 def hear_nothing(links: NodeLinks, unsent: list[tuple[NodeInfo, str]] | None = None) -> None:
     heard = [] if unsent is None else unsent
-    links.listen(*[lambda *message: None] * 7, lambda node, why: heard.append((node, why)))
+    links.listen(*[lambda *message: None] * 7, lambda node, why: heard.append((node, why)))  # type: ignore[call-arg]
 
 
 def a_node(endpoint: str) -> NodeInfo:

@@ -121,7 +121,7 @@ def budget_router(
     backend.add_tokens([tokenizers.AddedToken(mark, special=False) for mark in marks])
     backend.save(str(file))
     ids = {mark: backend.token_to_id(mark) for mark in (*marks, "<|end|>")}
-    return (
+    return (  # type: ignore[return-value]
         start_router(tokenizer_path=thinking_folder),
         LLTokenizer(file.read_text(), eos_token=[ids["<|end|>"]]),
         ids,

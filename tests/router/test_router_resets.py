@@ -15,8 +15,8 @@ from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.node.config import NodeConfig
-from tandem.node.loop import Mailbox
-from tandem.node.service import Item, NodeService
+from tandem.node.loop import Item, Mailbox
+from tandem.node.service import NodeService
 from tandem.router.config import Heartbeat
 from tandem.wire.lines import NumberedChannel
 from tandem.wire.nodes import NodeInfo, Role

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.base.errors import TandemError
-from tandem.cluster.pools import plan, state
+from tandem.cluster.pools import state
 from tandem.cluster.pools.autoscaling.wing import ScalingPools
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.departures import Departures
@@ -19,7 +19,7 @@ from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.rollouts import steps, watch, wing
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
-from tandem.cluster.pools.state import ClusterState, Membership
+from tandem.cluster.pools.state import ClusterState, Membership, NodeRecord
 from tandem.cluster.pools.turn import Turn
 
 
@@ -163,7 +163,7 @@ def _only_places_with_old_routers_judged(right: Any) -> Any:
 def _ids_given_again(right: Any) -> Any:
     def with_new_node(self: ClusterState, role: Any) -> ClusterState:
         number = len(self.staying(role))
-        state = self.with_node(plan.NodeRecord(f"{role.value}-{number}", role, revision=self.revision.number))
+        state = self.with_node(NodeRecord(f"{role.value}-{number}", role, revision=self.revision.number))
         return msgspec.structs.replace(state, next_index=self.next_index | {role: number + 1})
 
     return with_new_node

@@ -18,10 +18,10 @@ from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerC
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import joined
 from tandem.kvtransfer.protocol.commands import Command
-from tandem.kvtransfer.protocol.endpoint import ASK_S, ProtocolLoop, TransferEndpoint
+from tandem.kvtransfer.protocol.endpoint import ProtocolLoop, TransferEndpoint
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
 from tandem.kvtransfer.protocol.settings import parse_direction
-from tandem.kvtransfer.sources import NodeSources
+from tandem.kvtransfer.sources import ASK_S, NodeSources
 from tandem.node.canary.canary import CanaryChecks
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Item, Mailbox

@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[ToolFormat, ReasoningName]] = {
     "qwen3_coder": (ToolFormat.QWEN3_CODER, ReasoningName.NONE),
     "seed_oss": (ToolFormat.SEED_OSS, ReasoningName.SEED_THINK),
 }
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -57,7 +57,7 @@ WEATHER = {
         },
     },
 }
-CALLED = {
+CALLED: dict[str, Any] = {
     "role": "assistant",
     "content": "I look.",
     "reasoning_content": "Is it Oslo?",

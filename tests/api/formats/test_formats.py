@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from tandem.api.formats.call_grammar import CallGrammar, OfferedTool
+from tandem.api.answer_format import OfferedTool
+from tandem.api.formats.call_grammar import CallGrammar
 from tandem.api.formats.calls import CallReader
 from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader
 from tandem.api.formats.registry import CALLS

@@ -33,5 +33,5 @@ def test_what_is_read_is_what_was_said() -> None:
     output = UnfailingOutput(stream)
     output.write("grün\n")
     output.flush()
-    assert cast(io.BytesIO, stream.buffer).getvalue() == "grün\n".encode()
+    assert stream.buffer.getvalue() == "grün\n".encode()
     assert (output.encoding, output.isatty()) == ("utf-8", False)

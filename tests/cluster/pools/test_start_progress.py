@@ -145,7 +145,7 @@ async def until_done(rig: Rig, task: asyncio.Task[object]) -> None:
     for _ in range(10):
         await rig.clock.advance(TIMEOUTS.heartbeat_s)
         if task.done():
-            return task.result()
+            return task.result()  # type: ignore[return-value]
     raise AssertionError("it is still under way")
 
 

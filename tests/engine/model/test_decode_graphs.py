@@ -107,7 +107,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant[0]}-{variant[1]}")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(*request.param, tmp_path_factory.mktemp("models"))
+    return Case(*request.param, tmp_path_factory.mktemp("models"))  # type: ignore[call-arg]
 
 
 def test_requests_come_go_and_are_preempted(case: Case) -> None:

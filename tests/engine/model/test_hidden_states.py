@@ -151,7 +151,7 @@ def test_no_step_waits_for_a_folder_that_takes_nothing(
 
     path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
     folder_goes_on = threading.Event()
-    save = hidden_states.save_file
+    save = hidden_states.save_file  # type: ignore[attr-defined]
 
     def slow_save(*given: Any) -> None:
         assert folder_goes_on.wait(60)

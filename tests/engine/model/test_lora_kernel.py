@@ -167,7 +167,7 @@ def test_a_gated_activation_gets_the_updates_of_its_three_layers(
         (of_gate, gates), (of_up, ups) = adapted(width, inputs), adapted(width, inputs)
         first, second = Matrix(gate, None, adapted=of_gate), Matrix(up, None, adapted=of_up)
     piece = kernels.gated(first, second, Matrix(down, None, adapted=of_down), Activation.SILU)
-    plain = kernels.gated(*(Matrix(each, None) for each in (gate, up, down)), Activation.SILU)
+    plain = kernels.gated(*(Matrix(each, None) for each in (gate, up, down)), Activation.SILU)  # type: ignore[call-arg]
     for count in (1, 8, 21):
         x, slots = torch.randn(count, inputs, generator=generator).to(dtype), torch.arange(count) % 3 - 1
         rows.wanted = slots

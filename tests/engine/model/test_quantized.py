@@ -18,10 +18,11 @@ from tandem.engine.model.checkpoint import choose_dtype, read_config
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.find import fuse
 from tandem.engine.model.general import load_model
+from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.quantized import loading
-from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, KernelLinear, RowScaled
+from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, RowScaled
 from tandem.engine.model.source import find_source
 from tests.engine.model import quantized_files as files
 from tests.engine.model.driver import Driver

@@ -101,7 +101,7 @@ class Case:
     ids=lambda v: v[0] if v[1] else f"{v[0]}-by-transformers",
 )  # fmt: skip
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(*request.param, tmp_path_factory.mktemp("models"))
+    return Case(*request.param, tmp_path_factory.mktemp("models"))  # type: ignore[call-arg]
 
 
 def close(driver: Driver) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.base.errors import ContextLengthExceeded, InvalidRequest
@@ -9,7 +11,7 @@ from tests.engine.made_requests import made_request
 from tests.engine.scheduling.driving import BLOCK, Driver
 
 
-def refused(driver: Driver, error: type[Exception], match: str, *args: object, **fields: object) -> Exception:
+def refused(driver: Driver, error: type[Exception], match: str, *args: object, **fields: object) -> Any:
     before = driver.scheduler.stats()
     with pytest.raises(error, match=match) as caught:
         driver.add("bad", *args, **fields)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, SchedulerConfig
@@ -34,7 +35,7 @@ NAMES = (
 def test_the_documents_example_runs():
     document = Path(__file__).parents[3] / "docs" / "scheduler.md"
     (program,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
-    found = {name.__name__: name for name in NAMES}
+    found: dict[str, Any] = {name.__name__: name for name in NAMES}
     exec(program, found)
     assert not found["scheduler"].has_unfinished_requests()
     found["scheduler"].check_integrity()

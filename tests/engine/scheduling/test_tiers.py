@@ -463,7 +463,7 @@ def test_states_are_loaded_with_the_prefix_that_they_come_after(
         world.run(prompt)
         assert world.loaded - loaded == 6 * BLOCK
         assert world.computed - computed == len(prompt) - 6 * BLOCK
-    assert world.tiers[0].mover.loads == 2, "attention's blocks and states came together"
+    assert world.tiers[0].mover.loads == 2, "attention's blocks and states came together"  # type: ignore[attr-defined]
 
 
 def test_a_state_that_was_given_up_shortens_the_hit_to_the_last_that_is_there() -> None:

@@ -226,7 +226,7 @@ def test_a_write_that_fails_is_no_chunk(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "pwrite", full)
+    monkeypatch.setattr(disk.os, "pwrite", full)  # type: ignore[attr-defined]
     assert not file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
     file.close()
 
@@ -249,8 +249,8 @@ class Crashes:
             fdatasync(file)
             self.synced = len(self.writes)
 
-        monkeypatch.setattr(disk.os, "pwrite", noted)
-        monkeypatch.setattr(disk.os, "fdatasync", synced)
+        monkeypatch.setattr(disk.os, "pwrite", noted)  # type: ignore[attr-defined]
+        monkeypatch.setattr(disk.os, "fdatasync", synced)  # type: ignore[attr-defined]
 
     def image(self, size: int, draw: random.Random) -> bytearray:
         image = bytearray(self.before.ljust(size, b"\0"))

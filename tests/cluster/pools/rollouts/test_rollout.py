@@ -78,8 +78,8 @@ async def test_new_nodes_start_before_old_ones_go() -> None:
         assert made_with(rig) == {77: 3}
         assert len(rig.launcher.routers) == 1, "the router goes on"
         view = await rig.controller.view()
-        assert (view.rollout, view.revision) == (None, change.revision)
-        assert view.decisions[-1].text == "the rollout is done"
+        assert (view.rollout, view.revision) == (None, change.revision)  # type: ignore[attr-defined]
+        assert view.decisions[-1].text == "the rollout is done"  # type: ignore[attr-defined]
 
 
 @in_loop

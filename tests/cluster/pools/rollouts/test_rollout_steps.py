@@ -353,17 +353,17 @@ async def test_a_store_that_takes_nothing_for_a_while_only_delays_a_rollout() ->
     async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.controller.start()
         before = await rig.controller.configuration()
-        rig.store.error = Unavailable("no space left on device")
+        rig.store.error = Unavailable("no space left on device")  # type: ignore[attr-defined]
         with pytest.raises(Unavailable, match="no space left"):
             await rig.controller.apply(wish(rig, "both"), dry_run=False)
         assert await rig.controller.configuration() == before
-        rig.store.error = None
+        rig.store.error = None  # type: ignore[attr-defined]
         await rig.controller.apply(wish(rig, "both"), dry_run=False)
         for _ in range(12):
-            rig.store.error = Unavailable("no space left on device")
+            rig.store.error = Unavailable("no space left on device")  # type: ignore[attr-defined]
             await rig.clock.advance(9.0)
             assert any(node.config.role is Role.DECODE for node in rig.launcher.running)
-            rig.store.error = None
+            rig.store.error = None  # type: ignore[attr-defined]
             await rig.clock.advance(4.0)
         await rig.clock.advance(LONG_S)
         view = await rig.controller.view()

@@ -40,7 +40,7 @@ class Agents(Driver):
     @property
     def pinned(self) -> list[str]:
         assert self.scheduler._state.pins is not None
-        return list(self.scheduler._state.pins.by_job)
+        return list(self.scheduler._state.pins.by_job)  # type: ignore[attr-defined]
 
     def at(self, seconds: float) -> None:
         self.now = seconds
@@ -49,7 +49,7 @@ class Agents(Driver):
     def step_and_look_at_pins(self) -> None:
         self.step()
         assert self.scheduler._state.pins is not None
-        for pin in self.scheduler._state.pins.by_job.values():
+        for pin in self.scheduler._state.pins.by_job.values():  # type: ignore[attr-defined]
             assert self.now < pin.until <= self.now + LIMIT_S
 
     @property
@@ -251,8 +251,8 @@ def test_a_word_that_comes_after_the_next_turn_changes_nothing():
     assert driver.scheduler.seconds_until_sweep() == LIMIT_S
     driver.run()
     assert driver.scheduler._state.pins is not None
-    assert driver.scheduler._state.pins.times.expected(["grep"]) is None
-    assert driver.scheduler._state.pins.times.expected(None) is None
+    assert driver.scheduler._state.pins.times.expected(["grep"]) is None  # type: ignore[attr-defined]
+    assert driver.scheduler._state.pins.times.expected(None) is None  # type: ignore[attr-defined]
 
 
 def test_a_pin_that_runs_out_teaches_that_the_tool_is_slow():
