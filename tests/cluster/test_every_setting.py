@@ -24,6 +24,7 @@ from tandem.cluster.settings.layers import read_assignments, read_environment, r
 from tandem.cluster.settings.names import Path, dotted, known_settings, no_settings
 from tandem.cluster.settings.rules import OF_WINGS
 from tandem.cluster.settings.schema import FILE_NAME, json_schema
+from tandem.engine.wings import other_engines
 from tests.documents import ROOT, Block, blocks
 from tests.doors import passes
 from tests.wings import WINGS
@@ -31,17 +32,25 @@ from tests.wings import WINGS
 SETTINGS = sorted(known_settings().keys() - DERIVED.keys())
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
+# Another engine than ours is a wing, and may be deleted.
+ENGINE = next(iter(other_engines()), None)
+ENGINE_PYTHON = {"model.engine_python": "/opt/engine/bin/python", "pools.aggregated.nodes": 1}
+OF_OTHER_ENGINES: dict[str, dict[str, Any]] = (
+    {
+        name: {"model.engine": ENGINE, **ENGINE_PYTHON}
+        for name in ("model.engine", "model.engine_args", "model.engine_python")
+    }
+    if ENGINE is not None
+    else {}
+)
+
 # What a value needs beside it. A setting that is not here stands alone.
 NEEDS: dict[str, dict[str, Any]] = {
     "rollout.surge": {"rollout.max_unavailable": 1},
     "rollout.max_unavailable": {"rollout.surge": 1},
     "model.draft": {"scheduler.num_speculative_tokens": 4},
     "model.adapters": {"scheduler.max_loras": 2},
-    "model.engine": {"model.engine_python": "/opt/vllm/bin/python", "pools.aggregated.nodes": 1},
-    **{
-        f"model.{name}": {"model.engine": "vllm", "model.engine_python": "/opt/vllm/bin/python", "pools.aggregated.nodes": 1}
-        for name in ("engine_args", "engine_python")
-    },
+    **OF_OTHER_ENGINES,
     "router.tls_certificate": {"router.tls_key": "k.pem"},
     "router.tls_key": {"router.tls_certificate": "c.pem"},
     "cache.remote": {"cache.tiers": [{"cpu": "1GiB"}]},
@@ -62,9 +71,9 @@ VALUES: dict[str, list[Any]] = {
     "model.path": ["smollm2", "owner/name", "owner/name@main", "./folder"],
     "model.adapters": [{}, {"sql": "./adapters/sql", "law": "owner/name"}],
     "model.revision": ["main"],
-    "model.engine": ["vllm"],
-    "model.engine_args": [{}, {"enforce_eager": True, "kv_cache_dtype": "fp8"}],
-    "model.engine_python": ["/opt/vllm/bin/python"],
+    "model.engine": ["tandem"] if ENGINE is None else [ENGINE],
+    "model.engine_args": [{}] if ENGINE is None else [{}, {"enforce_eager": True, "kv_cache_dtype": "fp8"}],
+    "model.engine_python": [""] if ENGINE is None else ["/opt/engine/bin/python"],
     "model.device": ["auto", "cpu", "cuda", "cuda:1"],
     "model.hidden_states_layers": [[0], [2, 15, -1]],
     "cache.block_size": [1, 16, 32, 1024],
