@@ -152,12 +152,11 @@ def _fused(
     from tandem.engine.model.fused.find import fuse
     from tandem.engine.model.probe import probe_attention
 
-    device = loading.device
-    # No fusion with several ranks: each would try it by itself, and one that has to reload would leave the others waiting.
-    # A GPU's pieces need a step's rows in one sequence, which mixers take apart.
+    device, shard = loading.device, loading.shard
+    # A stage's part of a model gives no logits to compare. A GPU's pieces need a step's rows in one sequence, which mixers take apart.
     fusable = (
         not _is_alone(probed.parts)
-        and loading.shard is None
+        and (shard is None or shard.stages == 1)
         and not any(each.unchanged for each in capabilities)
         and (probed.parts.mixers is None or device.type == "cpu")
     )
@@ -166,7 +165,7 @@ def _fused(
         each.find(model, pieces)
     mixing_threads = 0
     if pieces is not None:
-        fused = fuse(model, pieces, _updates(capabilities))
+        fused = fuse(model, pieces, _updates(capabilities), shard.all_agree if shard is not None else None)
         if fused is None:
             log.warning(
                 "%s is computed without fusion, which is slower: its fused parts do not give what it gives",
@@ -176,7 +175,7 @@ def _fused(
             pieces, probed = None, probe_attention(model)
             for each in capabilities:
                 each.find(model, pieces)
-        elif pieces.copies and _mostly_fused(model, fused.left, capabilities):
+        elif pieces.copies and shard is None and _mostly_fused(model, fused.left, capabilities):
             # The kernels have their own threads on the same cores. Torch does little besides, except for mixers' long chunks.
             torch.set_num_threads(1)
             mixing_threads = loading.threads if probed.parts.mixers is not None else 0
@@ -229,11 +228,13 @@ class _GeneralModel:
             states = LayerStates(kv_cache, parts.mixers.layout) if parts.mixers is not None else None
             attention = gathering(kv_cache, plan, parts.expansions)
             return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
-        chosen = _choose_attention(kv_cache, plan, parts, shape, self._pieces, model.dtype)
+        shard = self._loading.shard
+        # The CPU kernels' attention knows no heads of other ranks in its cache, and their steps are recorded, which sums cannot be.
+        pieces = self._pieces if shard is None else None
+        chosen = _choose_attention(kv_cache, plan, parts, shape, pieces, model.dtype)
         forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
         if isinstance(chosen, CpuAttention):
             return RecordedSteps(forward, chosen)
-        shard = self._loading.shard
         # A pipeline stage receives and sends within a step, which a recording cannot.
         if (
             self._loading.device.type != "cuda"
