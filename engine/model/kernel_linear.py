@@ -27,6 +27,11 @@ class KernelLinear(nn.Module):
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    @property
+    def outputs(self) -> int:
+        """How many outputs it computes itself."""
+        raise NotImplementedError
+
     def _keep(self, **tensors: torch.Tensor) -> None:
         for name, tensor in tensors.items():
             # It is a parameter, so that it counts as one of the model's weights.

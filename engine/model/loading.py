@@ -71,7 +71,7 @@ def load_runner(
     loading = ModelLoad(model, cache, scheduler, source, config, dtype, device, threads, tell, native, shard)
     capabilities = capabilities_for(loading)
     slower = ""
-    if shard is None and not any(each.unchanged for each in capabilities):
+    if (shard is None or shard.stages == 1) and not any(each.unchanged for each in capabilities):
         slower = _compile_kernels(device, dtype, tell)
     loaded = _load(loading, capabilities)
     kv_dtype = _kv_dtype(loading, loaded)

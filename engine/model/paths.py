@@ -144,11 +144,11 @@ def _fused(
     """Fuses the model, unless something speaks against it. Returns the model, which may have been loaded again, and what computes it."""
     from tandem.engine.model.probe import probe_attention
 
-    # No fusion with several ranks: each would try it by itself, and one that has to reload would leave the others waiting.
-    # A GPU's pieces need a step's rows in one sequence, which mixers take apart.
+    # A stage's part of a model gives no logits to compare. A GPU's pieces need a step's rows in one sequence, which mixers take apart.
+    shard = loading.shard
     fusable = (
         not _is_alone(probed.parts)
-        and loading.shard is None
+        and (shard is None or shard.stages == 1)
         and not any(each.unchanged for each in capabilities)
         and (probed.parts.mixers is None or loading.device.type == "cpu")
     )
@@ -168,7 +168,7 @@ def _fused(
             pieces, probed = None, probe_attention(model)
             for each in capabilities:
                 each.find(model, pieces)
-        elif pieces.copies and _mostly_fused(model, left, capabilities):
+        elif pieces.copies and shard is None and _mostly_fused(model, left, capabilities):
             # The kernels have their own threads on the same cores. Torch does little besides, except for mixers' long chunks.
             torch.set_num_threads(1)
             mixing_threads = loading.threads if probed.parts.mixers is not None else 0

@@ -27,7 +27,7 @@ class Activation(enum.Enum):
 
 
 class JoinableKernel(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def joined(self, others: Sequence[Any]) -> Piece | None:
         """One kernel for this one's outputs, followed by those of others of its kind; None if they cannot be one matrix."""

@@ -120,6 +120,10 @@ class Shard:
         gathered = self.collectives.gather(padded.to(self.device)).cpu().numpy()
         return [row[:length].tobytes() for row, length in zip(gathered, lengths, strict=True)]
 
+    def all_agree(self, is_right: bool) -> bool:
+        """Whether it is right on every rank. A collective."""
+        return bool(self.least(int(is_right)))
+
     def least(self, number: int) -> int:
         """The smallest of all ranks' numbers. A collective."""
         return int(self.collectives.gather(torch.tensor([number], device=self.device)).min())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.base.wings import is_there
+from tandem.base.wings import find_wing
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.settings.combined import resolve
 from tandem.cluster.settings.layers import read_file
@@ -23,7 +23,7 @@ from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig  # noqa:
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "manifests" / "ray").glob("*.yaml"))
-STATIC_HOSTS = is_there("tandem.cluster.static_hosts.config")
+STATIC_HOSTS = find_wing("tandem.cluster.static_hosts.config")
 CLUSTERS = [
     file for file in FILES if not file.name.startswith("tandem") and (STATIC_HOSTS or file.stem != "static")
 ]
@@ -46,14 +46,15 @@ def test_there_is_a_file_for_each_kind_of_machine() -> None:
 
 @cluster_files
 def test_ray_accepts_the_file(file: Path, tmp_path: Path) -> None:
-    prepared = prepare_config(load(file))
+    prepared: Any = prepare_config(load(file))
     if "ssh_private_key" in prepared["auth"]:
         key = tmp_path / "key"
         key.touch()
         prepared["auth"]["ssh_private_key"] = str(key)
     validate_config(prepared)
     if prepared["provider"]["type"] == "external":
-        prepared = STATIC_HOSTS[0].bootstrapped(prepared)
+        assert STATIC_HOSTS is not None
+        prepared = STATIC_HOSTS.bootstrapped(prepared)
         validate_config(prepared)
     types = AutoscalingConfig(prepared, skip_content_hash=True).get_node_type_configs()
     assert set(types) == {"head", "prefill", "decode", "encode"}

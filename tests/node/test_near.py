@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tandem.kvtransfer.nixl import transport
+from tandem.kvtransfer.nixl.interfaces import listening_at
+from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.node import near
 from tests.machine.pci_tree import two_sockets
 
@@ -61,13 +63,12 @@ def test_a_driver_that_says_nothing_leaves_the_choice_to_ucx(
 
 def test_an_agent_is_made_with_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, tuple[str, ...]]] = []
-    listening_at = transport.listening_at
 
     def noted(host: str, near: tuple[str, ...]) -> object:
         given.append((host, near))
         return listening_at(host, near)
 
-    monkeypatch.setattr(transport, "listening_at", noted)
-    agent = transport.NixlAgent("here", transport.NixlOptions(), near=("mlx5_3:1",))
+    monkeypatch.setattr("tandem.kvtransfer.nixl.transport.listening_at", noted)
+    agent = transport.NixlAgent("here", NixlOptions(), near=("mlx5_3:1",))
     agent.close()
     assert given == [("127.0.0.1", ("mlx5_3:1",))]

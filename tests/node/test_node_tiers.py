@@ -11,6 +11,7 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import ModelRunner
 from tandem.kvtransfer.config import TierConfig
@@ -55,7 +56,7 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
     try:
         first = channels[0].answer_to("a", 50)
         wait_until_free(node)
-        assert node._engine is not None
+        assert isinstance(node._engine, Engine)
         node._engine.scheduler._state.cache.reset_prefix_cache()
         assert channels[0].answer_to("b", 50) == first
         wait_until_free(node)

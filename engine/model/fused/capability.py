@@ -40,14 +40,16 @@ class FusedModel(Capability):
     def fuse(self, model: PreTrainedModel, pieces: Pieces, updates: UpdatedLayers | None) -> int | None:
         from tandem.engine.model.fused.find import fuse
 
-        fused = fuse(model, pieces, updates)
+        shard = self._loading.shard
+        fused = fuse(model, pieces, updates, shard.all_agree if shard is not None else None)
         return fused.left if fused is not None else None
 
     def attention(self, of: ToAttend) -> PagedAttention | None:
         from tandem.engine.model.fused import cpu_attention
         from tandem.engine.model.fused.cpu import CpuPieces
 
-        if not isinstance(of.pieces, CpuPieces):
+        # It knows no heads of other ranks in its cache, and its steps are recorded, which sums over ranks cannot be.
+        if not isinstance(of.pieces, CpuPieces) or self._loading.shard is not None:
             return None
         reason = cpu_attention.reason_against(of.parts.layers, of.plan, of.kv_cache.dtype, of.dtype)
         if reason is not None:

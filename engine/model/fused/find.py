@@ -75,9 +75,17 @@ class Fused(msgspec.Struct):
         return ", ".join(f"{count} {what}" for what, count in found.items() if count) or "nothing"
 
 
-def fuse(model: PreTrainedModel, pieces: Pieces, adapted: UpdatedLayers | None = None) -> Fused | None:
+def fuse(
+    model: PreTrainedModel,
+    pieces: Pieces,
+    adapted: UpdatedLayers | None = None,
+    agree: Callable[[bool], bool] | None = None,
+) -> Fused | None:
     """Fuses the model in place. Pieces that add adapters' updates replace `adapted` layers, too; other pieces leave each of them to be
-    called by itself. Returns None if the fused model computes something else: the caller must load the model again."""
+    called by itself. Returns None if the fused model computes something else: the caller must load the model again.
+
+    `agree`: the model is one rank's part, whose layers have hooks that put the ranks' results together. All ranks must then fuse at the
+    same time, and `agree` tells whether each has found what it should."""
     fused = Fused()
     left_to = adapted if pieces.adds_updates else None
     with torch.inference_mode():
@@ -87,23 +95,26 @@ def fuse(model: PreTrainedModel, pieces: Pieces, adapted: UpdatedLayers | None =
         consumed: set[nn.Module] = set()
         known: dict[type[nn.Module], int | None] = {}
         norms: dict[int, tuple[nn.Module, Norm]] = {}  # by the address of their result
+        in_parts = agree is not None
         for module, given in seen.modules():
             if isinstance(module, _LINEAR):
                 continue
             keeps_layers = adapted is not None and left_to is None
-            gated = None if keeps_layers else _gated_in(module, given, seen, known, left_to)
+            gated = None if keeps_layers else _gated_in(module, given, seen, known, left_to, in_parts)
             found = gated or _norm_in(module, given)
             piece = _made(found, pieces)
-            if found is None or piece is None or not agrees(piece(given.x), given.out):
+            if found is None or piece is None:
                 continue
-            replace_forward(module, piece)
+            if not agrees(piece(given.x), given.out if found.of_part is None else found.of_part()):
+                continue
+            replace_forward(module, piece if found.last is None else _joined(piece, found.last))
             consumed.update(found.uses)
             _give_up(found.uses, left_to)
             if found.norm is not None:
                 norms[given.made_at] = module, found.norm
             fused.gated += bool(found.uses)
             fused.norms += not found.uses
-        _take_products(seen, pieces, consumed, fused, left_to)
+        _take_products(seen, pieces, consumed, fused, left_to, in_parts)
         fused.rotary = rotary.put_off(norms if pieces.turns_norms else {})
         if pieces.copies:
             _release(model, consumed)
@@ -113,7 +124,8 @@ def fuse(model: PreTrainedModel, pieces: Pieces, adapted: UpdatedLayers | None =
             if isinstance(module, nn.Linear) and module not in consumed
         )
         found_logits = seen.logits()
-    if not agrees(found_logits, expected, within=2.0):
+    is_right = agrees(found_logits, expected, within=2.0)
+    if not (is_right if agree is None else agree(is_right)):
         return None
     log.info("found in the model: %s", fused)
     return fused
@@ -189,9 +201,16 @@ class _Seen:
 
 class _Found:
     def __init__(
-        self, uses: tuple[nn.Module, ...], made_by: Callable[[Pieces], Piece], norm: Norm | None = None
+        self,
+        uses: tuple[nn.Module, ...],
+        made_by: Callable[[Pieces], Piece],
+        norm: Norm | None = None,
+        last: nn.Module | None = None,
+        of_part: Callable[[], torch.Tensor] | None = None,
     ) -> None:
+        """`last`: the layer whose hooks join the ranks' results. `of_part`: what the piece must find before they do."""
         self.uses, self.made_by, self.norm = uses, made_by, norm
+        self.last, self.of_part = last, of_part
 
 
 def _made(found: _Found | None, pieces: Pieces) -> Piece | None:
@@ -207,15 +226,21 @@ def _gated_in(
     seen: _Seen,
     known: dict[type[nn.Module], int | None],
     adapted: UpdatedLayers | None,
+    in_parts: bool,
 ) -> _Found | None:
     linears = [child for child in module.children() if isinstance(child, _LINEAR)]
     if len(linears) not in (2, 3) or any(seen.of(linear) is None for linear in linears):
         return None
     if sum(1 for _ in module.parameters()) != sum(1 for child in linears for _ in child.parameters()):
         return None  # it has weights besides the linear layers'
+    joining = [linear for linear in linears if in_parts and linear._forward_hooks]
+    if len(joining) > 1:
+        return None
+    last = joining[0] if joining else None
     ways = [
         (gate, up, down, activation)
         for gate, up, down in _as_gated(linears, given.x.shape[-1], adapted)
+        if last is None or last in (down.kernel, _owner(down, linears))
         for activation in Activation
     ]
     if type(module) not in known:
@@ -224,18 +249,44 @@ def _gated_in(
         # A kernel has no wider dtype.
         rounds = any(isinstance(linear, KernelLinear) for linear in linears)
         out = given.out.reshape(-1, given.out.shape[-1])
-        if not rounds:
+        found = [_by_formula(x, *way) for way in ways]
+        if last is not None:
+            # All ranks would have to run a copy together, so what the module itself found must do.
+            rounds = rounds or out.dtype is not torch.float32
+            found = [_after(last, x, each) for each in found]
+        elif not rounds:
             try:
                 out = copy.deepcopy(module).float()(x[None])[0]
             except (RuntimeError, TypeError, ValueError):
                 return None
-        errors = [error_of(_by_formula(x, *way), out) for way in ways]
+        errors = [error_of(each, out) for each in found]
         known[type(module)] = _best_of(errors, ROUNDED[torch.bfloat16] if rounds else EXACT)
     which = known[type(module)]
     if which is None or which >= len(ways):
         return None
     way = ways[which]
-    return _Found(tuple(linears), lambda pieces: pieces.gated(*way))
+    of_part = None
+    if last is not None:
+
+        def of_part() -> torch.Tensor:
+            return _by_formula(given.x.float(), *way).to(given.out.dtype)
+
+    return _Found(tuple(linears), lambda pieces: pieces.gated(*way), last=last, of_part=of_part)
+
+
+def _owner(matrix: Matrix, linears: Iterable[nn.Linear | KernelLinear]) -> nn.Module | None:
+    return next((each for each in linears if getattr(each, "weight", None) is matrix.weight), None)
+
+
+def _after(last: nn.Module, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """What the layer's hooks make of its result."""
+    for hook in last._forward_hooks.values():
+        out = hook(last, (x,), out)
+    return out
+
+
+def _joined(piece: Piece, last: nn.Module) -> Piece:
+    return lambda x: _after(last, x, piece(x))
 
 
 def _best_of(errors: list[float], tolerance: float) -> int | None:
@@ -298,7 +349,12 @@ def _as_norm(norm: Norm) -> _Found:
 
 
 def _take_products(
-    seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused, adapted: UpdatedLayers | None
+    seen: _Seen,
+    pieces: Pieces,
+    consumed: set[nn.Module],
+    fused: Fused,
+    adapted: UpdatedLayers | None,
+    in_parts: bool,
 ) -> None:
     parents: dict[nn.Module, nn.Module] = {}
     for parent in seen._model.modules():
@@ -316,10 +372,14 @@ def _take_products(
             piece = pieces.product([_matrix(linear, adapted) for linear in linears])
         except NotOneMatrix:
             continue
-        shared = SharedProduct(piece, [linear.out_features for linear in linears])
-        parts = [shared.part(index) for index in range(len(linears))] if len(linears) > 1 else [piece]
         known = [one for linear in linears if (one := seen.of(linear)) is not None]
-        if not all(agrees(part(one.x), one.out) for part, one in zip(parts, known, strict=True)):
+        # A rank's own results, before the layers' hooks join them with the other ranks'.
+        results = [
+            linear.forward(one.x) if in_parts else one.out for linear, one in zip(linears, known, strict=True)
+        ]
+        shared = SharedProduct(piece, [out.shape[-1] for out in results])
+        parts = [shared.part(index) for index in range(len(linears))] if len(linears) > 1 else [piece]
+        if not all(agrees(part(one.x), out) for part, one, out in zip(parts, known, results, strict=True)):
             continue
         for linear, part in zip(linears, parts, strict=True):
             replace_forward(linear, part)
@@ -400,6 +460,6 @@ def _halves(linear: nn.Linear, adapted: UpdatedLayers | None) -> list[Matrix]:
 
 def _apply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
     if matrix.kernel is not None:
-        return matrix.kernel(x.to(torch.bfloat16)).float()
+        return matrix.kernel.forward(x.to(torch.bfloat16)).float()
     bias = None if matrix.bias is None else matrix.bias.float()
     return nn.functional.linear(x, matrix.weight.float(), bias)

@@ -50,6 +50,10 @@ class RowScaled(KernelLinear):
         rounded, scales = quantize_rows(rows)
         return torch._scaled_mm(rounded, self.weight.t(), scales, self.scales.t(), out_dtype=torch.bfloat16)
 
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
     def joined(self, others: Sequence[Self]) -> Self | None:
         all_of = (self, *others)
         weight, scales = (torch.cat([getattr(one, part) for one in all_of]) for part in ("weight", "scales"))
@@ -73,9 +77,13 @@ class BlockScaled(KernelLinear):
         out: torch.Tensor = self._multiply(rows.contiguous(), self.weight.data, None, self.scales.data)
         return out
 
+    @property
+    def outputs(self) -> int:
+        return len(self.weight)
+
     def joined(self, others: Sequence[Self]) -> Self | None:
         all_of = (self, *others)
-        if any(one.out_features % _BLOCK for one in all_of[:-1]):
+        if any(one.outputs % _BLOCK for one in all_of[:-1]):
             return None
         weight, scales = (torch.cat([getattr(one, part) for one in all_of]) for part in ("weight", "scales"))
         return type(self)(weight, scales, _biases(all_of))
@@ -106,6 +114,10 @@ class FourBit(KernelLinear):
         multiply = torch._weight_int4pack_mm_for_cpu if on_cpu else torch._weight_int4pack_mm
         rows = rows.contiguous() if self._order is None else rows.index_select(1, self._order)
         return multiply(rows, self.packed, self._group, self.scales_and_zeros)
+
+    @property
+    def outputs(self) -> int:
+        return self.scales_and_zeros.shape[1]
 
     def joined(self, others: Sequence[Self]) -> Self | None:
         all_of = (self, *others)
@@ -141,7 +153,7 @@ def _biases(layers: Sequence[KernelLinear]) -> torch.Tensor | None:
     if not given:
         return None
     return torch.cat(
-        [given[0].new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        [given[0].new_zeros(layer.outputs) if layer.bias is None else layer.bias for layer in layers]
     )
 
 

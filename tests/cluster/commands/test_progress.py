@@ -7,7 +7,6 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.cluster.commands import progress
 from tandem.cluster.commands.progress import Activity, Display
 from tandem.cluster.commands.ready_lines import timing_lines
 
@@ -17,7 +16,7 @@ def test_each_activity_lasts_until_the_next_of_its_process(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
     seconds = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr("tandem.cluster.commands.progress.time.monotonic", lambda: seconds[0])
     display = Display(Console(file=io.StringIO(), force_terminal=is_terminal))
     display.start()
     with display.step("ray", "starting", "running"):

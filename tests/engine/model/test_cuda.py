@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from tandem.engine.model import torch_runner
-from tandem.engine.model.cuda import decode_graphs
 from tandem.engine.model.cuda.decode_graphs import CudaRecorder
 from tandem.engine.model.cuda.step_memory import peak_of_step
 from tandem.engine.model.general import load_model

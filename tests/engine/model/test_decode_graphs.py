@@ -448,15 +448,18 @@ def test_decodes_and_drafts_beside_a_chunk_are_left_to_the_kernels_that_pack_the
     torch.manual_seed(0)
     cache.copy_(torch.randn(cache.shape))
 
-    def attended(batch: Batch, rows: slice) -> list[torch.Tensor]:
-        step = attention.begin(batch)
-        return [
-            step.attend(layer.index, *(part[:, rows] for part in given[layer.index]), AttentionCall(0.125))
-            for layer in layers
-        ]
-
     tokens = sum(count for count, _ in shapes)
     given = [[torch.randn(heads, tokens, 64).bfloat16() for heads in (4, 2, 2)] for _ in layers]
+
+    def attended(batch: Batch, rows: slice) -> list[torch.Tensor]:
+        step = attention.begin(batch)
+
+        def of_layer(index: int) -> torch.Tensor:
+            query, key, value = (part[:, rows] for part in given[index])
+            return step.attend(index, query, key, value, AttentionCall(0.125))
+
+        return [of_layer(layer.index) for layer in layers]
+
     batch = chunks_of(*shapes, num_groups=len(plan.groups))
     Watched.runs.clear()
     together = attended(batch, slice(None))

@@ -52,7 +52,9 @@ def test_both_forms_answer_as_transformers_does(
     runner = load(path)
     assert isinstance(runner.forward, TransformersForward)
     assert isinstance(runner.forward.attention, LatentAttention)
-    assert runner.forward.parts.latents[1 if name == "kimi-linear" else 0].to_keys is not None
+    latents = runner.forward.parts.latents
+    assert latents is not None
+    assert latents[1 if name == "kimi-linear" else 0].to_keys is not None
     monkeypatch.setattr(Expansion, "absorbs", lambda self, rows: absorbs)
     driver = Driver(runner, 5)
     for index, prompt in enumerate(prompts):

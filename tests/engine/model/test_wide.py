@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,12 @@ import transformers
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model import paths
 from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.cuda.decode_graphs import DecodeGraphs
+from tandem.engine.model.cuda.pieces import DevicePieces
+from tandem.engine.model.fused.cpu import cpu_pieces
+from tandem.engine.model.fused.find import Fused, fuse
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
@@ -45,10 +50,14 @@ WIDE = [
 
 
 def load(
-    path: Path, shard: Shard | None, num_speculative_tokens: int = 0, pooling: str = "auto"
+    path: Path,
+    shard: Shard | None,
+    num_speculative_tokens: int = 0,
+    pooling: str = "auto",
+    dtype: str = "float32",
 ) -> TorchRunner:
     return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, pooling=pooling),
+        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1, pooling=pooling),
         CacheConfig(block_size=4, memory_bytes=4 << 20),
         SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
         native=False,
@@ -222,6 +231,56 @@ def test_drafts_change_no_token_on_ranks(small: Path) -> None:
         driver.drafts["r"] = answer.tokens[1:3]
         assert driver.generate(NUM_TOKENS)["r"] == answer.tokens
         assert driver.num_accepted >= 2
+
+
+def fused_on_ranks(path: Path, dtype: str = "float32") -> tuple[list[Fused | None], list[int]]:
+    """What each of two ranks has fused, and what they say."""
+    found: list[Fused | None] = []
+
+    def noted(*given: Any) -> Fused | None:
+        found.append(fuse(*given))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.engine.model.fused.find.fuse", noted)
+        with ranks_here(2, functools.partial(load, path, dtype=dtype)) as runner:
+            driver = Driver(runner)
+            driver.add("r", [5, 9, 11, 7, 3])
+            return found, driver.generate(NUM_TOKENS)["r"]
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["cpu-kernels", "as-on-a-gpu"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_layers_of_each_rank_are_fused(
+    name: str, device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.save(name, tmp_path)
+    if device:
+        monkeypatch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
+    elif cpu_pieces(torch.float32, 1) is None:
+        pytest.skip("this processor has no kernels")
+    ranks, said = fused_on_ranks(path)
+    layers = transformers.AutoConfig.from_pretrained(path).num_hidden_layers
+    for fused in ranks:
+        assert fused is not None
+        assert (fused.gated, fused.merged, fused.rotary) == (layers, layers, layers)
+    assert len(ranks) == 2
+    (answer,) = tiny.reference(path, [[5, 9, 11, 7, 3]], NUM_TOKENS)
+    assert said == answer.tokens
+
+
+def test_no_rank_is_fused_if_one_would_compute_something_else(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
+    least = Shard.least
+    monkeypatch.setattr(
+        Shard, "least", lambda shard, number: least(shard, 0 if number == 1 and shard.rank else number)
+    )
+    ranks, said = fused_on_ranks(small)
+    assert ranks == [None, None]
+    (answer,) = tiny.reference(small, [[5, 9, 11, 7, 3]], NUM_TOKENS)
+    assert said == answer.tokens
 
 
 class RecordingRanks:
