@@ -1,7 +1,7 @@
 """Starts a Ray of our own without the processes that only serve people who look at Ray itself: its dashboard, its log monitor and its
 autoscaler. A start waits a second for the dashboard, and all three take an eighth of its CPU.
 
-`ray.init` has no options for them. Whoever wants them starts Ray with `ray start --head`, and names it with --address.
+`ray.init` has no options for them. To have them, start Ray with `ray start --head`, and name it with --address.
 """
 
 from __future__ import annotations

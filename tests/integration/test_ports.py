@@ -42,7 +42,9 @@ def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(
 
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in running.processes()]
     for program in ("dashboard.py", "log_monitor.py", "monitor.py"):
-        assert not [command for command in commands if f"/{program}\0" in command], "nobody asked for it"
+        assert not [command for command in commands if f"/{program}\0" in command], (
+            "none of these was asked for"
+        )
 
     found = {
         (program_of(command), host)
