@@ -22,7 +22,7 @@ from tandem.wire.nodes import Role
 LEAST_STEP_S = 1e-6
 DEFAULT_START_S = 30.0
 EXAMPLE = Path(__file__).with_name("example.json")
-"""The costs of one small node, to try commands with before any node was measured."""
+"""The costs of one small node, to try the commands with before one has been measured."""
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegativeNumber = Annotated[float, Meta(ge=0)]

@@ -15,7 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElaps
 from tandem.base.progress import Report, without_amount
 
 
-class Activity(msgspec.Struct, frozen=True):
+class StartStep(msgspec.Struct, frozen=True):
     """What something that starts did, and when."""
 
     name: str
@@ -98,7 +98,7 @@ class Display:
                 row = self._rows[name] = self._live.add_task(escape(text), total=1, name=escape(name))
             self._live.update(row, description=escape(text), completed=1 if finished else 0)
 
-    def activities(self) -> list[Activity]:
+    def steps(self) -> list[StartStep]:
         """What has been shown so far, in the order of its beginnings."""
         with self._lock:
             changes, now = list(self._changes), time.monotonic() - self._began
@@ -106,7 +106,7 @@ class Display:
         for index, (name, what, began, finished) in enumerate(changes):
             if not finished:
                 end = next((at for other, _, at, _ in changes[index + 1 :] if other == name), now)
-                found.append(Activity(name, what, round(began, 2), round(end - began, 2)))
+                found.append(StartStep(name, what, round(began, 2), round(end - began, 2)))
         return found
 
     def _print(self, line: str) -> None:

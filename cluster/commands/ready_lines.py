@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from tandem.cluster.commands.progress import Activity
+from tandem.cluster.commands.progress import StartStep
 from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import counted
@@ -49,14 +49,14 @@ def ready_lines(
     ]
 
 
-def timing_lines(activities: Sequence[Activity]) -> list[str]:
+def timing_lines(steps: Sequence[StartStep]) -> list[str]:
     """What a start did when, for `tandem serve --timings`. A process that begins has been started and has imported its code."""
-    width = max((len(one.name) for one in activities), default=0)
+    width = max((len(one.name) for one in steps), default=0)
     return [
         "what it waited for:",
         *(
             f"{one.began_s:6.2f} s  {escape(one.name):{width}}  {one.seconds:6.2f} s  {escape(one.what)}"
-            for one in activities
+            for one in steps
         ),
     ]
 

@@ -284,12 +284,12 @@ class _Serving:
             if self._where.as_json:
                 values = ready_values(account, view, self._logs, seconds)
                 if self._where.timings:
-                    values["timings"] = self._display.activities()
+                    values["timings"] = self._display.steps()
                 self._answer.write(as_json(values).decode())
                 self._answer.flush()
             lines = ready_lines(account, view, config, self._logs, seconds, detached=self._where.detach)
             if self._where.timings:
-                lines += [*timing_lines(self._display.activities()), ""]
+                lines += [*timing_lines(self._display.steps()), ""]
             # Not wrapped to the terminal's width: operators copy these lines.
             self._display.console.print("\n".join(lines), soft_wrap=True)
             if self._where.detach:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem.cluster.commands.progress import Activity, Display
+from tandem.cluster.commands.progress import Display, StartStep
 from tandem.cluster.commands.ready_lines import timing_lines
 
 
@@ -27,10 +27,10 @@ def test_each_activity_lasts_until_the_next_of_its_process(
     seconds[0] += 1
     display.ready("decode-0", "decode")
     display.stop()
-    found = display.activities()
+    found = display.steps()
     assert found == [
-        Activity("ray", "starting", 0.0, 2.0),
-        Activity("decode-0", "loading weights", 0.0, 2.0),
-        Activity("decode-0", "warming up", 2.0, 1.0),
+        StartStep("ray", "starting", 0.0, 2.0),
+        StartStep("decode-0", "loading weights", 0.0, 2.0),
+        StartStep("decode-0", "warming up", 2.0, 1.0),
     ]
     assert timing_lines(found)[1].split() == ["0.00", "s", "ray", "2.00", "s", "starting"]
