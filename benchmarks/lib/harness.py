@@ -36,6 +36,7 @@ def parser_of(doc: str | None, *, out: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the figures")
     if out:
+        parser.set_defaults(name=Path(out).name)
         parser.add_argument(
             "--out", type=Path, default=Path(out), metavar="FOLDER", help="for what is found (%(default)s)"
         )
@@ -51,13 +52,13 @@ def report(
     width: int = 120,
 ) -> int:
     """Writes the figures, shows what is `shown` and the floors, and returns the command's status: 1 if it failed or a floor is missed.
-    A benchmark with a folder has both there, under the folder's name."""
+    A benchmark with a folder has both there, under its own name."""
     from rich.console import Console
 
     floors = list(floors)
     written, texts = options.json, [sys.stdout]
     if folder := getattr(options, "out", None):
-        file = results_folder(folder) / folder.name
+        file = results_folder(folder) / options.name
         written = written or file.with_suffix(".json")
         texts.append(file.with_suffix(".txt").open("w", encoding="utf-8"))
     if written is not None:

@@ -56,12 +56,12 @@ def test_a_part_is_read_a_broken_one_is_said_to_be_broken_and_an_endless_one_is_
 def test_a_command_ends_by_what_it_found_and_writes_what_it_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(json=None, out=tmp_path / "made")
+    options = argparse.Namespace(json=None, out=tmp_path / "made", name="it")
     assert report(options, {"it": 1}, "some words", floors=[at_most("it", 1.0, 2.0)]) == 0
     assert report(options, {"it": 3}, "some [words]", floors=[at_most("it", 3.0, 2.0)]) == 1
-    found = msgspec.json.decode((tmp_path / "made" / "made.json").read_bytes(), type=BenchmarkReport)
+    found = msgspec.json.decode((tmp_path / "made" / "it.json").read_bytes(), type=BenchmarkReport)
     assert (found.figures, found.floors[0].met) == ({"it": 3}, False)
-    written = (tmp_path / "made" / "made.txt").read_text()
+    written = (tmp_path / "made" / "it.txt").read_text()
     assert "some [words]" in written
     assert "missed" in written
     assert capsys.readouterr().out.endswith(written)
