@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 OPERATOR, POOR = "an-operators-key-0123456789", "a-poor-tenants-key-0123456789"
 SETTINGS = """
 cache:
-  tiers: [{{disk: {folder}, size: 48MiB}}]
+  tiers: [{{disk: {folder}, size: 160MiB}}]  # more than is stored before the disk is full: only a new part of the file fails
 scheduler: {{max_model_len: 1024}}
 router:
   local_prefill: never
@@ -84,7 +84,7 @@ def watched(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     for file in smollm2_path.iterdir():
         (model / file.name).symlink_to(file.resolve())
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=160m", "tandem", str(disk)], check=False
+        ["mount", "-t", "tmpfs", "-o", "size=480m", "tandem", str(disk)], check=False
     ).returncode:
         pytest.skip("a disk that can be filled needs the right to mount one")
     server = None
@@ -140,7 +140,7 @@ def test_a_cut_link_fires_its_alerts_and_nothing_fires_before_it(watched: Watche
 
     prefill, decode = watched.server.pid_of("ray::PrefillActor"), watched.server.pid_of("ray::DecodeActor")
     answers: list[int] = []
-    asking = [threading.Thread(target=lambda: answers.append(watched.complete(tokens=900))) for _ in range(4)]
+    asking = [threading.Thread(target=lambda: answers.append(watched.complete(tokens=400))) for _ in range(4)]
     for one in asking:
         one.start()
     deadline = time.monotonic() + PATIENCE_S
@@ -150,7 +150,7 @@ def test_a_cut_link_fires_its_alerts_and_nothing_fires_before_it(watched: Watche
         while not {"TandemTransfersFail", "TandemLeasesExpire"} <= prometheus.fired():
             found = prometheus.ask("tandem_node_transfers_finished_total > 0")
             assert time.monotonic() < deadline, [(one["metric"]["outcome"], one["value"]) for one in found]
-            assert watched.complete() == 200
+            assert watched.complete(tokens=40) == 200
         for one in asking:
             one.join()
     assert answers == [200] * 4, "the decode node read these prompts itself"
@@ -161,7 +161,7 @@ def test_a_cut_link_fires_its_alerts_and_nothing_fires_before_it(watched: Watche
     deadline = time.monotonic() + PATIENCE_S
     while not prometheus.ask(f"{received} > {before}"):
         assert time.monotonic() < deadline, "mended, it transfers again"
-        assert watched.complete() == 200
+        assert watched.complete(tokens=40) == 200
 
 
 def test_real_faults_fire_their_alerts_and_nothing_fires_without_one(watched: Watched) -> None:
