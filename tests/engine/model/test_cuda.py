@@ -74,7 +74,7 @@ class FakeCuda:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr("tandem.engine.model.decode_graphs.torch.cuda", fake)
+    monkeypatch.setattr("tandem.engine.model.cuda.decode_graphs.torch.cuda", fake)
     return fake
 
 
