@@ -196,7 +196,7 @@ def test_a_node_on_a_cpu_watches_nothing_and_ranks_watch_their_cards(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def context(device: str, ranks: int, machines: int) -> Any:
-        engine = SimpleNamespace(runner=SimpleNamespace(info=SimpleNamespace(device=device)))
+        engine = SimpleNamespace(info=SimpleNamespace(device=device))
         return SimpleNamespace(engine=engine, config=SimpleNamespace(ranks=ranks, machines=machines))
 
     given: list[dict[str, str]] = []
