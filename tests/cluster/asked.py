@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from tandem.cluster.orders import Order
+from tandem.cluster.orders import Control, Order
 
 T = TypeVar("T")
 
@@ -15,3 +15,13 @@ class Asked:
     async def ask(self, order: Order[T]) -> T:
         control: Any = self
         return await order.do(control)
+
+
+class AskedController(Asked):
+    """The same for a controller that is not a cluster of its own."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    async def ask(self, order: Order[T]) -> T:
+        return await order.do(self._control)

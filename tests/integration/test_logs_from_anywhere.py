@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.base.logs import LogsConfig
 from tandem.cluster.commands.logs import LogFilter, LogReader
+from tests.cluster.asked import AskedController
 from tests.integration.conftest import Deploy, LoopThread, float32_config
 
 
@@ -27,9 +28,9 @@ def test_a_request_is_found_in_every_process(
         )
         assert answer.status_code == 200
         server.until_quiet()
-        reader = LogReader(LogFilter(request="look-for-me"))
-        lines, remarks = loop_thread.run(reader.look(server.deployment.control))
+        reader, asked = LogReader(LogFilter(request="look-for-me")), AskedController(server.deployment.control)
+        lines, remarks = loop_thread.run(reader.look(asked))
         assert not remarks
         assert {line.process.partition("-")[0] for line in lines} >= {"router", "prefill", "decode"}
-        everything, _ = loop_thread.run(LogReader(LogFilter()).look(server.deployment.control))
+        everything, _ = loop_thread.run(LogReader(LogFilter()).look(asked))
         assert len(everything) > len(lines)
