@@ -24,7 +24,7 @@ from tandem.engine.wings import Connect, EngineFound
 NAME = "vllm"
 TRIED = ("0.32.0",)  # the versions that the tests ran with: its inner classes change with every one
 # What a node imports besides vLLM's own requirements.
-NEEDED = ("ray", "zmq", "xxhash", "cbor2", "httpx", "rich", "yaml", "tandem")
+NEEDED = ("ray", "nixl", "zmq", "xxhash", "cbor2", "httpx", "rich", "yaml", "tandem")
 _LOOK_S = 60.0
 
 refusals = settings.refusals
