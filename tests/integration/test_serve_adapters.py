@@ -84,6 +84,7 @@ def test_an_adapter_is_replaced_under_load_without_a_gap(
         "--model", str(smollm2_path), "--dtype", "float32", "--prefill", "1", "--decode", "2",
         "--max-loras", "3", "--lora-modules", f"law={old}", f"next={new}",
         "--max-model-len", "1024", "--set", f"router.api_keys={keys}", "--set", "router.local_prefill=never",
+        "--set", f"controller.admin_folders=[{json.dumps(str(tmp_path))}]",
     )  # fmt: skip
     url = running.until(r"^API: +(http://\S+)/v1$", START_S)[1]
     client = Client(url)
