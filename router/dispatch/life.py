@@ -85,6 +85,9 @@ class RequestLife:
         self.error: TandemError | None = None
         self.ended = False
         self._avoid: set[str] = set()
+        self._left: set[str] = (
+            set()
+        )  # those of them that it left because blocks were kept there, which may be over
         self._content: str | None = None  # identity of the model on the nodes of the last attempt
         self._mirror: NodeInfo | None = None  # the mirror of the decode node that failed last
         self._waiting_since: float | None = None  # since when it has had no node
@@ -272,6 +275,7 @@ class RequestLife:
                     f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
                 ),
                 {node.node_id},
+                for_now=True,
             )
         elif node in attempt.unanswered:
             attempt.unanswered.discard(node)
@@ -279,9 +283,10 @@ class RequestLife:
                 attempt.alive_at = self._clock()
 
     def _has_another(self, node: NodeInfo) -> bool:
-        """Whether another node has room for the request now."""
-        routing = self._routing(frozenset({*self._avoid, node.node_id}))
-        return self._placement.has_room(routing, self._hashes)
+        """Whether another node has room for the request now, and it may move once more."""
+        routing = self._routing(frozenset({*(self._avoid - self._left), node.node_id}))
+        is_free = self.failovers < self._placement.config.max_failovers
+        return is_free and self._placement.has_room(routing, self._hashes)
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """Whether the decode node has all the KV and this router has every token reported so far: the prefill
@@ -327,11 +332,15 @@ class RequestLife:
             return True
         return isinstance(error, Unavailable | TransferError) and not isinstance(error, KVLoadFailed)
 
-    def _fail_over(self, error: TandemError, avoid: Iterable[str]) -> None:
+    def _fail_over(self, error: TandemError, avoid: Iterable[str], *, for_now: bool = False) -> None:
+        """`for_now`: these nodes are avoided until it leaves another one for the same reason."""
         failed = self.attempt
         if failed is not None and failed.decode_started:
             self._mirror = failed.decision.mirror
         self._abandon_attempt()
+        if for_now:
+            self._avoid -= self._left
+            self._left = {*avoid} - self._avoid
         self._avoid.update(avoid)
         self._last_failure = error
         if len(self.ledger.tokens) >= self.spec.facts.sampling.max_tokens:

@@ -28,7 +28,10 @@ def test_a_request_is_found_in_every_process(
         )
         assert answer.status_code == 200
         server.until_quiet()
-        reader, asked = LogReader(LogFilter(request="look-for-me")), AskedController(server.deployment.control)
+        reader, asked = (
+            LogReader(LogFilter(request="look-for-me")),
+            AskedController(server.deployment.control),
+        )
         lines, remarks = loop_thread.run(reader.look(asked))
         assert not remarks
         assert {line.process.partition("-")[0] for line in lines} >= {"router", "prefill", "decode"}

@@ -25,8 +25,9 @@ PLENTY = 1 << 40
 class Node:
     """Its slots, and what it says of them."""
 
-    def __init__(self, node: NodeInfo, *versions: str) -> None:
+    def __init__(self, node: NodeInfo, *versions: str, joined_with: int | None = None) -> None:
         self.info = node
+        self.joined_with = joined_with  # None: it was there from the beginning
         self.slots = AdapterSlots(
             AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), lambda: PLENTY
         )
@@ -186,7 +187,7 @@ class Replacing(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         self.came += 1
-        node = Node(info(f"d{self.came}"), str(self.recorded))
+        node = Node(info(f"d{self.came}"), str(self.recorded), joined_with=self.recorded)
         self.nodes.append(node)
         self.members_changed()
         for pool in self.routers:
@@ -214,10 +215,10 @@ class Replacing(RuleBasedStateMachine):
         for place, pool in enumerate(self.routers):
             version = served(pool)
             assert version is not None, "the name is unknown"
-            having = [node for node in self.nodes if node.has(version)]
-            assert having
-            assert len(having) == len(self.nodes) or any(
-                int(node.slots.served["law"]) < int(version) for node in self.nodes
+            lacking = [node for node in self.nodes if not node.has(version)]
+            assert len(lacking) < len(self.nodes)
+            assert all(
+                node.joined_with is not None and node.joined_with < int(version) for node in lacking
             ), "only a node that joined with earlier weights may lack it"
             assert int(version) >= self.shown[place], "it went back"
             self.shown[place] = int(version)

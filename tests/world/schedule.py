@@ -525,6 +525,7 @@ class Schedule:
         self._fair_moves()
         self.network.cut.clear()
         self.storage.heal()
+        self.wrong_kv.heal()
         for node in self.nodes.values():
             self._go_on(node.process)
 

@@ -5,6 +5,7 @@ of its own, too; these are run because where a bug was, another one may be.
 FOUND = {
     69: "a new request waited 5 s while a node was away: routers look for another node after a silence, not at once",
     1181595329: "a decode node kept its blocks for a prefill node stopped on its machine, and nothing was promised of it",
+    4090531134: "a request had left each decode node once, because blocks were kept there, and so stayed on the last such node",
     3753319020: "an idle node's status seemed old, so a router counted what another had sent there until the next step",
     2000252: "a preempted request stayed on such a node, though another had room",
 }

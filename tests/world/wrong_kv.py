@@ -94,6 +94,11 @@ class WrongKV:
                 call_later(rng.uniform(2.0, faults_s), self._kill_one)
         call_later(POLL_S, self._poll)
 
+    def heal(self) -> None:
+        """What was to become wrong with the next prompt does not."""
+        for node in self._schedule.nodes.values():
+            node.model.goes_wrong = None
+
     # ── what happens ──
 
     def _corrupt(self) -> None:
