@@ -22,3 +22,8 @@ FOUND_IN_CONTROL = {
     800245: "the new one of two nodes that decode was drained, and the rollout took the other",
     840291: "a node that was leaving before it had served ran on when its controller died",
 }
+
+# Seeds that break a promise and are not explained yet. No test runs them.
+OPEN = {
+    3157087200: "a node reads 16 tokens from its disk after a restart, and its first token is wrong",
+}
