@@ -278,13 +278,26 @@ class SlotFile:
         """Makes everything in the file invalid, and everything that stores which were planned earlier still write."""
         self._resets += 1
         self._named = [None] * self._num_slots
-        self._store_generation(self._generation + self._resets)
+        try:
+            self._store_generation(self._generation + self._resets)
+        except OSError:
+            self._empty()
+            raise
 
     def forget(self, keys: set[bytes]) -> None:
-        for slot, key in enumerate(self._named):
-            if key in keys:
-                self._file.write(bytes(_HEADER.size), self._start(slot))
-                self._named[slot] = None
+        try:
+            for slot, key in enumerate(self._named):
+                if key in keys:
+                    self._file.write(bytes(_HEADER.size), self._start(slot))
+                    self._named[slot] = None
+            self._file.sync()
+        except OSError:
+            self._empty()
+            raise
+
+    def _empty(self) -> None:
+        """A disk that takes nothing mostly still gives back: if the process ends before the next try, nothing is found."""
+        self._file.resize(0)
         self._file.sync()
 
     def keep_sources(self, kept: KeptSources) -> None:

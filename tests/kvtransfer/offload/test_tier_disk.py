@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -133,6 +134,24 @@ def test_what_was_forgotten_is_not_found_after_a_restart_nor_what_was_on_its_way
     file = open_file(tmp_path)
     assert file.content() == [(KEYS[2], 2)]
     file.close()
+
+
+def test_what_a_full_disk_was_to_forget_is_not_found_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = b"k" * 16
+    file = open_file(tmp_path)
+    assert file.write(0, key, memoryview(chunk_of(key)), 0)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file._file, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            file.forget_all()
+    file.close()
+    assert open_file(tmp_path).content() == []
 
 
 def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
