@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 
 from tandem.kvtransfer.base import count_blocks
@@ -35,6 +36,7 @@ from tandem.wire.handoff import (
 )
 
 logger = logging.getLogger(__name__)
+MOST_READERS = 256
 
 
 class Producer:
@@ -87,6 +89,8 @@ class Producer:
         )
         self._stamps = LeaseStamps(settings.lease_s, clock)
         self._tokens_per_s: float | None = None  # our engine's rate for prompt tokens
+        # Consumers that may have KV of the present generation, also those whose links are gone. The last to register comes last.
+        self._readers: OrderedDict[PeerKey, str] = OrderedDict()
 
     @property
     def is_idle(self) -> bool:
@@ -180,10 +184,11 @@ class Producer:
         for sending in list(self._ledger):
             if sending.source is not None:
                 self._void(sending)
-        for link in self._links:
-            envelope = self._side.me.envelope(link.key.epoch)
+        readers, self._readers = self._readers, OrderedDict()
+        for key, endpoint in readers.items():
+            envelope = self._side.me.envelope(key.epoch)
             news = LeaseRenewed(envelope, self._stamps.issue(), [], [], self._tokens_per_s)
-            self._side.send(link.endpoint, news)
+            self._side.send(endpoint, news)
 
     def void(self, command: commands.VoidSend) -> None:
         """A transfer that its consumer has accepted is over, and known here no more."""
@@ -272,6 +277,7 @@ class Producer:
                 checksum_every=message.checksum_every,
             )
             sending.set_destination(destination, to_write=self._writes)
+            self._remember_reader(link.key, destination.endpoint)
         elif known.is_same(message):
             known.lease_until = max(known.lease_until, lease_until)
         else:
@@ -289,6 +295,12 @@ class Producer:
             ),
         )
         self._pair(sending)
+
+    def _remember_reader(self, key: PeerKey, endpoint: str) -> None:
+        self._readers[key] = endpoint
+        self._readers.move_to_end(key)
+        if len(self._readers) > MOST_READERS:
+            self._readers.popitem(last=False)
 
     def on_renew(self, message: RenewLease) -> None:
         key = key_of(message.envelope)

@@ -561,6 +561,27 @@ def test_a_producer_confirms_that_its_kv_was_wrong_once_no_disk_would_bring_it_b
     assert len(pair.producer.distrusted) == 1
 
 
+def test_a_consumer_whose_link_is_gone_hears_at_once_that_its_kv_was_wrong(push: Pair) -> None:
+    """A node that is restarted right after a reset answers no question any more."""
+    receive, send = push.receive(), push.send()
+    push.world.deliver_all()
+    push.producer.compute(send, 22)
+    push.producer.finish_send(send)
+    push.world.settle(1.0)
+    assert receive.finished
+    push.receive(name="r2")
+    later = push.send(name="r2")
+    push.world.deliver_all()
+    push.producer.compute(later, 8)
+    push.world.pump()
+    push.world.complete(push.world.moves()[0], failed=True)
+    push.producer.abandon_send(later)
+    push.world.settle(1.0)
+    push.producer.endpoint.execute(BeginGeneration())
+    push.world.deliver_all()
+    assert push.consumer.distrusted == ["p distrusts its own cache, from which KV was received"]
+
+
 def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> None:
     """Its first blocks had arrived and were told of before that was known."""
     receive, send = push.receive(), push.send()
