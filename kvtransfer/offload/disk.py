@@ -231,6 +231,7 @@ class SlotFile:
                 )
             self._file.resize(size)
             self._resets = 0
+            self._is_empty = False  # also of its generation
             self._generation = self._stored_generation()
             self.sources = self._read_sources()
         except OSError as error:
@@ -262,6 +263,7 @@ class SlotFile:
     def _store_generation(self, generation: int) -> None:
         self._file.write(_with_checksum(_GENERATION.pack(_MAGIC, generation), 0), 0)
         self._file.sync()
+        self._is_empty = False
 
     @property
     def generation(self) -> int:
@@ -286,6 +288,8 @@ class SlotFile:
 
     def forget(self, keys: set[bytes]) -> None:
         try:
+            if self._is_empty:
+                self._store_generation(self._generation + self._resets)
             for slot, key in enumerate(self._named):
                 if key in keys:
                     self._file.write(bytes(_HEADER.size), self._start(slot))
@@ -297,6 +301,7 @@ class SlotFile:
 
     def _empty(self) -> None:
         """A disk that takes nothing mostly still gives back: if the process ends before the next try, nothing is found."""
+        self._is_empty = True
         self._file.resize(0)
         self._file.sync()
 

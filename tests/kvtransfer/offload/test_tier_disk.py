@@ -136,22 +136,36 @@ def test_what_was_forgotten_is_not_found_after_a_restart_nor_what_was_on_its_way
     file.close()
 
 
+def full_disk(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_what_a_full_disk_was_to_forget_is_not_found_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = b"k" * 16
     file = open_file(tmp_path)
-    assert file.write(0, key, memoryview(chunk_of(key)), 0)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
     with monkeypatch.context() as patched:
-        patched.setattr(file._file, "write", full)
+        patched.setattr(file._file, "write", full_disk)
         with pytest.raises(OSError, match="No space"):
             file.forget_all()
     file.close()
     assert open_file(tmp_path).content() == []
+
+
+def test_what_is_stored_after_a_full_disk_was_emptied_is_found_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_file(tmp_path)
+    assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(file._file, "write", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            file.forget({KEYS[0]})
+    file.forget({KEYS[0]})  # it is tried again
+    assert file.write(1, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
+    file.close()
+    assert open_file(tmp_path).content() == [(KEYS[1], 1)]
 
 
 def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
