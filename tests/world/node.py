@@ -31,6 +31,7 @@ from tandem.wire.handoff import HandoffMessage, ProcessIdentity
 from tandem.wire.lines import LetterToNode, Lines, Position
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import ToNode
+from tests.world.adapters import SLOTS, WorldAdapters
 from tests.world.disk import WorldDisk
 from tests.world.model import WorldModel
 from tests.world.moves import Fabric, WorldTransport
@@ -156,6 +157,7 @@ class WorldNode:
         has_news: bool,
         disk: WorldDisk,
         sharing: Sharing,
+        adapters: WorldAdapters | None,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
         self.process = process
@@ -164,7 +166,7 @@ class WorldNode:
         self.step_s = 0.0  # of the turn under way: its messages leave so much later
         self._turns_taken = 0
         self._on_broken = on_broken
-        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took)
+        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took, adapters)
         # With a disk, or shared tiers, the names of blocks are those of other processes, too.
         cache = CacheConfig(
             block_size=BLOCK_SIZE,
@@ -181,6 +183,7 @@ class WorldNode:
                     max_num_batched_tokens=rng.choice([16, 32, 64]),
                     max_num_seqs=8,
                     reserve=rng.choice(list(Reserve)),
+                    max_loras=SLOTS if adapters is not None else 0,
                     **scheduler,
                 ),
             ),

@@ -152,6 +152,8 @@ class Sums:
             "tier_loads",
             "copied",
             "corrupted",
+            "forged",
+            "followed",
             "wrong_answers",
         ):
             self.counts[name] += getattr(outcome, name)
