@@ -8,11 +8,13 @@ model     a model whose next token is a function of the KV blocks as they lie in
 clocks    each process's seconds, a little longer or shorter than others', and times of day that jump
 stranger  a process that no one admitted, and what it forges
 moves     moves of blocks between nodes' memory, which stall, fail half-way, or flip a bit
+line      the node's end of its lines to routers
 node      the product's node around that model: service, loop, scheduler, cache, connector
 router    the product's dispatcher, pool and links
 news      what a node tells routers of its cache
 features  what is switched on in a schedule: policies, pins, news of caches, sibling routers
 adapters  LoRA adapters, whose weights are replaced while requests run
+images    images in prompts, encoder nodes, and what happens to them
 background  answers that nodes keep when their router ends
 storage   the tiers and disks of a schedule, what happens to them, and prompts that come again
 wrong_kv  KV that becomes wrong silently, who finds it, and that nothing of it is used from then on

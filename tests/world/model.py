@@ -12,8 +12,9 @@ import torch
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.runner import FinishedStep, LayerHooks, ModelInfo
-from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.output import ModelOutput, NewRequestData, SchedulerOutput
 from tests.world.adapters import WorldAdapters
+from tests.world.images import ROW_SIZE, RULES, NodeImages
 
 VOCABULARY = 50_000
 LAYERS = 2
@@ -65,8 +66,9 @@ def answer_to(prompt: list[int], num_tokens: int, adapter: int = 0) -> list[int]
 
 
 class _Row:
-    def __init__(self, tokens: list[int], table: list[int], lora: str | None) -> None:
-        self.tokens, self.table, self.lora = list(tokens), list(table), lora
+    def __init__(self, new: NewRequestData) -> None:
+        self.tokens, self.table = list(new.token_ids), list(new.block_ids[0])
+        self.lora, self.parts = new.facts.lora, new.image_parts
 
 
 class WorldModel:
@@ -79,6 +81,7 @@ class WorldModel:
         max_model_len: int,
         took: Callable[[float], None],
         adapters: WorldAdapters | None = None,
+        images: NodeImages | None = None,
     ) -> None:
         # A token has one number for each layer, as key and once more as value
         self.kv_cache = torch.zeros(num_blocks, LAYERS, 2, 1, block_size, 2, dtype=torch.float32)
@@ -92,6 +95,7 @@ class WorldModel:
         self.goes_wrong: Callable[[list[int]], int] | None = None
         self.grammars = None
         self.adapters = adapters
+        self._images = images
         self.states_wait = False
         self.info = ModelInfo(
             name="world",
@@ -106,6 +110,8 @@ class WorldModel:
             groups=(KVCacheGroup(AttentionKind.FULL, block_size, tuple(range(LAYERS))),),
             num_blocks=num_blocks,
             content="world",
+            images=RULES if images is not None else None,
+            image_row_size=ROW_SIZE,
         )
 
     @property
@@ -118,13 +124,15 @@ class WorldModel:
 
     def forget_requests(self) -> None:
         self._rows.clear()
+        if self._images is not None:
+            self._images.forget_all()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
         for request_id in step.finished_req_ids:
             self._rows.pop(request_id, None)
         computed: dict[str, int] = {}
         for new in step.new_reqs:
-            self._rows[new.req_id] = _Row(new.token_ids, new.block_ids[0], new.facts.lora)
+            self._rows[new.req_id] = _Row(new)
             computed[new.req_id] = new.num_computed_tokens
         cached = step.cached_reqs
         for request_id, before, blocks in zip(
@@ -137,6 +145,8 @@ class WorldModel:
                 row.table = list(blocks[0]) if blocks is not None else []
             elif blocks is not None:
                 row.table += blocks[0]
+        if self._images is not None:
+            self._images.take(step.encoder_inputs, step.forgotten_media)
         plan = {id: (self._rows[id], computed[id], count) for id, count in step.num_scheduled_tokens.items()}
         self._took(0.01 + 0.001 * step.total_num_scheduled_tokens)
         return FinishedStep(self._compute(plan, hooks))
@@ -160,7 +170,7 @@ class WorldModel:
             if self.goes_wrong is not None and count >= self._block_size:
                 wrong_at, goes_wrong, self.goes_wrong = first + count // 3, self.goes_wrong, None
             for position in range(first, end):
-                cell = next_cell(cell, row.tokens[position])
+                cell = next_cell(cell, self._read(row, position))
                 if position == wrong_at:
                     cell = as_floats(goes_wrong(row.tokens))
                 self._write(int(blocks[position]), int(offsets[position]), cell)
@@ -173,6 +183,13 @@ class WorldModel:
             for layer in range(LAYERS):
                 hooks.save_kv_layer(layer)
         return ModelOutput(sampled)
+
+    def _read(self, row: _Row, position: int) -> int:
+        """The token at this position, or the row of an image that is in its place."""
+        for part in row.parts:
+            if self._images is not None and part.offset <= position < part.offset + part.length:
+                return self._images.row(part, position)
+        return row.tokens[position]
 
     def _in_slots(self, wanted: set[str]) -> dict[str, int]:
         return self.adapters.numbers(wanted) if self.adapters is not None and wanted else {}

@@ -34,6 +34,7 @@ from tests.world.adapters import AdapterChanges, WorldAdapters, number_of
 from tests.world.background import Background
 from tests.world.clocks import Clocks
 from tests.world.features import Features
+from tests.world.images import Images
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
 from tests.world.network import Network, OnFrame, Weather
@@ -73,6 +74,7 @@ class Outcome:
     copied: int = 0  # bytes from other nodes' tiers
     corrupted: int = 0  # blocks
     forged: int = 0  # frames that a stranger sent
+    image_rows: int = 0  # that encoder nodes made
     followed: int = 0  # answers that were read to their end at another router than they were begun at
     wrong_answers: int = 0  # that were asked before their cause was found
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -192,12 +194,19 @@ class Schedule:
         self.stranger = Stranger(self)
         self.background = Background(self)
         self.adapters = AdapterChanges(self)
+        self.images = Images(self)
         self._admitting = self._drawn_for("keys")
         self.healthy_since = 0.0
 
     def _drawn_for(self, name: str) -> random.Random:
         """Each request and fault is drawn by itself, so that it stays the same when another one is left out."""
         return random.Random(f"{self.outcome.seed} {name}")
+
+    def has(self, part: str) -> bool:
+        """Whether the schedule has this part, which may be left out."""
+        if part not in self.outcome.parts:
+            self.outcome.parts.append(part)
+        return part not in self.without
 
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
@@ -243,14 +252,18 @@ class Schedule:
             disk=self.storage.disk_of(name),
             sharing=self.sharing,
             adapters=WorldAdapters() if self.adapters.exist else None,
+            reads_images=self.images.exist,
             on_broken=self._on_broken,
         )
         self.adapters.starts(node)
         self.nodes[name] = node
-        self._admit(process)
-        self._add_column(name)
-        self.note(f"{name} starts on {process.machine}")
+        self.joined(process)
         return node
+
+    def joined(self, process: Process) -> None:
+        self._admit(process)
+        self._add_column(process.name)
+        self.note(f"{process.name} starts on {process.machine}")
 
     def _on_broken(self, name: str, error: BaseException) -> None:
         self.outcome.history.append("".join(traceback.format_exception(error)))
@@ -272,9 +285,10 @@ class Schedule:
             self.outcome.columns.append(name)
 
     def _infos(self) -> list[NodeInfo]:
-        return [node.info for node in self.nodes.values() if node.process.is_alive]
+        nodes = [*self.nodes.values(), *self.images.encoders.values()]
+        return [node.info for node in nodes if node.process.is_alive]
 
-    def _tell_members(self) -> None:
+    def tell_members(self) -> None:
         """Each router is told after a while, of those that live then: an older list must not follow a newer one."""
         self._tell_keys(0.3)
         for router in self.routers:
@@ -286,8 +300,8 @@ class Schedule:
     @property
     def processes(self) -> list[Process]:
         """Those that live."""
-        every = [node.process for node in self.nodes.values()] + [router.process for router in self.routers]
-        return [process for process in every if process.is_alive]
+        every = [*self.nodes.values(), *self.images.encoders.values(), *self.routers]
+        return [each.process for each in every if each.process.is_alive]
 
     def _tell_keys(self, within_s: float) -> None:
         """Each process is told whom to admit: those that live then."""
@@ -304,13 +318,13 @@ class Schedule:
         self.note(f"{name} is killed")
         node.process.end()
         self.ended.add(node.process.identity)
-        self.loop.call_later(self.rng.uniform(0.1, 2.0), self._tell_members)
+        self.loop.call_later(self.rng.uniform(0.1, 2.0), self.tell_members)
         self.loop.call_later(self.rng.uniform(0.5, 6.0), self._restart, name, role)
 
     def _restart(self, name: str, role: Role) -> None:
         if not self.nodes[name].process.is_alive:
             self._start_node(name, role)
-            self._tell_members()
+            self.tell_members()
 
     def kill_router(self, router: WorldRouter) -> None:
         self.note(f"{router.process.name} is killed")
@@ -323,7 +337,7 @@ class Schedule:
 
     def _new_router(self) -> None:
         self._start_router()
-        self._tell_members()
+        self.tell_members()
 
     # ── clients ──
 
@@ -336,10 +350,13 @@ class Schedule:
         prompt = asked.prompt
         self.wrong_kv.asked(label, asked)
         lora = self.adapters.chosen(router, label)
+        shown = self.images.shown(label, prompt)
         spec = SequenceSpec(
             label=label,
             facts=RequestFacts(
-                prompt_token_ids=prompt,
+                prompt_token_ids=shown.prompt,
+                media=shown.media,
+                images=shown.files,
                 sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
                 priority=rng.choice([0, 0, 0, 1]),
                 cache_salt=asked.salt,
@@ -350,7 +367,7 @@ class Schedule:
             deadline=router.process.clock() + within_s,
             keep=self.background.keep(label),
         )
-        return spec, answer_to(prompt, num_tokens, number_of(lora) if lora is not None else 0)
+        return spec, answer_to(shown.read, num_tokens, number_of(lora) if lora is not None else 0)
 
     def _ask(
         self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool
@@ -498,7 +515,7 @@ class Schedule:
             node = rng.choice(alive)
             self.note(f"{node.process.name} is stopped for {lasts:.1f} s")
             node.process.stop()
-            self.loop.call_later(lasts, self._go_on, node.process)
+            self.loop.call_later(lasts, self.go_on, node.process)
         elif kind == "kill" and alive:
             self.kill_node(rng.choice(alive))
         elif kind == "router":
@@ -550,7 +567,7 @@ class Schedule:
     def _fair_moves(self) -> None:
         self.fabric.weather = MoveWeather(bytes_per_s=self._bytes_per_s)
 
-    def _go_on(self, process: Process) -> None:
+    def go_on(self, process: Process) -> None:
         if process.is_alive and process.is_stopped:
             self.healthy_since = max(self.healthy_since, self.loop.time())
             self.note(f"{process.name} goes on")
@@ -576,8 +593,9 @@ class Schedule:
         self.network.cut.clear()
         self.storage.heal()
         self.wrong_kv.heal()
+        self.images.heal()
         for node in self.nodes.values():
-            self._go_on(node.process)
+            self.go_on(node.process)
 
     async def _others_do_its_work(self, away: WorldNode) -> None:
         await asyncio.sleep(AWAY_S / 2)
@@ -589,7 +607,7 @@ class Schedule:
             return  # it was killed meanwhile, and comes back
         if self._clients and self._can_do_its_work(away):
             raise _Broken(f"{len(self._clients)} clients wait although only {away.process.name} is away")
-        self._go_on(away.process)
+        self.go_on(away.process)
 
     def _can_do_its_work(self, away: WorldNode) -> bool:
         """A stopped process writes on when it goes on. What it began to write to nodes of its own machine stays held until then, because
@@ -615,9 +633,9 @@ class Schedule:
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
         for name, role in self.sharing.layout(self._layout()):
-            self.outcome.parts.append(name)
-            if name not in self.without:
+            if self.has(name):
                 self._start_node(name, role)
+        self.images.start()
         for _ in range(rng.randint(1, 2)):
             self._start_router()
         for process in self.processes:
@@ -645,6 +663,7 @@ class Schedule:
             self.wrong_kv.begin(FAULTS_S)
             self.stranger.begin(FAULTS_S)
             self.adapters.begin(FAULTS_S)
+            self.images.begin(FAULTS_S)
             for at in self.clocks.times_of_jumps(FAULTS_S):
                 self.loop.call_later(at, self._jump)
         while self.loop.time() < end:
@@ -684,6 +703,7 @@ class Schedule:
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
         for node in self.nodes.values():
+            self.outcome.image_rows += node.scheduler.stats().encoder_tokens_received
             self.outcome.copied += node.tiers.copied_bytes
             if node.worker is not None:
                 for tier in node.tiers.tiers:
@@ -711,7 +731,7 @@ class Schedule:
             self.look()
             busy = [node for node in self.nodes.values() if not node.is_quiet]
             held = [router for router in self.routers if router.process.is_alive and router.dispatcher.held]
-            if not busy and not held and not self._clients:
+            if not busy and not held and not self._clients and self.images.are_quiet:
                 return
             if self.loop.time() > until:
                 left = "; ".join(node.left_over() for node in busy)

@@ -154,6 +154,7 @@ class Sums:
             "corrupted",
             "forged",
             "followed",
+            "image_rows",
             "wrong_answers",
         ):
             self.counts[name] += getattr(outcome, name)
