@@ -26,5 +26,6 @@ search    runs schedules by their seeds, and prints those that break a promise
 seeds     seeds that broke one
 shrink    makes such a schedule smaller
 diagram   draws what happened in it
-mutants   bugs that are put in, each of which must be found; tier_mutants: of tiers and of distrust; control_mutants: of the control plane
+mutants   bugs that are put in, each of which must be found; tier_mutants: of tiers and of distrust; feature_mutants: of what not
+          every schedule has; control_mutants: of the control plane
 """

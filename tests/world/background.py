@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tandem.api.sequence import KeptAnswer, SequenceSpec
 from tandem.base.errors import InternalError, TandemError
+from tandem.node.config import NodeTimeouts
 from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 from tests.world.model import answer_to
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 SHARE = 0.35
 FOUND_S = 15.0  # while all is well, an answer whose router has ended is found and read to its end within this
 LONGEST = 45
+SILENCE_S = 1.05 * NodeTimeouts().router_silence_s
 
 
 def _drawing(seed: int) -> random.Random:
@@ -95,6 +97,13 @@ class Background:
         finally:
             answer.cancel()
 
+    async def _stop_all(self, seconds: float) -> None:
+        for node in self._schedule.nodes.values():
+            node.process.stop()
+        await asyncio.sleep(seconds)
+        for node in self._schedule.nodes.values():
+            self._schedule.go_on(node.process)
+
     async def _another(self) -> WorldRouter:
         """A router that uses nodes, once there is one."""
         while True:
@@ -118,6 +127,10 @@ class Background:
         await asyncio.sleep(rng.choice([0.0, 0.05, 0.3]))
         schedule.kill_router(router)
         generation.cancel()
+        if rng.random() < 0.5:
+            await self._stop_all(
+                SILENCE_S
+            )  # every node has taken the router for lost before the answer is whole
         try:
             async with asyncio.timeout(FOUND_S):
                 is_read = await self._follow(await self._another(), spec, answer_to(prompt, LONGEST))

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from tandem.api.sequence import SequenceSpec
-from tandem.base.errors import InternalError, TandemError
+from tandem.base.errors import AdapterMissing, InternalError, TandemError
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.node.loop import ResetCache
 from tandem.simulator.clock import VirtualLoop
@@ -197,6 +197,7 @@ class Schedule:
         self.images = Images(self)
         self._admitting = self._drawn_for("keys")
         self.healthy_since = 0.0
+        self.has_killed = False  # a node
 
     def _drawn_for(self, name: str) -> random.Random:
         """Each request and fault is drawn by itself, so that it stays the same when another one is left out."""
@@ -316,6 +317,7 @@ class Schedule:
     def kill_node(self, node: WorldNode) -> None:
         name, role = node.process.name, node.role
         self.note(f"{name} is killed")
+        self.has_killed = True
         node.process.end()
         self.ended.add(node.process.identity)
         self.loop.call_later(self.rng.uniform(0.1, 2.0), self.tell_members)
@@ -476,6 +478,8 @@ class Schedule:
             self.broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
         elif isinstance(error, InternalError):
             self.broken(f"{spec.label}: {name}: {error}")
+        elif isinstance(error, AdapterMissing) and not self.has_killed:
+            self.broken(f"{spec.label}: {error}, and no node that had it has ended")
 
     # ── faults ──
 
