@@ -50,7 +50,7 @@ class Handle(LogSource, Protocol[Ready]):
 
     async def stop(self) -> None:
         """Ends the process and all that belong to it: asks them to stop first, then kills them. Returns when they have ended.
-        Idempotent."""
+        One that an earlier controller started is left if it cannot be reached: `Launcher.end` ends that. Idempotent."""
         ...
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tandem.base.errors import (
     InvalidRequest,
@@ -24,7 +26,7 @@ from tandem.machine.resources import bind, core_quota
 from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
 from tandem.node.requests import failed_chunk
-from tandem.node.routers import RouterLine
+from tandem.node.routers import Receiver, RouterLine
 from tandem.node.status import gauges
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodingRefused, ToAsker
@@ -53,15 +55,39 @@ class _QueuedQuestion(NamedTuple):
     at: float
 
 
+class QuestionInbox(Receiver, Protocol):
+    """What the service needs of an Inbox."""
+
+    endpoint: str
+
+    def close(self) -> None: ...
+
+
+class AnswerOutbox(Protocol):
+    """What the service needs of an Outbox."""
+
+    def send(self, endpoint: str, message: ToAsker) -> None: ...
+    def close(self) -> None: ...
+
+
 class EncodeService(NodeLifecycle):
     def __init__(
-        self, config: NodeConfig, epoch: int, tower: LoneTower, cache: RowsCache, line: RouterLine
+        self,
+        config: NodeConfig,
+        epoch: int,
+        tower: LoneTower,
+        cache: RowsCache,
+        line: RouterLine,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        open_inbox: Callable[..., QuestionInbox] = Inbox,
+        open_outbox: Callable[[], AnswerOutbox] = Outbox,
     ) -> None:
-        super().__init__(config, epoch, line)
+        super().__init__(config, epoch, line, clock)
         self._tower = tower
         self._content = tower.info.content
         self._cache = cache
-        self._outbox = Outbox()
+        self._outbox = open_outbox()
         self._questions: queue.Queue[_QueuedQuestion | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="encoder", daemon=True)
         self._at_rest = threading.Condition()
@@ -72,7 +98,7 @@ class EncodeService(NodeLifecycle):
         # Written by the worker thread only.
         self._made = self._found = self._sent = self._steps = 0
         self._busy_s = 0.0
-        self._inbox = Inbox(config.host, Encode, self._on_question, name=f"{config.node_id}-images")
+        self._inbox = open_inbox(config.host, Encode, self._on_question, name=f"{config.node_id}-images")
         self._receivers.append((self._inbox, "who asks for rows"))
 
     @property
@@ -166,19 +192,30 @@ class EncodeService(NodeLifecycle):
         if self._config.cores and core_quota() is None:
             # The threads that compute with this one start with the first image and inherit its cores.
             bind([threading.get_native_id()], self._config.cores)
-        while (asked := self._questions.get()) is not None:
-            try:
-                self._answer(asked)
-            except Exception as error:
-                # A failure of the tower would recur with every image, so the node fails and the controller starts another.
-                logger.exception("the vision tower failed")
-                self._condition.fail(error)
-                self._refuse(asked.question, f"{self._config.node_id} has failed")
-            finally:
-                self._begun = None
-                with self._at_rest:
-                    self._unanswered -= 1
-                    self._at_rest.notify_all()
+        while self.turn():
+            pass
+
+    def turn(self, timeout_s: float | None = None) -> bool:
+        """Answers the next question, for which it waits up to `timeout_s`; None: without a limit. Returns False once the service stops."""
+        try:
+            asked = self._questions.get(timeout_s != 0.0, timeout_s)
+        except queue.Empty:
+            return True
+        if asked is None:
+            return False
+        try:
+            self._answer(asked)
+        except Exception as error:
+            # A failure of the tower would recur with every image, so the node fails and the controller starts another.
+            logger.exception("the vision tower failed")
+            self._condition.fail(error)
+            self._refuse(asked.question, f"{self._config.node_id} has failed")
+        finally:
+            self._begun = None
+            with self._at_rest:
+                self._unanswered -= 1
+                self._at_rest.notify_all()
+        return True
 
     def _answer(self, asked: _QueuedQuestion) -> None:
         question, self._begun = asked.question, self._clock()

@@ -43,13 +43,19 @@ Create = Callable[[], Any]
 
 async def end_actor(name: str, namespace: str) -> None:
     """Kills the actor with this name, if there is one. Ray kills one on a machine that it does not see when it sees it again."""
-    try:
-        actor = await asyncio.to_thread(ray.get_actor, name, namespace)
-        await asyncio.to_thread(ray.kill, actor, no_restart=True)
-    except ValueError:
-        return
-    except RayError as error:
-        logger.warning("Ray could not end the process %s: %s", name, translated(error))
+    await _until_taken(name, lambda: ray.kill(ray.get_actor(name, namespace), no_restart=True))
+
+
+async def _until_taken(name: str, kill: Callable[[], None]) -> None:
+    """Tries again until Ray's control store answers: a process that is forgotten and not ended would keep its place."""
+    while True:
+        try:
+            with contextlib.suppress(ValueError):  # there is none
+                await asyncio.to_thread(kill)
+            return
+        except RayError as error:
+            logger.warning("Ray could not end the process %s; trying again: %s", name, translated(error))
+        await asyncio.sleep(_REACH_AGAIN_S)
 
 
 class RayHandle:
@@ -72,6 +78,7 @@ class RayHandle:
         self._is_wanted = is_wanted
         self._create = create
         self._stop_s = stop_s
+        self._is_creating = False  # in a thread, which goes on when the wait for it is cancelled
         self._actor = asyncio.ensure_future(self._find_or_create())
         self._held: asyncio.Future[str] | None = None
         self._unreached = ""  # why the actor cannot be reached, so that its end would not be seen
@@ -89,6 +96,7 @@ class RayHandle:
         return await self._created()
 
     async def _created(self) -> Any:
+        self._is_creating = True
         deadline = asyncio.get_running_loop().time() + _NAME_S
         while True:
             try:
@@ -131,10 +139,7 @@ class RayHandle:
 
     async def _kill(self, actor: Any) -> None:
         """Kills the actor. Waits for Ray's control store, which may not answer; so this blocks its caller alone."""
-        try:
-            await asyncio.to_thread(ray.kill, actor, no_restart=True)
-        except RayError as error:
-            logger.warning("Ray could not end the process %s: %s", self._name, translated(error))
+        await _until_taken(self._name, lambda: ray.kill(actor, no_restart=True))
 
     async def actor(self) -> Any:
         return await asyncio.shield(self._actor)
@@ -215,8 +220,9 @@ class RayHandle:
         return msgspec.msgpack.decode(page, type=LogPage)
 
     async def stop(self) -> None:
-        # Waits for an actor that is being created: if this were cancelled, the actor would be left running.
         await asyncio.wait({self._actor}, timeout=_ADOPT_S + _NAME_S)
+        if self._is_creating:  # if this were cancelled, the actor would be left running
+            await asyncio.wait({self._actor})
         if self._actor.done() and not self._actor.cancelled() and self._actor.exception() is None:
             actor = self._actor.result()
             if self._serves:

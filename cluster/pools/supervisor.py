@@ -289,7 +289,8 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         await self._lost()
         if self.handle is not None:
             await self.handle.stop()
-        else:  # `run` had no time to find the process that an earlier controller started
+        if self.handle is None or self.phase is ProcessPhase.STARTING:
+            # An earlier controller's process, which was not found yet, or could not be reached to say whether it may be adopted.
             await self._context.launcher.end(self.name)
         self._ended("")
 

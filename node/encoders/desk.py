@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from tandem.base.errors import NodeLost
 from tandem.wire.embeds import TYPES, PromptEmbeds
@@ -45,6 +46,41 @@ class _Question:
     names: dict[str, str]  # each part's name here, which contains the salt
 
 
+class RowsInbox(Protocol):
+    """What the desk needs of an Inbox."""
+
+    endpoint: str
+
+    def close(self) -> None: ...
+
+
+class QuestionOutbox(Protocol):
+    """What the desk needs of an Outbox."""
+
+    def send(self, endpoint: str, message: Encode) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Listeners(Protocol):
+    """What the desk needs of a ListenerProbe."""
+
+    def look(self, endpoint: str) -> Listener: ...
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeskSurroundings:
+    """How the desk reaches encoder nodes."""
+
+    open_inbox: Callable[..., RowsInbox] = Inbox
+    open_outbox: Callable[[], QuestionOutbox] = Outbox
+    open_probe: Callable[[Callable[[], float]], Listeners] = ListenerProbe  # it is given the node's clock
+
+
+OVER_SOCKETS = DeskSurroundings()
+
+
 class EncoderDesk:
     def __init__(
         self,
@@ -57,6 +93,7 @@ class EncoderDesk:
         patience_s: float,
         deliver: Callable[[RowsCame], None],
         clock: Callable[[], float],
+        surroundings: DeskSurroundings,
     ) -> None:
         """`model`: the digest of the model's content. `dtype`, `width`: what its rows must have. `deliver` is called from the step thread
         and from the inbox's thread."""
@@ -70,9 +107,9 @@ class EncoderDesk:
         self._next_look: float | None = None
         self._lock = threading.Lock()
         self.fallbacks: Counter[str] = Counter()  # images that this node encodes itself, by the reason
-        self._probe = ListenerProbe(clock)
-        self._outbox = Outbox()
-        self._inbox: Inbox[ToAsker] = Inbox(host, ToAsker, self._receive, name=f"{name}-rows")
+        self._probe = surroundings.open_probe(clock)
+        self._outbox = surroundings.open_outbox()
+        self._inbox = surroundings.open_inbox(host, ToAsker, self._receive, name=f"{name}-rows")
 
     # --- the step thread
 

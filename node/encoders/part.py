@@ -6,22 +6,22 @@ from typing import Any
 
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
-from tandem.node.encoders.desk import EncoderDesk, RowsCame
+from tandem.node.encoders.desk import OVER_SOCKETS, DeskSurroundings, EncoderDesk, RowsCame
 from tandem.node.status import copied
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.embeds import TYPES
 from tandem.wire.requests import Submit
 
 
-def make(context: PartContext) -> ServicePart | None:
+def make(context: PartContext, surroundings: DeskSurroundings = OVER_SOCKETS) -> ServicePart | None:
     engine = context.engine
     if not isinstance(engine, Engine) or engine.info.images is None or engine.info.dtype not in TYPES:
         return None
-    return EncodersPart(context, engine)
+    return EncodersPart(context, engine, surroundings)
 
 
 class EncodersPart(ServicePart):
-    def __init__(self, context: PartContext, engine: Engine) -> None:
+    def __init__(self, context: PartContext, engine: Engine, surroundings: DeskSurroundings) -> None:
         config, info = context.config, engine.info
         self._scheduler = engine.scheduler
         self._in_step = context.in_step
@@ -34,6 +34,7 @@ class EncodersPart(ServicePart):
             patience_s=config.timeouts.encoder_s,
             deliver=self._deliver,
             clock=context.clock,
+            surroundings=surroundings,
         )
 
     def _deliver(self, came: RowsCame) -> None:

@@ -5,11 +5,17 @@ disk      files that outlive a process, on disks that are slow, hang, are full, 
 network   frames on their way: delay, loss, doubling, reordering, cut links
 process   what a process is here: its clock, whether it runs, is stopped or has ended, and what is due in it
 model     a model whose next token is a function of the KV blocks as they lie in memory
+clocks    each process's seconds, a little longer or shorter than others', and times of day that jump
+stranger  a process that no one admitted, and what it forges
 moves     moves of blocks between nodes' memory, which stall, fail half-way, or flip a bit
+line      the node's end of its lines to routers
 node      the product's node around that model: service, loop, scheduler, cache, connector
 router    the product's dispatcher, pool and links
 news      what a node tells routers of its cache
 features  what is switched on in a schedule: policies, pins, news of caches, sibling routers
+adapters  LoRA adapters, whose weights are replaced while requests run
+images    images in prompts, encoder nodes, and what happens to them
+background  answers that nodes keep when their router ends
 storage   the tiers and disks of a schedule, what happens to them, and prompts that come again
 wrong_kv  KV that becomes wrong silently, who finds it, and that nothing of it is used from then on
 tiers     the tiers of a node: the product's, with copies on the world's clock
@@ -20,5 +26,6 @@ search    runs schedules by their seeds, and prints those that break a promise
 seeds     seeds that broke one
 shrink    makes such a schedule smaller
 diagram   draws what happened in it
-mutants   bugs that are put in, each of which must be found; tier_mutants: of tiers and of distrust; control_mutants: of the control plane
+mutants   bugs that are put in, each of which must be found; tier_mutants: of tiers and of distrust; feature_mutants: of what not
+          every schedule has; control_mutants: of the control plane
 """

@@ -12,7 +12,9 @@ import torch
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.runner import FinishedStep, LayerHooks, ModelInfo
-from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
+from tandem.engine.scheduling.output import ModelOutput, NewRequestData, SchedulerOutput
+from tests.world.adapters import WorldAdapters
+from tests.world.images import ROW_SIZE, RULES, NodeImages
 
 VOCABULARY = 50_000
 LAYERS = 2
@@ -29,9 +31,10 @@ def mixed(value: int) -> int:
     return value ^ value >> 32
 
 
-@functools.lru_cache(maxsize=1)
-def _root() -> int:
-    return mixed(_SALT)
+@functools.lru_cache(maxsize=64)
+def _root(adapter: int = 0) -> int:
+    """Where KV begins. `adapter`: what stands for its weights; 0: without one."""
+    return mixed(_SALT + adapter)
 
 
 def next_cell(before: int, token: int) -> int:
@@ -47,9 +50,9 @@ def token_of(last: int, folded: int) -> int:
     return mixed(last ^ folded) % VOCABULARY
 
 
-def answer_to(prompt: list[int], num_tokens: int) -> list[int]:
+def answer_to(prompt: list[int], num_tokens: int, adapter: int = 0) -> list[int]:
     """The right answer: what a model without any cache, peer or fault would say."""
-    cell, folded, tokens = _root(), 0, []
+    cell, folded, tokens = _root(adapter), 0, []
     known = list(prompt)
     at = 0
     while len(tokens) < num_tokens:
@@ -63,15 +66,22 @@ def answer_to(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 class _Row:
-    def __init__(self, tokens: list[int], table: list[int]) -> None:
-        self.tokens, self.table = list(tokens), list(table)
+    def __init__(self, new: NewRequestData) -> None:
+        self.tokens, self.table = list(new.token_ids), list(new.block_ids[0])
+        self.lora, self.parts = new.facts.lora, new.image_parts
 
 
 class WorldModel:
     """`took` is told how many seconds a step takes. As on a CPU, `start` computes the step."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_model_len: int, took: Callable[[float], None]
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        took: Callable[[float], None],
+        adapters: WorldAdapters | None = None,
+        images: NodeImages | None = None,
     ) -> None:
         # A token has one number for each layer, as key and once more as value
         self.kv_cache = torch.zeros(num_blocks, LAYERS, 2, 1, block_size, 2, dtype=torch.float32)
@@ -84,7 +94,8 @@ class WorldModel:
         # Called before the next prompt is computed; one of its tokens then comes out as this number
         self.goes_wrong: Callable[[list[int]], int] | None = None
         self.grammars = None
-        self.adapters = None
+        self.adapters = adapters
+        self._images = images
         self.states_wait = False
         self.info = ModelInfo(
             name="world",
@@ -99,6 +110,8 @@ class WorldModel:
             groups=(KVCacheGroup(AttentionKind.FULL, block_size, tuple(range(LAYERS))),),
             num_blocks=num_blocks,
             content="world",
+            images=RULES if images is not None else None,
+            image_row_size=ROW_SIZE,
         )
 
     @property
@@ -111,13 +124,15 @@ class WorldModel:
 
     def forget_requests(self) -> None:
         self._rows.clear()
+        if self._images is not None:
+            self._images.forget_all()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
         for request_id in step.finished_req_ids:
             self._rows.pop(request_id, None)
         computed: dict[str, int] = {}
         for new in step.new_reqs:
-            self._rows[new.req_id] = _Row(new.token_ids, new.block_ids[0])
+            self._rows[new.req_id] = _Row(new)
             computed[new.req_id] = new.num_computed_tokens
         cached = step.cached_reqs
         for request_id, before, blocks in zip(
@@ -130,6 +145,8 @@ class WorldModel:
                 row.table = list(blocks[0]) if blocks is not None else []
             elif blocks is not None:
                 row.table += blocks[0]
+        if self._images is not None:
+            self._images.take(step.encoder_inputs, step.forgotten_media)
         plan = {id: (self._rows[id], computed[id], count) for id, count in step.num_scheduled_tokens.items()}
         self._took(0.01 + 0.001 * step.total_num_scheduled_tokens)
         return FinishedStep(self._compute(plan, hooks))
@@ -139,6 +156,7 @@ class WorldModel:
             for layer in range(LAYERS):
                 hooks.wait_for_layer_load(layer)
         sampled: dict[str, list[int]] = {}
+        adapters = self._in_slots({row.lora for row, _, _ in plan.values() if row.lora is not None})
         for request_id, (row, first, count) in plan.items():
             end = first + count
             table = np.array(row.table, dtype=np.int64)
@@ -146,13 +164,13 @@ class WorldModel:
             blocks, offsets = table[positions // self._block_size], positions % self._block_size
             there = self._cells[blocks[:first], :, :, offsets[:first]]  # [first, layers, 2]
             # Every part of a token has its own number; the key of layer 0 goes on
-            cell = int(there[-1, 0, 0]) if first else _root()
+            cell = int(there[-1, 0, 0]) if first else _root(adapters[row.lora] if row.lora else 0)
             folded = self._folded(there)
             wrong_at = -1
             if self.goes_wrong is not None and count >= self._block_size:
                 wrong_at, goes_wrong, self.goes_wrong = first + count // 3, self.goes_wrong, None
             for position in range(first, end):
-                cell = next_cell(cell, row.tokens[position])
+                cell = next_cell(cell, self._read(row, position))
                 if position == wrong_at:
                     cell = as_floats(goes_wrong(row.tokens))
                 self._write(int(blocks[position]), int(offsets[position]), cell)
@@ -165,6 +183,16 @@ class WorldModel:
             for layer in range(LAYERS):
                 hooks.save_kv_layer(layer)
         return ModelOutput(sampled)
+
+    def _read(self, row: _Row, position: int) -> int:
+        """The token at this position, or the row of an image that is in its place."""
+        for part in row.parts:
+            if self._images is not None and part.offset <= position < part.offset + part.length:
+                return self._images.row(part, position)
+        return row.tokens[position]
+
+    def _in_slots(self, wanted: set[str]) -> dict[str, int]:
+        return self.adapters.numbers(wanted) if self.adapters is not None and wanted else {}
 
     def _write(self, block: int, offset: int, cell: int) -> None:
         for layer in range(LAYERS):

@@ -33,6 +33,7 @@ from tandem.router.pool import NodePool
 from tandem.wire.requests import TransferRole
 from tests.world import control
 from tests.world.control_mutants import CONTROL_MUTANTS
+from tests.world.feature_mutants import FEATURE_MUTANTS
 from tests.world.schedule import run
 from tests.world.search import fix_hashes
 from tests.world.tier_mutants import TIER_MUTANTS, can_differ
@@ -347,7 +348,11 @@ MUTANTS: dict[str, tuple[str, Patch]] = {
 }
 
 
-ALL = {name: (seen, (patch,)) for name, (seen, patch) in (MUTANTS | CONTROL_MUTANTS).items()} | TIER_MUTANTS
+ALL = (
+    {name: (seen, (patch,)) for name, (seen, patch) in (MUTANTS | CONTROL_MUTANTS).items()}
+    | TIER_MUTANTS
+    | FEATURE_MUTANTS
+)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""The network of the world: frames between endpoints, each of one process. What the weather says may happen to a frame does."""
+"""The network of the world: frames between endpoints, each of one process. What the weather says may happen to a frame does. An
+endpoint hears whom its process has admitted; what others send waits until they are admitted, as on a connection that is not made yet."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ import dataclasses
 import hashlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tandem.base.errors import NodeLost
+from tandem.wire.curve import MAX_HELD
 from tandem.wire.handoff import HandoffMessage
 from tandem.wire.listening import Listener
 from tests.world.process import Process
@@ -50,6 +53,13 @@ class Network:
             tuple[str, str], float
         ] = {}  # when the last frame from one process to an endpoint arrives
         self._ports = itertools.count(10_000)
+        self._heard: set[tuple[int, str]] = (
+            set()
+        )  # connections that were made: a process's number, and an endpoint
+        self._held: dict[
+            int, deque[tuple[Process, str, bytes]]
+        ] = {}  # what came from strangers, by the number of whose it is
+        self.seen: deque[tuple[str, bytes]] | None = None  # the latest frames, for who forges some
         self.frames = 0
         self.on_frame: OnFrame | None = None
         self.digest = hashlib.blake2b(digest_size=8)  # of all frames that were sent, with their times
@@ -58,6 +68,7 @@ class Network:
         endpoint = endpoint or f"tcp://10.0.0.1:{next(self._ports)}"
         self._open[endpoint] = _Open(process, receive)
         self._machine_at[endpoint] = process.machine
+        process.keys.on_change = lambda: self._let_in(process)
         process.on_end.append(lambda: self.close(endpoint))
         return endpoint
 
@@ -84,14 +95,14 @@ class Network:
         if self.on_frame is not None:
             there = self._open.get(endpoint)
             self.on_frame(process.loop.time(), process.name, there.process.name if there else endpoint, frame)
+        if self.seen is not None:
+            self.seen.append((endpoint, frame))
         rng, weather = self.rng, self.weather
         if rng.random() < weather.lost:
             return
         if self.late and self.late_rng.random() < self.late:
             late_s = after_s + self.late_rng.uniform(2.0, 20.0)
-            process.loop.call_later(
-                late_s, self._arrive, process.machine, self._machine_at[endpoint], endpoint, frame
-            )
+            self.send_after(process, endpoint, frame, late_s)
             if self.late_rng.random() < 0.5:
                 return  # the others come twice
         self._send_once(process, endpoint, frame, after_s)
@@ -108,21 +119,38 @@ class Network:
         if rng.random() >= weather.overtaken:
             at = max(at, self._last.get(line, 0.0) + 1e-6)
             self._last[line] = at
-        source, target = process.machine, self._machine_at[endpoint]
-        process.loop.call_at(at, self._arrive, source, target, endpoint, frame)
+        process.loop.call_at(at, self._arrive, process, endpoint, frame)
 
-    def _arrive(self, source: str, target: str, endpoint: str, frame: bytes) -> None:
-        if self.is_cut(source, target):
-            return
+    def send_after(self, process: Process, endpoint: str, frame: bytes, seconds: float) -> None:
+        """It arrives then, whatever the weather."""
+        process.loop.call_later(seconds, self._arrive, process, endpoint, frame)
+
+    def _arrive(self, sender: Process, endpoint: str, frame: bytes) -> None:
         there = self._open.get(endpoint)
-        if there is not None:
+        if there is None or self.is_cut(sender.machine, self._machine_at[endpoint]):
+            return
+        if self._is_heard(sender, endpoint, there.process):
             there.process.do(lambda: there.receive(frame))
+        else:
+            number = there.process.identity.pid
+            held = self._held.setdefault(number, deque(maxlen=MAX_HELD))
+            held.append((sender, endpoint, frame))
+
+    def _is_heard(self, sender: Process, endpoint: str, there: Process) -> bool:
+        connection = (sender.identity.pid, endpoint)
+        if connection not in self._heard and sender.key in there.keys:
+            self._heard.add(connection)
+        return connection in self._heard
+
+    def _let_in(self, process: Process) -> None:
+        for sender, endpoint, frame in self._held.pop(process.identity.pid, ()):
+            if sender.is_alive:
+                self._arrive(sender, endpoint, frame)
 
 
 class WorldChannel:
     """The node's end of the way to its peers."""
 
-    malformed = 0
     died = None
 
     def __init__(
@@ -133,9 +161,19 @@ class WorldChannel:
         messages: Any = HandoffMessage,
     ) -> None:
         self._network, self._process = network, process
+        self.malformed = 0
         self._decoder = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
-        self.endpoint = network.open(process, lambda frame: on_message(self._decoder.decode(frame)))
+        self._on_message = on_message
+        self.endpoint = network.open(process, self._receive)
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.DecodeError:
+            self.malformed += 1
+            return
+        self._on_message(message)
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         try:

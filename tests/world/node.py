@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.config import CacheConfig, EngineConfig, Reserve, SchedulerConfig
@@ -28,10 +26,11 @@ from tandem.node.loop import Item, Mailbox
 from tandem.node.service import NodeService
 from tandem.prefill_node.node import PrefillRules
 from tandem.wire.handoff import HandoffMessage, ProcessIdentity
-from tandem.wire.lines import LetterToNode, Lines, Position
 from tandem.wire.nodes import NodeInfo, Role
-from tandem.wire.requests import ToNode
+from tests.world.adapters import SLOTS, WorldAdapters
 from tests.world.disk import WorldDisk
+from tests.world.images import ROWS_KEPT, ROWS_OF_A_STEP, TIMEOUTS, AskingWing, NodeImages
+from tests.world.line import WorldLine
 from tests.world.model import WorldModel
 from tests.world.moves import Fabric, WorldTransport
 from tests.world.network import Network, WorldChannel
@@ -60,43 +59,6 @@ class WorldMailbox(Mailbox[Item]):
     def wake(self) -> None:
         super().wake()
         self.on_item()
-
-
-class WorldLine:
-    """The node's end of the lines to routers: `wire.lines.Lines` over the world's network."""
-
-    malformed = 0
-    died = None
-
-    def __init__(self, network: Network, process: Process, epoch: int, after_s: Callable[[], float]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(LetterToNode)
-        self.lines: Lines[ToNode] = Lines(
-            epoch,
-            lambda endpoint, frame: network.send(process, endpoint, frame, after_s()),
-            lambda message: self.deliver(message),
-            begun=lambda endpoint: self.begun(endpoint),
-            replaced=lambda endpoint: self.replaced(endpoint),
-            meets_strangers=True,
-            clock=process.clock,
-        )
-        self.endpoint = network.open(process, lambda frame: self.lines.receive(self._decoder.decode(frame)))
-        self.lines.endpoint = self.endpoint
-        self.deliver: Callable[[ToNode], None]
-        self.begun: Callable[[str], None]
-        self.replaced: Callable[[str], None]
-
-    @property
-    def gaps(self) -> int:
-        return self.lines.gaps
-
-    def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        self.lines.send(endpoint, message)
-
-    def received(self, endpoint: str) -> Position:
-        return self.lines.received(endpoint)
-
-    def forget(self, endpoint: str) -> None:
-        self.lines.forget(endpoint)
 
 
 class WatchedHalf(SchedulerHalf):
@@ -156,6 +118,8 @@ class WorldNode:
         has_news: bool,
         disk: WorldDisk,
         sharing: Sharing,
+        adapters: WorldAdapters | None,
+        reads_images: bool,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
         self.process = process
@@ -164,13 +128,15 @@ class WorldNode:
         self.step_s = 0.0  # of the turn under way: its messages leave so much later
         self._turns_taken = 0
         self._on_broken = on_broken
-        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took)
+        images = NodeImages(self._took) if reads_images else None
+        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took, adapters, images)
         # With a disk, or shared tiers, the names of blocks are those of other processes, too.
         cache = CacheConfig(
             block_size=BLOCK_SIZE,
             tiers=tiers.configs(model.block_bytes),
             remote=sharing.exists and sharing.remote,
             mirror=sharing.exists and sharing.mirror,
+            encoder_tokens=ROWS_KEPT,
         )
         config = NodeConfig(
             node_id=process.name,
@@ -181,10 +147,13 @@ class WorldNode:
                     max_num_batched_tokens=rng.choice([16, 32, 64]),
                     max_num_seqs=8,
                     reserve=rng.choice(list(Reserve)),
+                    max_loras=SLOTS if adapters is not None else 0,
+                    max_encoder_tokens=ROWS_OF_A_STEP,
                     **scheduler,
                 ),
             ),
             transfer=transfer if role is not Role.AGGREGATED else None,
+            timeouts=TIMEOUTS,
         )
         self.mailbox = mailbox = WorldMailbox()
         parts: list[tuple[SchedulerConnector, WorkerConnector]] = []
@@ -246,6 +215,7 @@ class WorldNode:
             connector=scheduler_half,
             load_failure_policy=transfer.on_failure,
             clock=self._step_clock,
+            reads_images=reads_images,
         )
         self.engine = Engine(
             self.scheduler,
@@ -272,6 +242,7 @@ class WorldNode:
             news=(lambda tell, _: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
             if has_news
             else None,
+            wings=[AskingWing(network, process, lambda: self.step_s)] if reads_images else (),
         )
         self.line.deliver = self.service.receive
         self.line.begun = self.service.line_begun

@@ -6,7 +6,11 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from tandem.wire.curve import ProcessKeys
+from tandem.wire.endpoints import key_bytes
 from tandem.wire.handoff import ProcessIdentity
+
+LEAST_S = 1e-6  # a shorter wait would not move the clock
 
 _pids = itertools.count(1)
 
@@ -18,19 +22,27 @@ def begin_pids() -> None:
 
 
 class Process:
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, machine: str, skew: float = 0.0) -> None:
+    acts: Process | None = None  # the one that did something last
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, name: str, machine: str, skew: float = 0.0, rate: float = 1.0
+    ) -> None:
+        """`rate`: how many seconds its clock counts in one second."""
         self.loop = loop
         self.name = name
         self.machine = machine
-        self.skew = skew
+        self.skew, self.rate = skew, rate
+        self.wall_s = 0.0  # how far its time of day is ahead
         self.identity = ProcessIdentity(machine, 1, next(_pids), 0)
+        self.keys = ProcessKeys()
+        self.key = key_bytes(self.keys.public)
         self.is_alive = True
         self.is_stopped = False
         self._put_off: list[Callable[[], None]] = []
         self.on_end: list[Callable[[], None]] = []
 
     def clock(self) -> float:
-        return self.loop.time() + self.skew
+        return self.loop.time() * self.rate + self.skew
 
     def do(self, what: Callable[[], None]) -> None:
         """Does something in this process now, when it goes on, or never."""
@@ -39,10 +51,12 @@ class Process:
         if self.is_stopped:
             self._put_off.append(what)
             return
+        Process.acts = self
         what()
 
     def later(self, seconds: float, what: Callable[[], None]) -> asyncio.TimerHandle:
-        return self.loop.call_later(max(seconds, 0.0), self.do, what)
+        """`seconds` are those of its clock."""
+        return self.loop.call_later(max(seconds, 0.0) / self.rate, self.do, what)
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -73,7 +87,7 @@ class Timer:
         self._again: float | None = None
 
     def within(self, seconds: float) -> None:
-        due = self._process.loop.time() + seconds
+        due = self._process.loop.time() + seconds / self._process.rate
         if self._runs:
             self._again = due if self._again is None else min(self._again, due)
             return
@@ -91,7 +105,9 @@ class Timer:
             wait = self._what()
         finally:
             self._runs = False
-        now = self._process.loop.time()
-        dues = [due for due in (self._again, None if wait is None else now + wait) if due is not None]
+        if wait is not None and wait > 0:
+            wait = max(wait, LEAST_S)
+        now, rate = self._process.loop.time(), self._process.rate
+        dues = [due for due in (self._again, None if wait is None else now + wait / rate) if due is not None]
         if dues:
-            self.within(max(0.0, min(dues) - now))
+            self.within(max(0.0, min(dues) - now) * rate)

@@ -13,6 +13,7 @@ from tandem.router.links import NodeLinks
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
+from tandem.router.responses.recall import Recalls
 from tandem.wire.nodes import NodeInfo
 from tests.world.network import Network
 from tests.world.node import MODEL
@@ -84,6 +85,7 @@ class WorldRouter:
             self.pool, config.policy, config.local_prefill, config.limits.cached_blocks
         )
         self.dispatcher = Dispatcher(config, links, self.pool, chooser, RouterMetrics(MODEL), process.clock)
+        self.recalls = self.dispatcher.followed = Recalls(config, links, self.pool)
         links.listen(
             self.dispatcher.on_tokens,
             self.dispatcher.on_status,

@@ -17,11 +17,11 @@ import os
 import random
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from tandem.api.sequence import SequenceSpec
-from tandem.base.errors import InternalError, TandemError
+from tandem.base.errors import AdapterMissing, InternalError, TandemError
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tandem.node.loop import ResetCache
 from tandem.simulator.clock import VirtualLoop
@@ -30,7 +30,11 @@ from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import RequestFacts, forget_drawn_ids
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.sharing import LEASE_S
+from tests.world.adapters import AdapterChanges, WorldAdapters, number_of
+from tests.world.background import Background
+from tests.world.clocks import Clocks
 from tests.world.features import Features
+from tests.world.images import Images
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
 from tests.world.network import Network, OnFrame, Weather
@@ -39,6 +43,7 @@ from tests.world.process import Process, begin_pids
 from tests.world.router import WorldRouter
 from tests.world.sharing import Sharing
 from tests.world.storage import Asked, Storage
+from tests.world.stranger import STRANGER, Stranger
 from tests.world.wrong_kv import WrongKV
 
 FAULTS_S = 20.0
@@ -68,6 +73,9 @@ class Outcome:
     tier_loads: int = 0  # tokens
     copied: int = 0  # bytes from other nodes' tiers
     corrupted: int = 0  # blocks
+    forged: int = 0  # frames that a stranger sent
+    image_rows: int = 0  # that encoder nodes made
+    followed: int = 0  # answers that were read to their end at another router than they were begun at
     wrong_answers: int = 0  # that were asked before their cause was found
     transfers: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -115,8 +123,9 @@ def run(
     outcome = Outcome(seed)
     logging.disable(logging.CRITICAL)
     try:
-        with _drawn_from(rng):
-            schedule = Schedule(loop, rng, outcome, with_faults, frozenset(without))
+        clocks = Clocks(seed, loop)
+        with _drawn_from(rng), clocks.told():
+            schedule = Schedule(loop, rng, outcome, with_faults, frozenset(without), clocks)
             schedule.network.on_frame = on_frame
             try:
                 loop.run_until_complete(schedule.run())
@@ -150,8 +159,10 @@ class Schedule:
         outcome: Outcome,
         with_faults: bool,
         without: frozenset[str],
+        clocks: Clocks,
     ) -> None:
         self.loop, self.rng, self.outcome = loop, rng, outcome
+        self.clocks = clocks
         self.with_faults, self.without = with_faults, without
         self.network = Network(rng, self.note)
         self.fabric = Fabric(rng, self.note)
@@ -170,7 +181,7 @@ class Schedule:
             canary_share=rng.choice([0.0, 0.0, 0.5]),
         )
         self._epochs = itertools.count(rng.randrange(1, 1 << 40))
-        self._clients: dict[asyncio.Task[None], WorldRouter] = {}
+        self._clients: dict[asyncio.Task[Any], WorldRouter] = {}
         families = rng.randint(1, 4)
         self._families = [self._tokens(rng.randint(0, 50)) for _ in range(families)]
         self._router_settings: dict[str, Any] = {"local_prefill": rng.choice(["auto", "never", "never"])}
@@ -180,11 +191,23 @@ class Schedule:
         self._router_settings = {**self._router_settings, **self.sharing.router_settings}
         self.wrong_kv = WrongKV(self)
         self.transfer = self.wrong_kv.with_canary(self.transfer)
+        self.stranger = Stranger(self)
+        self.background = Background(self)
+        self.adapters = AdapterChanges(self)
+        self.images = Images(self)
+        self._admitting = self._drawn_for("keys")
         self.healthy_since = 0.0
+        self.has_killed = False  # a node
 
     def _drawn_for(self, name: str) -> random.Random:
         """Each request and fault is drawn by itself, so that it stays the same when another one is left out."""
         return random.Random(f"{self.outcome.seed} {name}")
+
+    def has(self, part: str) -> bool:
+        """Whether the schedule has this part, which may be left out."""
+        if part not in self.outcome.parts:
+            self.outcome.parts.append(part)
+        return part not in self.without
 
     def note(self, text: str) -> None:
         self.outcome.history.append(f"{self.loop.time():8.3f} {text}")
@@ -210,7 +233,9 @@ class Schedule:
 
     def _start_node(self, name: str, role: Role) -> WorldNode:
         rng = self.rng
-        process = Process(self.loop, name, rng.choice(self.machines), rng.choice([0.0, 1000.0, -3.0]))
+        process = Process(
+            self.loop, name, rng.choice(self.machines), rng.choice([0.0, 1000.0, -3.0]), self.clocks.rate()
+        )
         node = WorldNode(
             process,
             self.network,
@@ -227,22 +252,31 @@ class Schedule:
             has_news=self.features.has_news,
             disk=self.storage.disk_of(name),
             sharing=self.sharing,
+            adapters=WorldAdapters() if self.adapters.exist else None,
+            reads_images=self.images.exist,
             on_broken=self._on_broken,
         )
+        self.adapters.starts(node)
         self.nodes[name] = node
-        self._add_column(name)
-        self.note(f"{name} starts on {process.machine}")
+        self.joined(process)
         return node
+
+    def joined(self, process: Process) -> None:
+        self._admit(process)
+        self._add_column(process.name)
+        self.note(f"{process.name} starts on {process.machine}")
 
     def _on_broken(self, name: str, error: BaseException) -> None:
         self.outcome.history.append("".join(traceback.format_exception(error)))
         self.broken(f"{name}: its step failed: {type(error).__name__}: {error}")
 
     def _start_router(self) -> WorldRouter:
-        process = Process(self.loop, f"router-{len(self.routers)}", self.rng.choice(self.machines))
+        name, machine = f"router-{len(self.routers)}", self.rng.choice(self.machines)
+        process = Process(self.loop, name, machine, rate=self.clocks.rate())
         router = WorldRouter(process, self.network, **self._router_settings)
         self.routers.append(router)
         self.features.join(router)
+        self._admit(process)
         self._add_column(process.name)
         self.note(f"{process.name} starts")
         return router
@@ -252,32 +286,52 @@ class Schedule:
             self.outcome.columns.append(name)
 
     def _infos(self) -> list[NodeInfo]:
-        return [node.info for node in self.nodes.values() if node.process.is_alive]
+        nodes = [*self.nodes.values(), *self.images.encoders.values()]
+        return [node.info for node in nodes if node.process.is_alive]
 
-    def _tell_members(self) -> None:
+    def tell_members(self) -> None:
         """Each router is told after a while, of those that live then: an older list must not follow a newer one."""
+        self._tell_keys(0.3)
         for router in self.routers:
             if router.process.is_alive:
                 router.process.later(
                     self.rng.uniform(0.0, 0.3), lambda router=router: router.set_members(self._infos())
                 )
 
+    @property
+    def processes(self) -> list[Process]:
+        """Those that live."""
+        every = [*self.nodes.values(), *self.images.encoders.values(), *self.routers]
+        return [each.process for each in every if each.process.is_alive]
+
+    def _tell_keys(self, within_s: float) -> None:
+        """Each process is told whom to admit: those that live then."""
+        for process in self.processes:
+            process.later(
+                self._admitting.uniform(0.0, within_s), lambda process=process: self._admit(process)
+            )
+
+    def _admit(self, process: Process) -> None:
+        process.keys.admit(other.keys.public for other in self.processes)
+
     def kill_node(self, node: WorldNode) -> None:
         name, role = node.process.name, node.role
         self.note(f"{name} is killed")
+        self.has_killed = True
         node.process.end()
         self.ended.add(node.process.identity)
-        self.loop.call_later(self.rng.uniform(0.1, 2.0), self._tell_members)
+        self.loop.call_later(self.rng.uniform(0.1, 2.0), self.tell_members)
         self.loop.call_later(self.rng.uniform(0.5, 6.0), self._restart, name, role)
 
     def _restart(self, name: str, role: Role) -> None:
         if not self.nodes[name].process.is_alive:
             self._start_node(name, role)
-            self._tell_members()
+            self.tell_members()
 
-    def _kill_router(self, router: WorldRouter) -> None:
+    def kill_router(self, router: WorldRouter) -> None:
         self.note(f"{router.process.name} is killed")
         router.process.end()
+        self.background.router_ends(router)
         for task, of in list(self._clients.items()):
             if of is router:
                 task.cancel()
@@ -285,13 +339,11 @@ class Schedule:
 
     def _new_router(self) -> None:
         self._start_router()
-        self._tell_members()
+        self.tell_members()
 
     # ── clients ──
 
-    def _spec(
-        self, label: str, within_s: float, clock: Callable[[], float]
-    ) -> tuple[SequenceSpec, list[int]]:
+    def _spec(self, label: str, within_s: float, router: WorldRouter) -> tuple[SequenceSpec, list[int]]:
         rng = self._drawn_for(label)
         family = rng.choice(self._families)
         prompt = [*family[: rng.randint(0, len(family))], *self._tokens(rng.randint(1, 40), rng)]
@@ -299,33 +351,38 @@ class Schedule:
         asked = self.storage.asked(prompt, rng.choice([None, "a", "b"]))
         prompt = asked.prompt
         self.wrong_kv.asked(label, asked)
+        lora = self.adapters.chosen(router, label)
+        shown = self.images.shown(label, prompt)
         spec = SequenceSpec(
             label=label,
             facts=RequestFacts(
-                prompt_token_ids=prompt,
+                prompt_token_ids=shown.prompt,
+                media=shown.media,
+                images=shown.files,
                 sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, seed=1),
                 priority=rng.choice([0, 0, 0, 1]),
                 cache_salt=asked.salt,
+                lora=lora,
                 job_id=asked.job,
                 is_last_step=self.features.is_last_step(),
             ),
-            deadline=clock() + within_s,
+            deadline=router.process.clock() + within_s,
+            keep=self.background.keep(label),
         )
-        return spec, answer_to(prompt, num_tokens)
+        return spec, answer_to(shown.read, num_tokens, number_of(lora) if lora is not None else 0)
 
     def _ask(
         self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool
     ) -> asyncio.Task[None]:
         self.outcome.requests += 1
         label = f"r{self.outcome.requests}"
-        spec, right = self._spec(label, within_s, router.process.clock)
+        spec, right = self._spec(label, within_s, router)
         self.note(
             f"{label} at {router.process.name}: {len(spec.facts.prompt_token_ids)} tokens, {len(right)} wanted"
         )
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
-        self._clients[task] = router
-        task.add_done_callback(lambda task: self._clients.pop(task, None))
-        if gives_up:
+        self.add_client(task, router, spec, right)
+        if gives_up and spec.keep is None:
             self.loop.call_later(
                 self.rng.choice([0.01, 0.1, 3.0]) * self.rng.random(), self._give_up, task, label
             )
@@ -351,10 +408,18 @@ class Schedule:
         )
         self.wrong_kv.asked(spec.label, asked)
         self.note(f"{spec.label} at {router.process.name}: {len(asked.prompt)} tokens again, 5 wanted")
-        task = self.loop.create_task(self._client(router, spec, answer_to(asked.prompt, 5), must_succeed))
+        right = answer_to(asked.prompt, 5)
+        task = self.loop.create_task(self._client(router, spec, right, must_succeed))
+        self.add_client(task, router, spec, right)
+        return task
+
+    def add_client(
+        self, task: asyncio.Task[Any], router: WorldRouter, spec: SequenceSpec, right: list[int]
+    ) -> None:
+        """The task reads an answer at this router."""
         self._clients[task] = router
         task.add_done_callback(lambda task: self._clients.pop(task, None))
-        return task
+        self.background.reads(task, router, spec, right)
 
     @property
     def living_routers(self) -> list[WorldRouter]:
@@ -413,6 +478,8 @@ class Schedule:
             self.broken(f"{spec.label} failed although nothing was wrong: {name}: {error}")
         elif isinstance(error, InternalError):
             self.broken(f"{spec.label}: {name}: {error}")
+        elif isinstance(error, AdapterMissing) and not self.has_killed:
+            self.broken(f"{spec.label}: {error}, and no node that had it has ended")
 
     # ── faults ──
 
@@ -452,17 +519,21 @@ class Schedule:
             node = rng.choice(alive)
             self.note(f"{node.process.name} is stopped for {lasts:.1f} s")
             node.process.stop()
-            self.loop.call_later(lasts, self._go_on, node.process)
+            self.loop.call_later(lasts, self.go_on, node.process)
         elif kind == "kill" and alive:
             self.kill_node(rng.choice(alive))
         elif kind == "router":
             living = [router for router in self.routers if router.process.is_alive]
             if living:
-                self._kill_router(rng.choice(living))
+                self.kill_router(rng.choice(living))
         elif kind == "reset" and alive:
             node = rng.choice(alive)
             self.note(f"{node.process.name}: its cache is reset")
             node.process.do(lambda: node.mailbox.put(ResetCache(threading.Event())))
+
+    def _jump(self) -> None:
+        process = self._drawn_for(f"jump {self.loop.time()}").choice(self.processes)
+        self.note(f"{process.name}: its time of day jumps by {self.clocks.jump(process):.0f} s")
 
     def _begin_late(self) -> None:
         """For a while some frames come so late that all who knew of them have gone on, or come once more."""
@@ -500,7 +571,7 @@ class Schedule:
     def _fair_moves(self) -> None:
         self.fabric.weather = MoveWeather(bytes_per_s=self._bytes_per_s)
 
-    def _go_on(self, process: Process) -> None:
+    def go_on(self, process: Process) -> None:
         if process.is_alive and process.is_stopped:
             self.healthy_since = max(self.healthy_since, self.loop.time())
             self.note(f"{process.name} goes on")
@@ -526,8 +597,9 @@ class Schedule:
         self.network.cut.clear()
         self.storage.heal()
         self.wrong_kv.heal()
+        self.images.heal()
         for node in self.nodes.values():
-            self._go_on(node.process)
+            self.go_on(node.process)
 
     async def _others_do_its_work(self, away: WorldNode) -> None:
         await asyncio.sleep(AWAY_S / 2)
@@ -539,7 +611,7 @@ class Schedule:
             return  # it was killed meanwhile, and comes back
         if self._clients and self._can_do_its_work(away):
             raise _Broken(f"{len(self._clients)} clients wait although only {away.process.name} is away")
-        self._go_on(away.process)
+        self.go_on(away.process)
 
     def _can_do_its_work(self, away: WorldNode) -> bool:
         """A stopped process writes on when it goes on. What it began to write to nodes of its own machine stays held until then, because
@@ -565,11 +637,13 @@ class Schedule:
         self._bytes_per_s = rng.choice([2e5, 1e6, 5e7])
         self._fair_moves()
         for name, role in self.sharing.layout(self._layout()):
-            self.outcome.parts.append(name)
-            if name not in self.without:
+            if self.has(name):
                 self._start_node(name, role)
+        self.images.start()
         for _ in range(rng.randint(1, 2)):
             self._start_router()
+        for process in self.processes:
+            self._admit(process)
         for router in self.routers:
             router.set_members(self._infos())
         await asyncio.sleep(1.0)
@@ -591,6 +665,11 @@ class Schedule:
                 self.loop.call_later(at, self._begin_late)
             self.storage.begin(FAULTS_S)
             self.wrong_kv.begin(FAULTS_S)
+            self.stranger.begin(FAULTS_S)
+            self.adapters.begin(FAULTS_S)
+            self.images.begin(FAULTS_S)
+            for at in self.clocks.times_of_jumps(FAULTS_S):
+                self.loop.call_later(at, self._jump)
         while self.loop.time() < end:
             await asyncio.sleep(0.5)
             self.look()
@@ -604,6 +683,7 @@ class Schedule:
         await self._until_quiet()
         if not self.features.has_jobs:  # their blocks stay pinned for the next turn
             await self._give_up_some()
+        await self.background.outlive_a_router()
         await self.wrong_kv.finish()
         await self._until_quiet()
         if self.sharing.exists:
@@ -617,6 +697,7 @@ class Schedule:
             AWAY,
             PARTITION,
             LATE,
+            STRANGER,
             *self.outcome.parts,
             *(f"f{number}" for number in range(1, self.outcome.faults + 1)),
             *(f"r{number}" for number in range(1, self.outcome.requests + 1)),
@@ -626,6 +707,7 @@ class Schedule:
         self.outcome.steps = sum(node.service.loop.steps for node in self.nodes.values())
         self.outcome.preemptions = sum(node.scheduler.stats().preemptions for node in self.nodes.values())
         for node in self.nodes.values():
+            self.outcome.image_rows += node.scheduler.stats().encoder_tokens_received
             self.outcome.copied += node.tiers.copied_bytes
             if node.worker is not None:
                 for tier in node.tiers.tiers:
@@ -653,7 +735,7 @@ class Schedule:
             self.look()
             busy = [node for node in self.nodes.values() if not node.is_quiet]
             held = [router for router in self.routers if router.process.is_alive and router.dispatcher.held]
-            if not busy and not held and not self._clients:
+            if not busy and not held and not self._clients and self.images.are_quiet:
                 return
             if self.loop.time() > until:
                 left = "; ".join(node.left_over() for node in busy)

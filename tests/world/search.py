@@ -152,6 +152,9 @@ class Sums:
             "tier_loads",
             "copied",
             "corrupted",
+            "forged",
+            "followed",
+            "image_rows",
             "wrong_answers",
         ):
             self.counts[name] += getattr(outcome, name)

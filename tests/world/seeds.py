@@ -23,4 +23,5 @@ FOUND_IN_CONTROL = {
     800202: "a new router started before the others were known, so it got no socket, and the rollout was taken back",
     800245: "the new one of two nodes that decode was drained, and the rollout took the other",
     840291: "a node that was leaving before it had served ran on when its controller died",
+    3580857179: "a node that left before its next controller could reach it was forgotten, and ran on",
 }

@@ -15,6 +15,7 @@ from tests.world.schedule import Outcome, run
 from tests.world.search import Sums
 from tests.world.seeds import FOUND, FOUND_IN_CONTROL
 from tests.world.shrink import promise, shrink
+from tests.world.stranger import STRANGER, comes_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +56,15 @@ def test_a_seed_gives_the_same_history() -> None:
     *history, digest, _ = alone.stdout.splitlines()
     assert history == first.history
     assert digest == f"{first.frames} frames, all together {first.digest}"
+
+
+def test_what_a_stranger_sends_has_no_effect() -> None:
+    """Every frame of the cluster's processes is the same without it."""
+    seed = next(seed for seed in range(100) if comes_in(seed))
+    forged, alone = run(seed), run(seed, without={STRANGER})
+    assert forged.forged > 0
+    assert alone.forged == 0
+    assert (alone.digest, alone.frames) == (forged.digest, forged.frames)
 
 
 @pytest.mark.parametrize("bug", ["freed-before-it-is-read", "freed-under-a-store", "freed-under-a-load"])

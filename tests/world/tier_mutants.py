@@ -25,6 +25,8 @@ from tandem.kvtransfer.protocol.generations import SourceGenerations
 from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.side import key_of
 from tandem.kvtransfer.sources import TierSources
+from tests.world import adapters, background, images, stranger
+from tests.world.feature_mutants import FEATURE_NEEDS
 from tests.world.features import Features
 from tests.world.schedule import is_late, is_partitioned
 from tests.world.sharing import Sharing
@@ -35,8 +37,8 @@ Patch = tuple[type, str, Callable[[Any], Any]]
 
 
 def can_differ(name: str, seed: int) -> bool:
-    """Whether the schedule has what the mutant needs: tiers, a disk, shared tiers, KV that becomes wrong, a partition."""
-    needs, tiers = NEEDS.get(name, "tiers" if name in TIER_MUTANTS else ""), tiers_of(seed)
+    """Whether the schedule has what the mutant needs: tiers, a disk, shared tiers, KV that becomes wrong, a partition, images ..."""
+    needs, tiers = (NEEDS | FEATURE_NEEDS).get(name, "tiers" if name in TIER_MUTANTS else ""), tiers_of(seed)
     return (
         (tiers.exist or "tiers" not in needs)
         and (Features(seed).has_jobs or "jobs" not in needs)
@@ -45,6 +47,10 @@ def can_differ(name: str, seed: int) -> bool:
         and (happens_in(seed) or "wrong" not in needs)
         and (is_partitioned(seed) or "partition" not in needs)
         and (is_late(seed) or "late" not in needs)
+        and (stranger.comes_in(seed) or "stranger" not in needs)
+        and (background.happens_in(seed) or "background" not in needs)
+        and (adapters.happen_in(seed) or "adapters" not in needs)
+        and (images.happen_in(seed) or "images" not in needs)
     )
 
 

@@ -1,8 +1,9 @@
-"""A process that an earlier controller started, and that cannot be reached at first."""
+"""Processes that an earlier controller started, or that cannot be reached at first, and their ends."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from tandem.wire.nodes import RouterInfo
 
 ray = import_ray()  # its environment is set first, or other tests of this run could not set it
 
-from ray.exceptions import ActorUnavailableError  # noqa: E402
+from ray.exceptions import ActorUnavailableError, GetTimeoutError  # noqa: E402
 
 from tandem.cluster.on_ray import handles  # noqa: E402
 from tandem.cluster.on_ray.handles import RayRouter  # noqa: E402
@@ -60,3 +61,50 @@ def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch
     asyncio.run(adopt())
     assert not killed
     assert actor.calls.count("configuration") == actor.calls.count("start") == 3
+
+
+def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner forgets the process then. If it lived on, it would keep its place, and no controller would know it."""
+    actor, killed = FarActor(), []
+
+    def kill(actor: FarActor, no_restart: bool) -> None:
+        actor.calls.append("kill")
+        if len(actor.calls) < 3:
+            raise GetTimeoutError("the control store did not answer")
+        killed.append(actor)
+
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
+    monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
+    asyncio.run(handles.end_actor("decode-0", "tandem"))
+    assert killed == [actor]
+
+
+def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray registers it when its control store is back, whether or not that is waited for."""
+    actor, killed, begun, is_back = FarActor(), [], threading.Event(), threading.Event()
+
+    def create() -> Any:
+        begun.set()
+        assert is_back.wait(10.0)
+        return actor
+
+    def get_actor(name: str, namespace: str) -> Any:
+        raise ValueError("no such actor")
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+    monkeypatch.setattr(handles, "_ADOPT_S", 0.0)
+    monkeypatch.setattr(handles, "_NAME_S", 0.0)
+
+    async def stop() -> None:
+        router = RayRouter("router", "tandem", lambda running: True, create, 0.1)
+        await asyncio.to_thread(begun.wait, 10.0)
+        stopping = asyncio.create_task(router.stop())
+        await asyncio.wait({stopping}, timeout=0.05)
+        assert not stopping.done()
+        is_back.set()
+        await asyncio.wait_for(stopping, 10.0)
+
+    asyncio.run(stop())
+    assert killed == [actor]

@@ -119,11 +119,14 @@ class FakeProcess:
         self.on_stop: Callable[[], None] = lambda: None
         self.log = RecentLines()
         self.mute = asyncio.Event()  # set: it answers no call, like a stopped process
+        self.can_be_reached = True  # else it is neither found nor stopped, and ends only by its name
         self.report: Report = lambda what, share: None  # reports the progress of its start or load
         self.may_load = asyncio.Event()  # set: it finishes the loads that it is told to do while it serves
         self.may_load.set()
 
     async def _begin(self) -> None:
+        if not self.can_be_reached:
+            await asyncio.Event().wait()
         if not self.starts_at_once:
             await self.may_start.wait()
         if self.start_error is not None:
@@ -152,6 +155,10 @@ class FakeProcess:
         return self.drains
 
     async def stop(self) -> None:
+        if self.can_be_reached:
+            await self.end()
+
+    async def end(self) -> None:
         if not self.stopped:
             self.on_stop()
         await self.may_stop.wait()
@@ -412,7 +419,7 @@ class FakeLauncher:
 
     async def end(self, name: str) -> None:
         for process in self.nodes[name][-1:]:
-            await process.stop()
+            await process.end()
 
     def _is_routed(self, node: FakeNode) -> bool:
         told = [router.memberships[-1] for router in self.routers if router.memberships]

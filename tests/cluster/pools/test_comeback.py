@@ -288,6 +288,24 @@ async def test_a_node_that_goes_on_a_machine_that_is_not_seen_ends(served: bool)
 
 
 @in_loop
+async def test_a_node_that_goes_before_it_could_be_adopted_ends() -> None:
+    """Ray sees its machine, but the controller cannot reach it: its process would live on, and no controller would know it."""
+    async with Rig(*PD, ("decode-1", Role.DECODE)) as rig:
+        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(1.0)
+        await rig.kill_controller()
+        await asyncio.gather(start, return_exceptions=True)
+        rig.launcher.node("decode-1").can_be_reached = False
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(1.0)
+        await rig.controller.drain_node("decode-1", 1.0)
+        assert {node.config.node_id for node in rig.launcher.running} == {"prefill-0", "decode-0"}
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+
+
+@in_loop
 async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same() -> None:
     async with Rig(*PD) as rig:
         store = MemoryStore()

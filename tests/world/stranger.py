@@ -1,0 +1,83 @@
+"""A process that no one has admitted. It knows every address and every message, sends messages again, and others that it changed a
+little. None may have an effect: without it the schedule is the same, frame by frame. Drawn from a generator of its own."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tests.world.process import Process
+
+if TYPE_CHECKING:
+    from tests.world.schedule import Schedule
+
+STRANGER = "stranger"  # what a schedule may leave out
+SHARE = 0.3
+REMEMBERED = 300
+
+
+def _drawing(seed: int) -> random.Random:
+    return random.Random(f"{STRANGER} {seed}")
+
+
+def comes_in(seed: int) -> bool:
+    return _drawing(seed).random() < SHARE
+
+
+class Stranger:
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._rng = rng = _drawing(schedule.outcome.seed)
+        self._comes = rng.random() < SHARE
+        if self._comes:
+            self._process = Process(schedule.loop, STRANGER, rng.choice(schedule.machines))
+            schedule.network.seen = deque(maxlen=REMEMBERED)
+
+    def begin(self, faults_s: float) -> None:
+        if not self._comes or STRANGER in self._schedule.without:
+            return
+        for _ in range(self._rng.choice([5, 40, 200])):
+            self._schedule.loop.call_later(self._rng.uniform(0.0, faults_s), self._forge)
+
+    def _forge(self) -> None:
+        rng, network = self._rng, self._schedule.network
+        if not network.seen:
+            return
+        endpoint, frame = rng.choice(network.seen)
+        if rng.random() < 0.6:
+            frame = altered(frame, rng)
+        for _ in range(rng.choice([1, 1, 5])):
+            network.send_after(self._process, endpoint, frame, rng.uniform(0.0001, 0.5))
+            self._schedule.outcome.forged += 1
+
+
+def altered(frame: bytes, rng: random.Random) -> bytes:
+    """The message with another number, text or truth in one place."""
+    message = msgspec.msgpack.decode(frame)
+    if leaves := list(_leaves(message)):
+        within, at = rng.choice(leaves)
+        within[at] = _other(within[at], rng)
+    return msgspec.msgpack.encode(message)
+
+
+def _leaves(part: Any) -> list[tuple[Any, Any]]:
+    """Where a message has numbers, texts and truths: what each is in, and its place there."""
+    places = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    found: list[tuple[Any, Any]] = []
+    for at, inner in places:
+        if isinstance(inner, dict | list):
+            found += _leaves(inner)
+        elif isinstance(inner, int | str):
+            found.append((part, at))
+    return found
+
+
+def _other(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return rng.choice([value + 1, max(0, value - 1), rng.randrange(50_000)])
+    return value[::-1]
