@@ -51,7 +51,7 @@ def fetch_page(url: str, key: str | None) -> PageState:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterLine:
+class RouterOverview:
     """A router, and what it answered if it was asked."""
 
     name: str
@@ -98,7 +98,7 @@ class Overview:
     """One look at a cluster."""
 
     model: str
-    routers: list[RouterLine]
+    routers: list[RouterOverview]
     nodes: list[NodeRow]
     json: Callable[[], dict[str, Any]]
     above: list[str]  # lines above the nodes: what is under way, and the pools
@@ -120,7 +120,7 @@ class Overview:
         return cls(
             model=view.model,
             routers=[
-                RouterLine(each.name, each.url, answers[each.name], each.phase, _note(each))
+                RouterOverview(each.name, each.url, answers[each.name], each.phase, _note(each))
                 for each in view.routers
             ],
             nodes=[_node_row(node) for node in view.nodes],
@@ -139,7 +139,7 @@ class Overview:
         note = f"no answer from {', '.join(silent)}: not counted" if silent else ""
         return cls(
             model=page.router.model,
-            routers=[RouterLine("", url, page.router, note=note)],
+            routers=[RouterOverview("", url, page.router, note=note)],
             nodes=page.nodes,
             json=lambda: _cluster_of(url, key),
             above=[*_paused(page.router.paused), *map(_pool_line, page.pools)],

@@ -45,7 +45,7 @@ class _Question:
     names: dict[str, str]  # each part's name here, which contains the salt
 
 
-class EncoderDesk:
+class EncoderClient:
     def __init__(
         self,
         host: str,
