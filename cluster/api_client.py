@@ -6,14 +6,17 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
-from tandem.base.errors import ConfigurationError, RequestError, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, InternalError, RequestError, TandemError, Unavailable
 
 KEY = "TANDEM_API_KEY"
 ANSWER_S = 5.0
+
+T = TypeVar("T")
 
 # A response may take as long as a model loads. With keep-alives, a peer whose machine is gone is still noticed within a minute.
 _NOTICE_SILENT_PEER = [
@@ -76,6 +79,14 @@ class ApiClient:
         if response.is_error:
             raise self.refused(response)
         return response
+
+    def read(self, path: str, kind: type[T]) -> T:
+        """Raises the same errors as `get`, and InternalError for an answer of another kind."""
+        answer = self.get(path).content
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except msgspec.MsgspecError as error:
+            raise InternalError(f"{self.url}{path} did not answer like a Tandem router: {error}") from error
 
     def post(self, path: str, body: bytes, timeout: httpx.Timeout) -> httpx.Response:
         """Raises the same errors as `get`."""

@@ -1,4 +1,4 @@
-"""Formats sizes, counts and descriptions for operators, and parses sizes."""
+"""Formats sizes and counts for operators, and parses sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 from tandem.base.errors import ConfigurationError
-from tandem.wire.requests import TierStatus
 
 LARGEST = 2**63 - 1  # the largest whole number in messages between processes
 
@@ -51,35 +50,6 @@ def without_links(text: str) -> str:
         return f"{before}{'See' if before in ('', '. ') else 'see'} docs/{page}"
 
     return _LINK.sub(said, text)
-
-
-def describe_left_out(names: Sequence[str]) -> str:
-    return f"takes no KV from {', '.join(names)}: it arrived wrong again and again"
-
-
-def format_blocks(free: int, total: int, quarantined: int = 0, pinned: int = 0) -> str:
-    """Shows free and total blocks. Quarantined blocks are not free, because a peer may still write to them; pinned ones are not free
-    until their pin ends."""
-    counts = ((quarantined, "quarantined"), (pinned, "pinned"))
-    notes = ", ".join(f"{count} {what}" for count, what in counts if count)
-    return f"{free}/{total}" + (f" ({notes})" if notes else "")
-
-
-def format_tier(node_id: str, tier: TierStatus) -> str:
-    """Describes how full the tier is, how often it had what was looked for, and how much came from other nodes."""
-    said = [
-        f"{tier.name} tier of {node_id}: {format_size(tier.used_bytes)} of {format_size(tier.total_bytes)}"
-    ]
-    if tier.asked_tokens:
-        found = 100 * tier.found_tokens / tier.asked_tokens
-        said.append(f"had {found:.0f}% of {counted(tier.asked_tokens, 'token')} that the device had not")
-    if tier.fetched_bytes:
-        said.append(f"{format_size(tier.fetched_bytes)} were copied from other nodes")
-    if tier.mirrored_bytes:
-        said.append(f"{format_size(tier.mirrored_bytes)} mirrored")
-    if tier.left_out:
-        said.append(f"left out for now: {tier.left_out}")
-    return ", ".join(said)
 
 
 def format_size(size: float) -> str:

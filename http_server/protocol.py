@@ -25,7 +25,7 @@ from tandem.base.shares import Shares
 from tandem.http_server.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthBody, RequestHead
 from tandem.http_server.chunked import ChunkedBody, FramingError
 from tandem.http_server.idle import IdleConnections
-from tandem.http_server.settings import ErrorBody, Limits, Timeouts
+from tandem.http_server.settings import RefusalBody, ServerLimits, ServerTimeouts
 from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,9 @@ class Server(Protocol):
     """What a connection needs of its server."""
 
     app: ASGIApp
-    limits: Limits
-    timeouts: Timeouts
-    error_body: ErrorBody
+    limits: ServerLimits
+    timeouts: ServerTimeouts
+    error_body: RefusalBody
     connections: set[HttpConnection]
     idle: IdleConnections[HttpConnection]
     busy: Shares  # connections with a request in progress, by its key

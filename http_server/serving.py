@@ -31,7 +31,7 @@ from tandem.base.shares import Shares
 from tandem.http_server.certificate import Certificate
 from tandem.http_server.idle import IdleConnections
 from tandem.http_server.protocol import HttpConnection
-from tandem.http_server.settings import ErrorBody, Limits, Timeouts
+from tandem.http_server.settings import RefusalBody, ServerLimits, ServerTimeouts
 from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class Acceptor:
         self._tally.close()
 
 
-def limits_that_fit(limits: Limits) -> Limits:
+def limits_that_fit(limits: ServerLimits) -> ServerLimits:
     """Lowers the limit of connections to what the process's descriptors allow, after those that nodes and
     files need, so that idle clients never keep the router from its nodes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -274,9 +274,9 @@ class HttpServer:
     def __init__(
         self,
         app: ASGIApp,
-        limits: Limits,
-        timeouts: Timeouts,
-        error_body: ErrorBody,
+        limits: ServerLimits,
+        timeouts: ServerTimeouts,
+        error_body: RefusalBody,
         on_cut: Callable[[], None],
         certificate: Certificate | None = None,
     ) -> None:

@@ -7,12 +7,12 @@ from typing import Protocol
 import msgspec
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ServerLimits(msgspec.Struct, frozen=True):
     header_bytes: int  # of one request
     connections: int  # open at once; beyond it, the longest idle gives way
 
 
-class Timeouts(msgspec.Struct, frozen=True):
+class ServerTimeouts(msgspec.Struct, frozen=True):
     """In seconds."""
 
     header: float  # within this time a request's header must arrive
@@ -21,7 +21,7 @@ class Timeouts(msgspec.Struct, frozen=True):
     slow_reader: float  # a client that takes nothing of its answer for this long is cut off
 
 
-class ErrorBody(Protocol):
+class RefusalBody(Protocol):
     """Makes the body, JSON, of an answer that refuses what never became a request."""
 
     def __call__(self, message: str, status: int, code: str) -> bytes: ...

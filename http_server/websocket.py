@@ -30,7 +30,7 @@ class UpgradeRequired(RequestError):
     http_status = 426
 
 
-class Exchange(Protocol):
+class UpgradeRequest(Protocol):
     """The request to be upgraded, and the bytes in both directions afterwards."""
 
     headers: list[tuple[bytes, bytes]]
@@ -54,7 +54,7 @@ class WebSocket:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: UpgradeRequest,
         memory: Memory,
         *,
         most_bytes: int,

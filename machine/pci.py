@@ -41,7 +41,7 @@ def gpus(root: Path = ROOT) -> list[PciDevice]:
     return [
         _device(folder, folder.name)
         for folder in sorted((root / "sys/bus/pci/devices").glob("*"))
-        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY)
+        if read_text(folder / "vendor") == _NVIDIA and read_text(folder / "class").startswith(_DISPLAY)
     ]
 
 
@@ -52,7 +52,7 @@ def rdma_devices(root: Path = ROOT) -> list[RdmaDevice]:
             tuple(
                 f"{folder.name}:{port.name}"
                 for port in sorted((folder / "ports").glob("*"))
-                if "ACTIVE" in _read(port / "state") and _may_open(folder / "device", root)
+                if "ACTIVE" in read_text(port / "state") and _may_open(folder / "device", root)
             ),
         )
         for folder in sorted((root / "sys/class/infiniband").glob("*"))
@@ -67,7 +67,7 @@ def _may_open(device: Path, root: Path) -> bool:
 def _device(folder: Path, name: str) -> PciDevice:
     real = folder.resolve()
     path = tuple(part for part in real.parts if part.startswith("pci") or _ADDRESS.fullmatch(part))
-    text = _read(folder / "numa_node")
+    text = read_text(folder / "numa_node")
     return PciDevice(name, path, int(text) if text.isdigit() else -1)
 
 
@@ -107,7 +107,8 @@ def ports_near(address: str, root: Path = ROOT) -> tuple[str, ...]:
     return tuple(port for each in near for port in each.ports)
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Returns what a file of the kernel says, "" if it says nothing."""
     try:
         return file.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -29,7 +29,7 @@ from tandem.node.loop import InStep, Item, Mailbox
 from tandem.node.near import near_device
 from tandem.node.node import LoadSource, Node, OpenChannel
 from tandem.node.requests import RoleRules
-from tandem.node.routers import CacheNewsDesk, NamedBlocks
+from tandem.node.routers import CacheNewsSender, NamedBlocks
 from tandem.node.service import NodeService, TellNews
 from tandem.node.wings import OtherRanks, Publish, ranks_wing, wings
 from tandem.wire.nodes import NodeInfo
@@ -190,7 +190,7 @@ class EngineNode(Node[NodeService]):
             reads_hidden=info.reads_hidden,
         )
 
-    def _news(self, engine: NodeEngine, tell: TellNews, publishers: list[Publish]) -> CacheNewsDesk | None:
+    def _news(self, engine: NodeEngine, tell: TellNews, publishers: list[Publish]) -> CacheNewsSender | None:
         cache, groups = self.config.engine.cache, engine.info.groups
         if not engine.caches_prefixes or not (cache.tell_routers or publishers):
             return None
@@ -200,7 +200,7 @@ class EngineNode(Node[NodeService]):
         if cache.tell_routers and whole is not None:
             cached = NamedBlocks(groups[whole].block_size, whole)
         engine.tell_cache_events()
-        return CacheNewsDesk(self.config.node_id, self.epoch, cached, tell, publishers)
+        return CacheNewsSender(self.config.node_id, self.epoch, cached, tell, publishers)
 
     def _refuse_role(self, info: ModelInfo, worker_half: WorkerConnector) -> None:
         if not self.role.hands_over or not info.state_blocks or worker_half.hands_over_states:

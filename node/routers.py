@@ -269,7 +269,7 @@ def _packed(hashes: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-class CacheNewsDesk:
+class CacheNewsSender:
     """Owns the `cache-news` thread, which sends each router a numbered stream of CacheNews."""
 
     def __init__(

@@ -57,7 +57,7 @@ from tandem.node.requests import (
     request_of,
     writes_states_here,
 )
-from tandem.node.routers import CacheNewsDesk, RouterLine
+from tandem.node.routers import CacheNewsSender, RouterLine
 from tandem.node.status import counted, gauges, moved
 from tandem.node.wings import NodeWing, PartContext, Publish, ServicePart
 from tandem.wire.nodes import NodeState
@@ -104,10 +104,10 @@ class NodeService(NodeLifecycle):
         mailbox: Mailbox[Item],
         line: RouterLine,
         clock: Callable[[], float] = time.monotonic,
-        news: Callable[[TellNews, list[Publish]], CacheNewsDesk | None] | None = None,
+        news: Callable[[TellNews, list[Publish]], CacheNewsSender | None] | None = None,
         wings: Iterable[NodeWing] = (),
     ) -> None:
-        """`news` builds the desk that tells routers, and the given publishers, what is cached; None: they are not told."""
+        """`news` builds the sender that tells routers, and the given publishers, what is cached; None: they are not told."""
         super().__init__(config, epoch, line, clock)
         self._rules = rules
         self._engine = engine

@@ -1,18 +1,31 @@
-"""The data of the page at /ui and of `tandem top`: the whole cluster as its router sees it, and, with several
-router processes on one port, the sums of all."""
+"""What a router shows of its cluster, with several router processes on one port the sums of all: the page at /ui,
+`tandem top`, `tandem status`, and the router in /cluster."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tandem.router.recent import Moment, RequestAccount, SlowRequest, Trouble
+from tandem.wire.requests import NodeCounters, NodeStatus
 
 SLOWEST_SHOWN = 12
 
 
+class TierRow(msgspec.Struct, frozen=True, array_like=True):
+    """A tier of a node's KV cache."""
+
+    name: str
+    used_bytes: int
+    total_bytes: int
+    asked_tokens: int = 0  # not found on the device, and looked for here
+    found_tokens: int = 0
+    fetched_bytes: int = 0  # from other nodes
+    mirrored_bytes: int = 0
+
+
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):
-    """One node. Sent as an array without names, because a page may ask for a thousand of these every
-    second."""
+    """One node, as a router or a controller shows it. Sent as an array without names, because a page may ask for a
+    thousand of these every second."""
 
     node_id: str
     role: str
@@ -33,8 +46,58 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int = 0
     prompt_tokens: int = 0  # computed
     step_s: float = 0.0
-    tiers: list[tuple[str, int, int]] = []  # name, bytes in use, bytes in all
+    tiers: list[TierRow] = []
     notes: list[str] = []  # what an operator should know of it although it serves
+    quarantined_blocks: int = 0
+    pinned_blocks: int = 0
+    is_silent: bool = False  # it has reported nothing, so its figures are unknown
+
+    @classmethod
+    def of(
+        cls,
+        node_id: str,
+        role: str,
+        state: str,
+        why: str,
+        status: NodeStatus | None,
+        counters: NodeCounters,
+        step_s: float = 0.0,
+    ) -> NodeRow:
+        if status is None:
+            return cls(node_id, role, state, why, is_silent=True)
+        return cls(
+            node_id,
+            role,
+            state,
+            why,
+            status.running,
+            status.waiting,
+            status.loading,
+            status.waiting_tokens,
+            status.total_blocks - status.free_blocks,
+            status.total_blocks,
+            status.cached_blocks,
+            status.held_blocks,
+            status.transfers,
+            counters.transfer_bytes_sent,
+            counters.transfer_bytes_received,
+            counters.preemptions,
+            counters.output_tokens,
+            counters.prompt_tokens_computed,
+            step_s,
+            [TierRow(*(getattr(tier, name) for name in TierRow.__struct_fields__)) for tier in status.tiers],
+            _notes(status),
+            status.quarantined_blocks,
+            status.pinned_blocks,
+        )
+
+
+def _notes(status: NodeStatus) -> list[str]:
+    notes = [note for note in (status.detail, status.slower) if note]
+    notes += [f"{each.device}: {each.why}" for each in status.sick]
+    notes += [f"its {tier.name} tier is left out: {tier.left_out}" for tier in status.tiers if tier.left_out]
+    notes += [f"takes nothing from {sender}: its KV arrived wrong here" for sender in status.left_out]
+    return notes
 
 
 class PoolRow(msgspec.Struct, frozen=True):
@@ -81,6 +144,9 @@ class RouterState(msgspec.Struct, frozen=True):
     paused: list[str] = []  # pools and nodes that get no new requests
     processes: list[ProcessState] = []  # the processes on its port; empty when it is the only one
     tells_decisions: bool = False  # whether /ui/decisions answers who may see this
+    local_prefill: str = ""
+    inbox: str = ""
+    wire_version: int = 0
 
 
 class PageState(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from tandem.base.tasks import Tasks
 from tandem.http_server.certificate import Certificate
 from tandem.http_server.door import Door, Listener, take_listeners
 from tandem.http_server.serving import HttpServer, Tally, is_at, listen_beside
-from tandem.http_server.settings import Limits, Timeouts
+from tandem.http_server.settings import ServerLimits, ServerTimeouts
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.engine_metrics import EngineCollector
@@ -208,8 +208,8 @@ class RouterServer:
         tls = self._config.tls_certificate, self._config.tls_key
         self._http = HttpServer(
             make_app(services, self.wings),
-            Limits(limits.header_bytes, limits.connections),
-            Timeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
+            ServerLimits(limits.header_bytes, limits.connections),
+            ServerTimeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
             error_body,
             services.metrics.slow_readers_cut.inc,
             Certificate(tls[0], tls[1]) if tls[0] is not None and tls[1] is not None else None,

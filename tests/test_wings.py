@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,23 @@ def test_each_folder_of_a_wing_says_when_to_skip_it() -> None:
             text = page.read_text(encoding="utf-8")
             missing = [part for part in said if part not in text]
             assert not missing, f"{page.relative_to(ROOT)} does not say {missing}"
+
+
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks", "tandem"}
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_each_package_says_when_to_skip_it(package: str) -> None:
+    page = (ROOT / package / "README.md").read_text(encoding="utf-8")
+    said = ("What it is:", "Skip it when:", "Enter at:", "Files:", "Tested by:")
+    missing = [part for part in said if part not in page]
+    assert not missing, f"{package}/README.md does not say {missing}"
+    entrance, tests = (page.split(part)[1].split("\n\n")[0] for part in ("Enter at:", "Tested by:"))
+    named = [ROOT / package / name for name in re.findall(r"`([\w/]+\.\w+)`", entrance)]
+    named += [ROOT / name for name in re.findall(r"tests/[\w/.]+", tests)]
+    assert named
+    lost = [str(path.relative_to(ROOT)) for path in named if not path.exists()]
+    assert not lost, f"{package}/README.md names what is not there: {lost}"
 
 
 def test_a_row_of_a_deleted_wing_counts_for_nothing() -> None:

@@ -19,6 +19,6 @@ Floor 1: imports `base` alone. Every message is a msgspec struct; nothing here o
     sharing     node -> node: how one copies KV out of another's tier in host memory
     listening   whether a process still listens at an address, asked of its machine's kernel
     endpoints   a process's address, with the public key that it must hold
-    curve       who may speak to this process: its key pair, the keys that it admits, and the doorkeeper that compares
+    curve       who may speak to this process: its key pair, the keys that it admits, and the authenticator that compares
     sockets     inboxes (received by a thread, or by an event loop) and the Outbox (sends, from any thread), on libzmq
 """

@@ -85,7 +85,7 @@ class ProcessKeys:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a doorkeeper, admits no key
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, admits no key
 
     def protect_caller(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         """Called before the socket is connected to the returned address. Raises NodeLost for a text that is no
@@ -114,7 +114,7 @@ class _Question(NamedTuple):
     asked_at: float
 
 
-class Doorkeeper:
+class Authenticator:
     """Answers ZMQ's question whether a connection may be made (ZAP, ZeroMQ's RFC 27), in a thread of its own. There
     is one for each context.
 
@@ -134,40 +134,40 @@ class Doorkeeper:
         self._zap = context.socket(zmq.ROUTER)
         self._zap.bind(_ZAP_ADDRESS)
         # An inproc pair lets a change wake the thread; else the thread would have to poll with a timeout.
-        self._bell = context.socket(zmq.PAIR)
-        self._bell.bind(f"inproc://doorbell-{id(self)}")
-        self._button = context.socket(zmq.PAIR)
-        self._button.connect(f"inproc://doorbell-{id(self)}")
-        self._lock = threading.Lock()  # guards the button
+        self._wake_end = context.socket(zmq.PAIR)
+        self._wake_end.bind(f"inproc://wake-{id(self)}")
+        self._waker = context.socket(zmq.PAIR)
+        self._waker.connect(f"inproc://wake-{id(self)}")
+        self._lock = threading.Lock()  # guards the waker
         self._closed = False
-        keys.on_change = self._ring
-        self._thread = threading.Thread(target=self._run, name="doorkeeper", daemon=True)
+        keys.on_change = self._wake
+        self._thread = threading.Thread(target=self._run, name="authenticator", daemon=True)
         self._thread.start()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         with self._lock:
             if not self._closed:
-                self._button.send(b"")
+                self._waker.send(b"")
 
     def close(self) -> None:
         """Returns when the thread has ended and its sockets are closed."""
         with self._lock:
             self._closed = True
-            self._button.send(b"close")
+            self._waker.send(b"close")
         self._thread.join()
         self._keys.on_change = lambda: None
-        for socket in (self._zap, self._bell, self._button):
+        for socket in (self._zap, self._wake_end, self._waker):
             socket.close(linger=0)
 
     def _run(self) -> None:
         try:
             poller = zmq.Poller()
             poller.register(self._zap, zmq.POLLIN)
-            poller.register(self._bell, zmq.POLLIN)
+            poller.register(self._wake_end, zmq.POLLIN)
             while True:
                 ready = dict(poller.poll(self._poll_ms()))
-                if self._bell in ready:
-                    if self._bell.recv() == b"close":
+                if self._wake_end in ready:
+                    if self._wake_end.recv() == b"close":
                         return
                     self._let_in_members()
                 if self._zap in ready:
@@ -176,7 +176,7 @@ class Doorkeeper:
         except Exception as error:
             # Without this thread no connection is admitted; open ones go on. An inbox's owner looks at `died`.
             self.died = f"{type(error).__name__}: {error}"
-            logger.exception("the doorkeeper's thread died: no new connection is admitted")
+            logger.exception("the authenticator's thread died: no new connection is admitted")
 
     def _poll_ms(self) -> int | None:
         if not self._held:

@@ -5,7 +5,7 @@ names. So no end keeps per-connection state, a restarted process is simply a new
 High-water marks are explicit, and a message that cannot be queued is an error to its sender, never a silent drop.
 
 There are two kinds of inbox. `Inbox` has a thread of its own. An asyncio event loop reads `LoopInbox`. All sockets of a
-process share one ZMQ context, and with it one I/O thread, one key pair and one doorkeeper (`wire.curve`): only
+process share one ZMQ context, and with it one I/O thread, one key pair and one authenticator (`wire.curve`): only
 processes that `admit` has named are heard.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from tandem.base.errors import ConfigurationError, InternalError, NodeLost
-from tandem.wire.curve import Context, Doorkeeper, ProcessKeys
+from tandem.wire.curve import Authenticator, Context, ProcessKeys
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class _Process:
         self._users = 0
         self._keys: ProcessKeys | None = None
         self._context: Context | None = None
-        self._doorkeeper: Doorkeeper | None = None
+        self._authenticator: Authenticator | None = None
 
     @property
     def keys(self) -> ProcessKeys:
@@ -82,8 +82,8 @@ class _Process:
     @property
     def deaf(self) -> str | None:
         """Why no new connection is admitted any more; None while they are."""
-        doorkeeper = self._doorkeeper
-        return doorkeeper.died if doorkeeper is not None else None
+        authenticator = self._authenticator
+        return authenticator.died if authenticator is not None else None
 
     def enter(self) -> Context:
         keys = self.keys
@@ -91,7 +91,7 @@ class _Process:
             if self._context is None:
                 self._context = zmq.Context()
                 self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-                self._doorkeeper = Doorkeeper(self._context, keys)
+                self._authenticator = Authenticator(self._context, keys)
             self._users += 1
             return self._context
 
@@ -99,10 +99,10 @@ class _Process:
         """The last user waits here until its lingering messages have left."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._context is not None and self._doorkeeper is not None:
+            if self._users == 0 and self._context is not None and self._authenticator is not None:
                 context, self._context = self._context, None
-                doorkeeper, self._doorkeeper = self._doorkeeper, None
-                doorkeeper.close()
+                authenticator, self._authenticator = self._authenticator, None
+                authenticator.close()
                 context.term()
 
 

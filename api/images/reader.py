@@ -31,7 +31,7 @@ _AT_ONCE = 2
 _MOST_BYTES = 48 << 20
 
 
-class PromptImages:
+class ExpandedImages:
     """The images of one request."""
 
     def __init__(self, rules: ImageRules, placeholder: str) -> None:
@@ -70,7 +70,7 @@ class PromptImages:
         return found
 
 
-class ImageReader:
+class FileImageReader:
     def __init__(self, rules: ImageRules, tokenizer: Tokenizer, limits: RequestLimits) -> None:
         self._rules = rules
         self._limits = limits
@@ -83,14 +83,14 @@ class ImageReader:
             )
         self._placeholder = placeholder
 
-    async def read(self, parts: Sequence[ImagePart]) -> PromptImages:
+    async def read(self, parts: Sequence[ImagePart]) -> ExpandedImages:
         if len(parts) > self._limits.images_per_request:
             raise InvalidRequest(
                 f"messages: at most {self._limits.images_per_request} images in one request "
                 f"(router.limits.images_per_request), not {len(parts)}",
                 "messages",
             )
-        found = PromptImages(self._rules, self._placeholder)
+        found = ExpandedImages(self._rules, self._placeholder)
         for part in parts:
             found.add(*await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, part))
             if sum(map(len, found.files)) > _MOST_BYTES:
@@ -105,11 +105,11 @@ class ImageReader:
         return file, digest_of_image(file.data)
 
 
-def image_reader(folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> ImageReader | None:
+def image_reader(folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> FileImageReader | None:
     """Makes a reader for the model in this folder. None when the model reads no images, or reads them in
     an unknown way."""
     path = Path(folder)
     rules = image_rules(
         read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name))
     )
-    return ImageReader(rules, tokenizer, limits) if rules is not None else None
+    return FileImageReader(rules, tokenizer, limits) if rules is not None else None

@@ -207,4 +207,5 @@ class ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ClusterDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: dict[str, Any]
+    pools: list[dict[str, Any]]
     nodes: list[dict[str, Any]]

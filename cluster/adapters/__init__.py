@@ -1,5 +1,5 @@
 """LoRA adapters that change while the cluster serves.
 
-desk       changes all nodes or none, beside a controller
+changes    changes all nodes or none, beside a controller
 command    `tandem adapters`; commands: its row in the table
 """

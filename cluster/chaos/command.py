@@ -221,7 +221,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         )
     before = finished(urls, key)
     await _carry_out(conductor, plan, probes, rules.minutes * 60)
-    traffic = traffic_of(probes.tally) if probes else own_traffic(before, finished(urls, key))
+    traffic = traffic_of(probes.counts) if probes else own_traffic(before, finished(urls, key))
     back_s, left = await conductor.until_quiet() if probes else (None, [])
     report = ChaosReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -229,7 +229,7 @@ async def _run(options: argparse.Namespace, rules: ChaosRules, console: Console)
         model=view.model,
         seed=rules.seed,
         minutes=rules.minutes,
-        blows=blow_reports(conductor.struck, probes.tally if probes else None),
+        blows=blow_reports(conductor.struck, probes.counts if probes else None),
         traffic=traffic,
         blocks_back_after_s=back_s,
         left_behind=left,

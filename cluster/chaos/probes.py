@@ -59,7 +59,7 @@ class ProbeQuestion:
 
 
 @dataclass
-class ProbeTally:
+class ProbeCounts:
     requests: int = 0
     right: int = 0
     unchecked: int = 0  # finished, but the question has no single answer
@@ -89,7 +89,7 @@ class Probes:
         users: int,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.tally = ProbeTally()
+        self.counts = ProbeCounts()
         self._url = url  # returns the URL of a router that serves
         self._users = users
         self._random = random.Random(seed)
@@ -136,7 +136,7 @@ class Probes:
                 ) from error
         for question, first, again in zip(self.questions, alone, together, strict=True):
             question.answer = first if first == again else None
-        self.tally.gaps.clear()
+        self.counts.gaps.clear()
         return sum(one.answer is not None for one in self.questions)
 
     async def run(self, ending: asyncio.Event) -> None:
@@ -146,10 +146,10 @@ class Probes:
                 group.create_task(self._user(http, ending))
 
     async def _user(self, http: httpx.AsyncClient, ending: asyncio.Event) -> None:
-        tally = self.tally
+        counts = self.counts
         while not ending.is_set():
             question = self._random.choice(self.questions)
-            tally.requests += 1
+            counts.requests += 1
             try:
                 text = await self._ask(http, question)
             except _UnfinishedAnswer as error:
@@ -157,18 +157,18 @@ class Probes:
                 await asyncio.sleep(_RETRY_S)  # as a client would after a refusal
                 continue
             if question.answer is None:
-                tally.unchecked += 1
+                counts.unchecked += 1
             elif text == question.answer:
-                tally.right += 1
+                counts.right += 1
             else:
-                tally.wrong.append(f"{text[:200]!r} instead of {question.answer[:200]!r}")
+                counts.wrong.append(f"{text[:200]!r} instead of {question.answer[:200]!r}")
 
     def _note(self, error: _UnfinishedAnswer) -> None:
-        self.tally.examples.setdefault(error.name, str(error)[:300])
+        self.counts.examples.setdefault(error.name, str(error)[:300])
         if error.kind == "refused":
-            self.tally.refused += 1
+            self.counts.refused += 1
         else:
-            counts = self.tally.failed if error.kind == "failed" else self.tally.lost
+            counts = self.counts.failed if error.kind == "failed" else self.counts.lost
             counts[error.name] = counts.get(error.name, 0) + 1
 
     async def _ask(self, http: httpx.AsyncClient, question: ProbeQuestion) -> str:
@@ -208,7 +208,7 @@ class Probes:
     def _note_gap(self, last: float) -> float:
         now = time.monotonic()
         if now - last >= NOTED_GAP_S:
-            self.tally.gaps.append((last, now))
+            self.counts.gaps.append((last, now))
         return now
 
 

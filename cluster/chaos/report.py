@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster.chaos.conductor import StrikeReport
-from tandem.cluster.chaos.probes import ProbeTally, longest_gap
+from tandem.cluster.chaos.probes import ProbeCounts, longest_gap
 
 
 class Traffic(msgspec.Struct):
@@ -61,19 +61,19 @@ class ChaosReport(msgspec.Struct):
     bounds: list[str] = []
 
 
-def blow_reports(struck: Sequence[StrikeReport], tally: ProbeTally | None) -> list[BlowReport]:
+def blow_reports(struck: Sequence[StrikeReport], counts: ProbeCounts | None) -> list[BlowReport]:
     return [
         BlowReport(
             one.at_s, one.blow.value, one.kind.value, one.name, one.machine, one.stop_s, one.whole_after_s,
-            None if tally is None else longest_gap(tally.gaps, one.began, one.began + (one.whole_after_s or 1e9)),
+            None if counts is None else longest_gap(counts.gaps, one.began, one.began + (one.whole_after_s or 1e9)),
             one.detail,
         )
         for one in struck
     ]  # fmt: skip
 
 
-def traffic_of(tally: ProbeTally) -> Traffic:
-    fields = {name: getattr(tally, name) for name in Traffic.__struct_fields__ if name != "source"}
+def traffic_of(counts: ProbeCounts) -> Traffic:
+    fields = {name: getattr(counts, name) for name in Traffic.__struct_fields__ if name != "source"}
     return Traffic("probes", **fields)
 
 

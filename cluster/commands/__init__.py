@@ -7,7 +7,7 @@ parser        the table of commands, and their parsers; its rows, with each comm
 operate       scale, drain, role, pause, down; address: which cluster they mean;
               router_url: which router; running: the records of what serves here; http_control: the cluster through a router
 apply         gives a serving cluster another configuration
-overview, status     `tandem status`, from the controller and from one router; node_lines: the nodes in both; deployments: all on a Ray cluster
+overview      `tandem status`, from the controller or from one router; node_table: the nodes, there and in top; deployments: all on a Ray cluster
 logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
 doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.cluster.commands.machine_checks import Check, Finding, Level, has_gpu
-from tandem.machine.pci import Distance, PciDevice, RdmaDevice, gpus, nearest, rdma_devices
+from tandem.machine.pci import Distance, PciDevice, RdmaDevice, gpus, nearest, rdma_devices, read_text
 
 _OPEN_SINCE = 515  # the driver whose open kernel modules export dma-buf
 _DMABUF_SINCE = (5, 12)  # Linux
@@ -43,7 +43,7 @@ def check_gpu_direct(root: Path) -> Finding:
             Level.OK,
             f"nvidia-peermem is loaded (driver {driver or 'unknown'}): RDMA devices read GPUs' memory themselves",
         )
-    kernel = _read(root / "proc/sys/kernel/osrelease")
+    kernel = read_text(root / "proc/sys/kernel/osrelease")
     missing = []
     if not is_open:
         missing.append(f"the driver's kernel modules ({driver or 'unknown'}) are not the open ones")
@@ -69,9 +69,11 @@ def check_gpu_direct(root: Path) -> Finding:
 def _driver(root: Path) -> tuple[str, bool]:
     """Returns the driver's version, and whether its kernel modules are the open ones: `NVRM version: NVIDIA UNIX Open Kernel Module for
     x86_64  580.65.06  Release Build ...`."""
-    first = _read(root / "proc/driver/nvidia/version").partition("\n")[0]
+    first = read_text(root / "proc/driver/nvidia/version").partition("\n")[0]
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", first)
-    return (found[1] if found else _read(root / "sys/module/nvidia/version")), "Open Kernel Module" in first
+    return (
+        found[1] if found else read_text(root / "sys/module/nvidia/version")
+    ), "Open Kernel Module" in first
 
 
 def _major(version: str) -> int:
@@ -137,12 +139,5 @@ def check_pods(root: Path) -> Finding:
 def _link(file: Path) -> str:
     try:
         return str(file.readlink())
-    except OSError:
-        return ""
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -25,6 +25,7 @@ from tandem.cluster.commands.machine_checks import (
 )
 from tandem.cluster.config import PoolsConfig
 from tandem.cluster.describe import format_size
+from tandem.machine.pci import read_text
 from tandem.wire.nodes import Role
 
 _CONNECT_S = 3.0
@@ -89,19 +90,12 @@ def check_rdma(folder: Path, verbs: Path) -> Finding:
 
 def _port(folder: Path) -> tuple[str, bool]:
     """Describes the port, and returns whether it is active. The kernel writes `4: ACTIVE`, `400 Gb/sec (4X NDR)`, `InfiniBand`."""
-    state = _read(folder / "state").partition(":")[2].strip() or "state unknown"
-    rate = _read(folder / "rate").partition(" (")[0]
-    layer = _read(folder / "link_layer")
+    state = read_text(folder / "state").partition(":")[2].strip() or "state unknown"
+    rate = read_text(folder / "rate").partition(" (")[0]
+    layer = read_text(folder / "link_layer")
     device = folder.parent.parent.name
     parts = " ".join(part for part in (layer, rate, state.lower()) if part)
     return f"{device}:{folder.name} {parts}", state == "ACTIVE"
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def check_locked_memory(limit: int, capabilities: int, devices: Sequence[str]) -> Finding:
@@ -121,7 +115,7 @@ def check_locked_memory(limit: int, capabilities: int, devices: Sequence[str]) -
 
 def own_capabilities() -> int:
     """Returns this process's effective capabilities as the kernel's bits."""
-    for line in _read(Path("/proc/self/status")).splitlines():
+    for line in read_text(Path("/proc/self/status")).splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
     return 0
@@ -211,7 +205,7 @@ def check_spread(pools: Sequence[str], hosts: Sequence[str]) -> Finding:
 
 def probed_ports(range_file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> list[int]:
     """Returns Ray's ports, and three from the range of which the system chooses ports."""
-    words = _read(range_file).split() or ["32768", "60999"]
+    words = read_text(range_file).split() or ["32768", "60999"]
     low, high = int(words[0]), int(words[-1])
     return [*_RAY_PORTS, low, (low + high) // 2, high]
 

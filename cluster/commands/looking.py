@@ -66,7 +66,6 @@ def _status(options: argparse.Namespace) -> int:
     from tandem.cluster.api_client import key_from_environment
     from tandem.cluster.commands.operate import with_controller
     from tandem.cluster.commands.overview import Overview
-    from tandem.cluster.commands.status import RouterOverview, fetch_status
     from tandem.cluster.orders import ViewOrder
 
     if options.all:
@@ -78,17 +77,17 @@ def _status(options: argparse.Namespace) -> int:
     key, as_json = key_from_environment(), wants_json(options)
     stdout = sys.stdout  # which goes to the log while a cluster is joined
 
-    async def look(cluster: OperatedCluster | None) -> Overview | RouterOverview:
+    async def look(cluster: OperatedCluster | None) -> Overview:
         if cluster is not None:
             return Overview.of(await cluster.ask(ViewOrder()), key)
-        return RouterOverview(await asyncio.to_thread(fetch_status, options.url, key))
+        return await asyncio.to_thread(Overview.of_router, options.url, key)
 
-    async def watch(cluster: OperatedCluster | None) -> Overview | RouterOverview:
+    async def watch(cluster: OperatedCluster | None) -> Overview:
         console = Console(file=stdout)
         while options.watch is not None:
             seen = await look(cluster)
             if as_json:
-                print_json_line(seen.plain(), stdout)
+                print_json_line(seen.json(), stdout)
             else:
                 console.clear()
                 seen.show(console)
@@ -97,7 +96,7 @@ def _status(options: argparse.Namespace) -> int:
 
     seen = asyncio.run(watch(None)) if options.url else with_controller(which_cluster(options), watch)
     if as_json:
-        print_json(seen.plain())
+        print_json(seen.json())
     else:
         # If the output is not a terminal, the screen is as wide as needed.
         seen.show(Console(width=None if options.url or sys.stdout.isatty() else 160))

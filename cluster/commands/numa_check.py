@@ -13,9 +13,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.state import NodeRecord
-
-_NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # the PCI class of GPUs begins like this: VGA or 3D controller
+from tandem.machine.pci import ROOT, gpus, rdma_devices, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +29,19 @@ class NumaMap:
         return sorted(set(self.cores.values()))
 
 
-def read_numa(sysfs: Path) -> NumaMap:
+def read_numa(root: Path) -> NumaMap:
     cores = {
         core: int(folder.name.removeprefix("node"))
-        for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
-        for core in _listed(_read(folder / "cpulist"))
+        for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+        for core in _listed(read_text(folder / "cpulist"))
     }
-    gpus = [
-        _number(device / "numa_node")
-        for device in sorted((sysfs / "bus/pci/devices").glob("*"))
-        if _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY)
-    ]
-    devices = {
-        device.name: _number(device / "device/numa_node")
-        for device in sorted((sysfs / "class/infiniband").glob("*"))
-    }
-    return NumaMap(cores, gpus, devices)
+    devices = {each.device.name: each.device.numa for each in rdma_devices(root)}
+    return NumaMap(cores, [gpu.numa for gpu in gpus(root)], devices)
 
 
-def check_numa(config: TandemConfig, machine: LocalMachine, sysfs: Path = Path("/sys")) -> Finding:
-    found = read_numa(sysfs)
+def check_numa(config: TandemConfig, machine: LocalMachine, root: Path = ROOT) -> Finding:
+    """`root` is where the kernel's file systems lie."""
+    found = read_numa(root)
     if not found.nodes:
         return ok("the kernel reports no NUMA nodes")
     if len(found.nodes) == 1:
@@ -138,15 +129,3 @@ def _listed(text: str) -> Iterable[int]:
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
         yield from range(int(low), int(high or low) + 1)
-
-
-def _number(file: Path) -> int:
-    text = _read(file)
-    return int(text) if re.fullmatch(r"\d+", text) else -1
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

@@ -6,17 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tandem.base.errors import ConfigurationError, InternalError
+from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient
+from tandem.cluster.commands.node_table import Column, node_table
 from tandem.cluster.commands.output import print_json
-from tandem.cluster.describe import counted, format_blocks
+from tandem.cluster.describe import counted
 from tandem.router.page_state import NodeRow, PageState
 from tandem.router.tracer import SHORT_ID
 from tandem.wire.nodes import Role
@@ -37,7 +37,7 @@ def run(
     """Returns 1 if a request could not be answered now."""
     if every_s < _LEAST_PERIOD_S:
         raise ConfigurationError(f"--every must be {_LEAST_PERIOD_S:g} seconds or more, not {every_s:g}")
-    state = fetch(client)
+    state = client.read("/ui/state", PageState)
     if as_json:
         print_json(state)
     elif once or not console.is_terminal:
@@ -54,18 +54,10 @@ def _watch(
         with Live(screen(state, None), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 sleep(every_s)
-                before, state = state, fetch(client)
+                before, state = state, client.read("/ui/state", PageState)
                 live.update(screen(state, before), refresh=True)
     except KeyboardInterrupt:
         return
-
-
-def fetch(client: ApiClient) -> PageState:
-    response = client.get("/ui/state")
-    try:
-        return msgspec.json.decode(response.content, type=PageState)
-    except msgspec.MsgspecError as error:
-        raise InternalError(f"{client.url}/ui/state did not answer like a Tandem router: {error}") from error
 
 
 def screen(state: PageState, before: PageState | None) -> RenderableType:
@@ -122,32 +114,24 @@ def _wrong(state: PageState) -> list[Text]:
 
 
 def _nodes(state: PageState, before: PageState | None) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("node", "state", "runs", "waits", "blocks free", "moving", "prompt/s", "output/s"):
-        table.add_column(name, no_wrap=True, justify="left" if name in ("node", "state") else "right")
     old = {node.node_id: node for node in before.nodes} if before is not None else {}
     seconds = state.now - before.now if before is not None else 0.0
+
+    def rate(name: str, field: str) -> Column:
+        def shown(node: NodeRow) -> str:
+            if node.node_id not in old or seconds <= 0:
+                return ""
+            grown: int = getattr(node, field) - getattr(old[node.node_id], field)
+            return f"{max(grown, 0) / seconds:.0f}"
+
+        return name, shown
+
     busiest = sorted(state.nodes, key=lambda node: (not node.why, -node.running - node.waiting, node.node_id))
-    for node in busiest[:_MOST_NODES]:
-        table.add_row(
-            escape(node.node_id),
-            f"[red]{escape(node.state)}[/]" if node.why else node.state,
-            str(node.running),
-            str(node.waiting),
-            format_blocks(node.total_blocks - node.used_blocks, node.total_blocks),
-            str(node.transfers),
-            *_rates(node, old.get(node.node_id), seconds),
-        )
+    rates = rate("prompt/s", "prompt_tokens"), rate("output/s", "output_tokens")
+    table = node_table(busiest[:_MOST_NODES], after=rates)
     if len(busiest) > _MOST_NODES:
         table.add_row(f"[dim]and {len(busiest) - _MOST_NODES} more[/]")
     return table
-
-
-def _rates(node: NodeRow, before: NodeRow | None, seconds: float) -> tuple[str, str]:
-    if before is None or seconds <= 0:
-        return ("", "")
-    prompt, output = node.prompt_tokens - before.prompt_tokens, node.output_tokens - before.output_tokens
-    return (f"{max(prompt, 0) / seconds:.0f}", f"{max(output, 0) / seconds:.0f}")
 
 
 def _slowest(state: PageState) -> list[RenderableType]:

@@ -1,7 +1,8 @@
 """Keeps each pool of a deployment as it was ordered, on the machines that exist. Knows no Ray.
 
 deployment, controller_host       a controller with its routers' URL; the controller as its process serves it to commands
-controller, limits                what operators may order, and what is refused
+controller                        what a deployment's owner and its operators call
+operator_changes, limits          what an order changes in the recorded state, and what is refused
 changes, over_http                which settings a running cluster can change; what only the command may, and HTTP may not
 reconciler                        the recorded state, and the one task that makes processes as it says
 facts, plan                       what is known of machines and processes; from it and the state, the next change

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,19 +22,12 @@ from tandem.cluster.control import AppliedChange, ClusterView
 from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
-from tandem.cluster.pools import plan
+from tandem.cluster.pools import operator_changes, plan
 from tandem.cluster.pools.changes import ConfigDifference, applied, difference
-from tandem.cluster.pools.limits import (
-    check_alike,
-    check_engine_lets_go,
-    check_limits,
-    check_room,
-    check_writers,
-)
+from tandem.cluster.pools.limits import check_limits
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
-from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.reconciler import Reconciler
-from tandem.cluster.pools.state import NodeRecord
+from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
@@ -46,7 +38,6 @@ from tandem.wire.nodes import NodeInfo, Role
 logger = logging.getLogger(__name__)
 
 
-_POOLS = tuple(role.value for role in Role)
 _WORTH_SAYING_S = 1.0  # a longer wait is reported
 
 
@@ -69,29 +60,28 @@ class Controller:
         self._clock = TurnClock(clock or Clock(), self._turn)
         self._tasks = Tasks()
         self._has_begun = False
-        self._changing: dict[str, asyncio.Task[None]] = {}
-        self._pools = Reconciler(
+        self.pools = Reconciler(
             config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model
         )
-        self._fleet = self._pools.fleet
-        self._joints = Joints(self._pools, self._clock, self._tasks, self._resize)
+        self.fleet = self.pools.fleet
+        self._joints = Joints(self.pools, self._clock, self._tasks, self._resize)
         join_wings(self._joints)
-        self._pools.on_config = self._joints.configured
-        self._pools.roll_out = self._joints.roll_out
+        self.pools.on_config = self._joints.configured
+        self.pools.roll_out = self._joints.roll_out
         self.adapters = self._joints.adapters
 
     @property
     def _config(self) -> TandemConfig:
-        return self._pools.config
+        return self.pools.config
 
     @property
     def members(self) -> list[NodeInfo]:
         """The nodes that routers may use."""
-        return self._fleet.membership.members
+        return self.fleet.membership.members
 
     @property
     def url(self) -> str:
-        router = self._fleet.head_router
+        router = self.fleet.head_router
         return router.url if router is not None else ""
 
     # --- starting and ending
@@ -104,18 +94,14 @@ class Controller:
         await self._unless_it_fails(self._until_answering())
 
     async def _begin(self) -> None:
-        await self._pools.take_over()
+        await self.pools.take_over()
         self._has_begun = True
-        self._tasks.spawn(self._pools.run(), "reconcile")
+        self._tasks.spawn(self.pools.run(), "reconcile")
         self._begin_wings()
 
     def _begin_wings(self) -> None:
         for begin in self._joints.begin:
             begin()
-
-    def _remeasure(self) -> None:
-        for changed in self._joints.changed:
-            changed()
 
     async def recovered(self) -> None:
         """Call this after `start` has raised. Returns when nodes and routers can answer requests: machines may still come, and an operator
@@ -141,31 +127,31 @@ class Controller:
         return await self._tasks.failed()
 
     async def drain(self) -> bool:
-        return await self._fleet.drain(self._config.timeouts.nodes.drain_s)
+        return await self.fleet.drain(self._config.timeouts.nodes.drain_s)
 
     async def stop(self) -> None:
         """Ends every process. Requests that are still running are lost. Idempotent."""
         await self._tasks.stop()
-        await self._fleet.stop()
+        await self.fleet.stop()
 
     async def _until_answering(self) -> None:
         """Waits for starting processes, which have limits of their own, and up to `timeouts.machines_s` for machines, which may never come."""
         waiting_since = self._clock.now()
         while not self._is_answering():
-            if any(not part.has_settled for part in self._fleet.parts):
-                await self._pools.changed.wait()
+            if any(not part.has_settled for part in self.fleet.parts):
+                await self.pools.changed.wait()
                 waiting_since = self._clock.now()
             else:
                 await self._clock.within(
                     waiting_since + self._config.timeouts.machines_s - self._clock.now(),
-                    self._pools.changed.wait(),
+                    self.pools.changed.wait(),
                     "waiting for machines with room for the first nodes (timeouts.machines_s)",
                 )
 
     async def until_in_view(self, limit_s: float) -> None:
         """Returns when every serving router uses every serving node. After `limit_s` it reports the nodes that a router does not hear, and
         returns: the rest serves."""
-        fleet, began = self._fleet, self._clock.now()
+        fleet, began = self.fleet, self._clock.now()
         revision, waited_for = fleet.membership.revision, set[str]()
         while missing := fleet.out_of_view(revision):
             waited = self._clock.now() - began
@@ -181,7 +167,7 @@ class Controller:
                 return
             pause = (limit_s if waited >= _WORTH_SAYING_S else min(limit_s, _WORTH_SAYING_S)) - waited
             with contextlib.suppress(DeadlineExceeded):
-                await self._clock.within(pause, self._pools.changed.wait(), "a router that hears its nodes")
+                await self._clock.within(pause, self.pools.changed.wait(), "a router that hears its nodes")
         for name in sorted(waited_for):
             self._events.ready(name, "sends requests to every node that serves")
 
@@ -189,30 +175,30 @@ class Controller:
         while not (
             self._router_is_ready() and any(node.phase is ProcessPhase.READY for node in self._writers())
         ):
-            await self._pools.changed.wait()
+            await self.pools.changed.wait()
 
     def _router_is_ready(self) -> bool:
-        router = self._fleet.head_router
+        router = self.fleet.head_router
         return router is not None and router.phase is ProcessPhase.READY
 
     def _writers(self) -> list[NodeSupervisor]:
-        return [node for node in self._fleet.nodes.values() if node.config.role.writes_answers]
+        return [node for node in self.fleet.nodes.values() if node.config.role.writes_answers]
 
     def _is_answering(self) -> bool:
         """Returns whether requests can be answered; False while that may still come. Raises Unavailable as soon as it cannot, whatever else
         is still starting."""
-        router = self._fleet.head_router
+        router = self.fleet.head_router
         if router is not None and router.phase is ProcessPhase.LEFT_OUT:
             raise Unavailable(f"the router cannot start: {router.detail}")
-        if not self._pools.has_looked:
+        if not self.pools.has_looked:
             return False
         writers = self._writers()
         if writers and all(node.phase is ProcessPhase.LEFT_OUT for node in writers):
-            if self._pools.state.rollout is not None:
+            if self.pools.state.rollout is not None:
                 return False  # the rollout will be taken back
             reasons = "; ".join(sorted({f"{node.name}: {node.detail}" for node in writers}))
             raise Unavailable(f"no node that can decode has started: {reasons}")
-        if not all(part.has_settled for part in self._fleet.parts):
+        if not all(part.has_settled for part in self.fleet.parts):
             return False
         if not writers:
             self._events.progress("machines", "waiting for one with room for a node that decodes", 0.0)
@@ -223,104 +209,88 @@ class Controller:
     async def view(self) -> ClusterView:
         return cluster_view(
             self._config,
-            self._fleet.config,
-            self._pools.state,
-            self._pools.facts(),
-            list(self._pools.decisions),
+            self.fleet.config,
+            self.pools.state,
+            self.pools.facts(),
+            list(self.pools.decisions),
             self._tasks.failure,
-            self._pools.rollout_waits,
+            self.pools.rollout_waits,
         )
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
-        async with self._pools.writing():
-            for role, size in wanted.items():
-                check_limits(self._config, role, size)
-            lines = [self._describe_scaling(role, size) for role, size in wanted.items()]
-            await self._resize(wanted)
+        async with self.pools.writing():
+            new, lines = operator_changes.scaled(self._config, self.pools.state, self.pools.facts(), wanted)
+            await self._change_load(new)
         lines += [
             f"{name} was left out and is tried again"
             for name in self._left_out(wanted)
-            if self._fleet.retry(name)
+            if self.fleet.retry(name)
         ]
         for line in lines:
-            self._pools.note(line)
+            self.pools.note(line)
         return lines
 
     def _left_out(self, wanted: dict[Role, int]) -> list[str]:
         """Returns the routers and nodes to start again if they were left out. A pool that shrinks loses its left-out nodes instead."""
-        names = list(self._fleet.routers)
+        names = list(self.fleet.routers)
         for role, size in wanted.items():
-            staying = self._pools.state.staying(role)
-            if size + plan.surge(self._config, self._pools.state, role) >= len(staying):
+            staying = self.pools.state.staying(role)
+            if size + plan.surge(self._config, self.pools.state, role) >= len(staying):
                 names += [record.node_id for record in staying]
         return names
 
     async def _resize(self, wanted: Mapping[Role, int]) -> None:
         """Requires `writing`."""
-        new = self._pools.state.with_sizes(wanted)
-        check_writers(new)
-        check_room(self._config.pools, self._pools.state, new, self._pools.machines)
-        await self._pools.keep(new)
-        self._remeasure()
-        self._pools.wake()
+        new = operator_changes.resized(self._config, self.pools.state, self.pools.facts(), wanted)
+        await self._change_load(new)
 
-    def _describe_scaling(self, role: Role, size: int) -> str:
-        current = len(self._pools.state.staying(role))
-        if size > current:
-            return f"{role.value}: from {current} to {size}, {counted(size - current, 'node')} more"
-        if size < current:
-            return f"{role.value}: from {current} to {size}, {counted(current - size, 'node')} drained"
-        return f"{role.value}: stays at {size}"
+    async def _change_load(self, new: ClusterState) -> None:
+        """Makes a change after which what wings measured does not count. Requires `writing`."""
+        await self.pools.change_to(new)
+        for changed in self._joints.changed:
+            changed()
 
     async def drain_node(self, node_id: str, timeout_s: float) -> bool:
-        async with self._pools.writing():
-            record = self._pools.state.known(node_id)
+        async with self.pools.writing():
+            state = self.pools.state
+            record = state.known(node_id)
             if not record.leaving:
-                self._check_may_go(record)
-                await self._pools.keep(self._pools.state.releasing(record))
-                self._pools.note(f"{node_id} is drained, as asked")
-                self._pools.departures.begin(node_id, timeout_s)
-            task = self._pools.departures.nodes[node_id]
-        self._pools.wake()
-        return await asyncio.shield(task)
+                new = operator_changes.drained(self._config, state, self.pools.facts(), record)
+                await self.pools.change_to(new, {node_id: timeout_s})
+                self.pools.note(f"{node_id} is drained, as asked")
+            (departure,) = self._departures([node_id])
+        return await asyncio.shield(departure)
 
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]:
         deadline = self._clock.now() + timeout_s
-        async with self._pools.writing():
-            hosts = [host for host in self._pools.machines if host.address == address]
-            if not hosts:
-                there = ", ".join(host.address for host in self._pools.machines) or "none"
-                raise ConfigurationError(f"there is no machine {address}; there are: {there}")
-            names = {host.name for host in hosts}
-            new = self._pools.state.evacuating(names, [host.name for host in self._pools.machines])
-            await self._pools.keep(new)
-            going = [
-                n for n in new.nodes if n.placement is not None and not names.isdisjoint(n.placement.hosts)
-            ]
-            self._pools.note(f"{address} is evacuated, as asked: {counted(len(going), 'node')}")
-            for node in going:
-                if node.node_id not in self._pools.departures.nodes:
-                    self._pools.departures.begin(
-                        node.node_id,
-                        timeout_s,
-                        functools.partial(self._until_others_write, node, timeout_s / 2),
-                    )
-            retiring = {node.node_id: self._pools.departures.nodes[node.node_id] for node in going}
-            routers = [r for r in self._fleet.routers.values() if r.runs_on(hosts)]
-        self._pools.wake()
-        finished = await asyncio.gather(*map(asyncio.shield, retiring.values()))
+        async with self.pools.writing():
+            facts = self.pools.facts()
+            new, going = operator_changes.evacuated(self.pools.state, facts, address)
+            await self.pools.change_to(new, dict.fromkeys(going, timeout_s))
+            self.pools.note(f"{address} is evacuated, as asked: {counted(len(going), 'node')}")
+            departures = self._departures(going)
+            hosts = [host for host in facts.hosts if host.address == address]
+            routers = [r for r in self.fleet.routers.values() if r.runs_on(hosts)]
+        finished = await asyncio.gather(*map(asyncio.shield, departures))
         # Routers come last, because streams of these nodes may go through them.
         left_s = max(0.0, deadline - self._clock.now())
         await asyncio.gather(*(router.drain(left_s) for router in routers))
-        return dict(zip(retiring, finished, strict=True))
+        return dict(zip(going, finished, strict=True))
+
+    def _departures(self, names: Sequence[str]) -> list[asyncio.Task[bool]]:
+        """Raises Unavailable while this controller has not taken over: it then drains them by itself when it has."""
+        under_way = self.pools.departures.nodes
+        if any(name not in under_way for name in names):
+            raise Unavailable("this controller has not taken over from the last one yet: try again")
+        return [under_way[name] for name in names]
 
     async def configuration(self) -> TandemConfig:
-        await self._pools.has_read.wait()  # what is applied may be another one than this process was given
+        await self.pools.has_read.wait()  # what is applied may be another one than this process was given
         return self._config
 
     async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
-        async with self._pools.writing():
-            running, before = self._config, self._pools.state
+        async with self.pools.writing():
+            running, before = self._config, self.pools.state
             wanted = applied(running, config)
             found = difference(running, config)
             change = self._describe_change(found)
@@ -332,24 +302,24 @@ class Controller:
                 )
             for role, size in found.sizes.items():
                 check_limits(wanted, role, size)
-            sized = before.with_sizes(found.sizes)
-            check_writers(sized)
-            check_room(running.pools, before, sized, self._pools.machines)
-            await self._pools.apply(wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers))
+            operator_changes.resized(running, before, self.pools.facts(), found.sizes)
+            await self.pools.apply(wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers))
             self._begin_wings()
             for line in change.at_once:
-                self._pools.note(f"applied: {line}")
-            return msgspec.structs.replace(change, revision=self._pools.state.revision.number)
+                self.pools.note(f"applied: {line}")
+            return msgspec.structs.replace(change, revision=self.pools.state.revision.number)
 
     def _describe_change(self, found: ConfigDifference) -> AppliedChange:
         sizes = [
-            f"{role.value}: a node for each place" if size is None else self._describe_scaling(role, size)
+            f"{role.value}: a node for each place"
+            if size is None
+            else operator_changes.describe_size(self.pools.state, role, size)
             for role, size in found.sizes.items()
         ]
-        going = [node.node_id for node in self._pools.state.nodes if not node.leaving] if found.nodes else []
+        going = [node.node_id for node in self.pools.state.nodes if not node.leaving] if found.nodes else []
         if found.routers:
-            going += [router.name for router in self._pools.state.staying_routers]
-        number = self._pools.state.revision.number
+            going += [router.name for router in self.pools.state.staying_routers]
+        number = self.pools.state.revision.number
         return AppliedChange(
             [*sizes, *found.at_once],
             found.nodes,
@@ -361,54 +331,41 @@ class Controller:
         )
 
     async def go_back(self) -> None:
-        async with self._pools.writing():
-            rollout = self._pools.state.rollout
+        async with self.pools.writing():
+            rollout = self.pools.state.rollout
             if rollout is None:
                 raise ConfigurationError("no rollout is running: there is nothing to take back")
             if not rollout.going_back:
-                await self._pools.go_back("as asked")
+                await self.pools.go_back("as asked")
 
     async def pause(self, names: list[str]) -> list[str]:
-        async with self._pools.writing():
-            self._check_names(names)
-            return await self._keep_paused({*self._pools.state.paused, *(names or _POOLS)})
+        async with self.pools.writing():
+            return await self._change_pauses(operator_changes.paused(self.pools.state, names))
 
     async def resume(self, names: list[str]) -> list[str]:
-        async with self._pools.writing():
-            paused = set(self._pools.state.paused)
-            if names:
-                self._check_names(names)
-            for name in names:
-                record = self._pools.state.find(name)
-                if record is not None and record.role.value in paused - {*names}:
-                    raise ConfigurationError(f"{name} is paused with its pool: resume {record.role.value}")
-            return await self._keep_paused(paused - {*names} if names else set())
+        async with self.pools.writing():
+            return await self._change_pauses(operator_changes.resumed(self.pools.state, names))
 
-    async def _keep_paused(self, names: set[str]) -> list[str]:
-        """Requires `writing`. What wings measured does not count: requests that waited during a pause were no load."""
-        paused = sorted(names)
-        if paused != self._pools.state.paused:
-            await self._pools.keep(msgspec.structs.replace(self._pools.state, paused=paused))
-            self._remeasure()
-            self._pools.note(
-                f"paused, as asked: {', '.join(paused)}" if paused else "nothing is paused any more"
-            )
-        return paused
+    async def _change_pauses(self, new: ClusterState) -> list[str]:
+        """Requires `writing`. Requests that waited during a pause were no load."""
+        if new.paused != self.pools.state.paused:
+            await self._change_load(new)
+            names = ", ".join(new.paused)
+            self.pools.note(f"paused, as asked: {names}" if names else "nothing is paused any more")
+        return new.paused
 
     async def reset_cache(self, names: list[str]) -> list[str]:
-        async with self._pools.writing():  # before that the nodes are not known
-            self._check_names(names)
+        async with self.pools.writing():  # before that the nodes are not known
+            operator_changes.check_names(self.pools.state, names)
         chosen = [
             node
-            for node in self._fleet.nodes.values()
-            # A node that an earlier controller announced serves, even if this one has not reached it yet.
-            if (node.serves or node.info is not None)
-            and (not names or node.name in names or node.config.role.value in names)
+            for node in self.fleet.nodes.values()
+            if node.may_serve and (not names or node.name in names or node.config.role.value in names)
         ]
         answers = await asyncio.gather(*(node.reset_cache() for node in chosen))
         done = sorted(node.name for node, reset in zip(chosen, answers, strict=True) if reset)
-        await asyncio.gather(*(router.forget_prefixes(done) for router in self._fleet.routers.values()))
-        self._pools.note(f"the prefix cache was emptied, as asked: {', '.join(done) or 'of no node'}")
+        await asyncio.gather(*(router.forget_prefixes(done) for router in self.fleet.routers.values()))
+        self.pools.note(f"the prefix cache was emptied, as asked: {', '.join(done) or 'of no node'}")
         if silent := sorted({node.name for node in chosen} - {*done}):
             raise Unavailable(
                 f"{', '.join(silent)} did not confirm that the prefix cache is empty: try again"
@@ -416,95 +373,26 @@ class Controller:
         return done
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:
-        others = {CONTROLLER, *self._fleet.routers}
-        for node in self._fleet.nodes.values():
+        others = {CONTROLLER, *self.fleet.routers}
+        for node in self.fleet.nodes.values():
             others.update(node.log_sources())
-        self._check_names([name for name in query.names if name not in others])
-        return await collected_logs(self._fleet, query, self._clock)
-
-    def _check_names(self, names: list[str]) -> None:
-        for name in names:
-            if name not in _POOLS:
-                self._pools.state.known(name)
-
-    async def _until_others_write(self, node: NodeRecord, limit_s: float) -> None:
-        """Waits until another node can decode, so that the last one serves until its replacement has started; at most `limit_s`."""
-
-        async def another() -> None:
-            while not any(
-                other.name != node.node_id and other.phase is ProcessPhase.READY for other in self._writers()
-            ):
-                await self._pools.changed.wait()
-
-        if node.role.writes_answers:
-            with contextlib.suppress(DeadlineExceeded):
-                await self._clock.within(limit_s, another(), "starting another node that decodes")
+        operator_changes.check_names(self.pools.state, [name for name in query.names if name not in others])
+        return await collected_logs(self.fleet, query, self._clock)
 
     async def change_role(self, node_id: str, role: Role) -> None:
-        async with self._pools.writing():
-            record = self._pools.state.known(node_id)
-            if record.role is not role and self._pools.state.rollout is not None:
-                raise Unavailable(
-                    "a rollout is replacing nodes: change the role when it is over (`tandem status`)"
-                )
+        async with self.pools.writing():
+            state = self.pools.state
+            record = state.known(node_id)
             if record.role is not role:
-                await self._keep_role(record, role)
-                self._begin_to_change(record, role)
-            elif self._fleet.retry(node_id):
-                self._pools.note(f"{node_id} was left out and is tried again")
-            task, node = self._changing.get(node_id), self._fleet.nodes.get(node_id)
-        self._pools.wake()
-        if task is not None:
-            await asyncio.shield(task)
+                new = operator_changes.with_role(self._config, state, self.pools.facts(), record, role)
+                await self.pools.change_to(new)
+                self.pools.note(f"{node_id} becomes a {role.value} node, as asked")
+            elif self.fleet.retry(node_id):
+                self.pools.note(f"{node_id} was left out and is tried again")
+            change, node = self.pools.role_changes.get(node_id), self.fleet.nodes.get(node_id)
+        if change is not None:
+            await asyncio.shield(change)
         elif node is not None:
             await node.settled()
             if node.phase is ProcessPhase.LEFT_OUT:
                 raise Unavailable(f"{node_id} did not start: {node.detail}")
-
-    async def _keep_role(self, record: NodeRecord, role: Role) -> None:
-        supervisor = self._fleet.nodes.get(record.node_id)
-        if record.leaving or supervisor is None or supervisor.phase is not ProcessPhase.READY:
-            phase = "waiting for a machine" if supervisor is None else supervisor.phase.value
-            raise Unavailable(f"{record.node_id} is {phase}: only a ready node can change its role")
-        self._check_may_go(record)
-        check_limits(self._config, role, self._wanted(role) + 1)
-        check_engine_lets_go(self._config, record.role, role)
-        check_alike(self._config.pools, record.role, role)
-        new = self._pools.state.with_node(msgspec.structs.replace(record, role=role))
-        await self._pools.keep(new.resized(record.role, -1).resized(role, +1))
-
-    def _begin_to_change(self, record: NodeRecord, role: Role) -> None:
-        placement = record.placement
-        if placement is None:
-            raise InternalError(f"{record.node_id} is ready without a place")
-        self._pools.note(f"{record.node_id} becomes a {role.value} node, as asked")
-        supervisor = self._fleet.nodes[record.node_id]
-        config = node_config(self._fleet.config, record.node_id, role, placement)
-        task = self._tasks.spawn(
-            supervisor.change_role(config, self._config.timeouts.nodes.drain_s),
-            f"change the role of {record.node_id}",
-            asked=True,
-        )
-        self._changing[record.node_id] = task
-        task.add_done_callback(lambda _: self._changing.pop(record.node_id, None))
-
-    # --- checks of orders
-
-    def _wanted(self, role: Role) -> int:
-        return plan.wanted_size(self._pools.state, self._pools.machines, role, self._config.pools)
-
-    def _check_may_go(self, record: NodeRecord) -> None:
-        """Raises ConfigurationError if the pool, or the deployment, cannot do without this node."""
-        role = record.role
-        check_limits(self._config, role, self._wanted(role) - 1)
-        if not role.writes_answers:
-            return
-        if not any(
-            node.name != record.node_id and node.phase is ProcessPhase.READY for node in self._writers()
-        ):
-            raise ConfigurationError(
-                f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}="
-                f"{self._wanted(role) + 1}` first"
-            )
-        # A rollout takes the others away.
-        check_writers(self._pools.state.resized(role, -1))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
-from tandem.base.errors import TandemError
+from tandem.base.errors import DeadlineExceeded, TandemError
 from tandem.base.tasks import Tasks
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.router_supervisor import RouterSupervisor
@@ -26,36 +27,41 @@ class Departures:
         self.nodes: dict[str, asyncio.Task[bool]] = {}  # the result: whether all requests ended in time
         self.routers: set[str] = set()
 
-    def begin(
-        self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None = None
-    ) -> asyncio.Task[bool]:
-        """Starts to drain the node. `wait` is awaited first, within the limit: until then the node serves on."""
-        task = self._tasks.spawn(self._retire(node_id, limit_s, wait), f"retire {node_id}")
+    def begin(self, node_id: str, limit_s: float, stay_s: float = 0.0) -> None:
+        """Starts to drain the node. One that writes answers first serves on until another one does, at most for `stay_s` of the limit."""
+        task = self._tasks.spawn(self._retire(node_id, limit_s, stay_s), f"retire {node_id}")
         self.nodes[node_id] = task
         task.add_done_callback(lambda _: self.nodes.pop(node_id, None))
-        return task
 
     def begin_router(self, name: str, *, is_replaced: bool) -> None:
         """Starts to drain the router. `is_replaced`: another router takes its place, and the old one serves until that is ready."""
         self.routers.add(name)
         self._tasks.spawn(self._retire_router(name, is_replaced), f"retire {name}")
 
-    async def _retire(self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None) -> bool:
-        finished = await self._unless_lost(node_id, self._until_drained(node_id, limit_s, wait))
+    async def _retire(self, node_id: str, limit_s: float, stay_s: float) -> bool:
+        finished = await self._unless_lost(node_id, self._until_drained(node_id, limit_s, stay_s))
         await self._fleet.end_node(node_id)
         await self._until_kept(lambda current: current.without(node_id), node_id)
         self._say_gone(node_id, finished, "continue on other nodes")
         self._recorder.wake()
         return bool(finished)
 
-    async def _until_drained(
-        self, node_id: str, limit_s: float, wait: Callable[[], Awaitable[None]] | None
-    ) -> bool:
+    async def _until_drained(self, node_id: str, limit_s: float, stay_s: float) -> bool:
         deadline = self._clock.now() + limit_s
-        if wait is not None:
-            await wait()
+        node = self._fleet.nodes.get(node_id)
+        if node is not None and node.config.role.writes_answers and stay_s > 0:
+            with contextlib.suppress(DeadlineExceeded):
+                what = "starting another node that decodes"
+                await self._clock.within(stay_s, self._until_another_writes(node_id), what)
         node = self._fleet.nodes.get(node_id)
         return node is None or await node.leave(max(0.0, deadline - self._clock.now()))
+
+    async def _until_another_writes(self, node_id: str) -> None:
+        while not any(
+            node.name != node_id and node.config.role.writes_answers and node.phase is ProcessPhase.READY
+            for node in self._fleet.nodes.values()
+        ):
+            await self._recorder.changed.wait()
 
     async def _retire_router(self, name: str, is_replaced: bool) -> None:
         finished = await self._unless_lost(name, self._until_router_drained(name, is_replaced))

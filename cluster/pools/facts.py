@@ -37,10 +37,8 @@ class NodeFacts(ProcessFacts):
     status: NodeStatus | None  # the last one that it reported
 
     @property
-    def is_down(self) -> bool:
-        """Whether a node that had served does so no more. One that starts and is announced serves, or is about to."""
-        is_announced = self.phase is ProcessPhase.STARTING and self.info is not None
-        return not (self.phase.serves or is_announced)
+    def may_serve(self) -> bool:
+        return self.phase.may_serve(self.info)
 
 
 @dataclass(frozen=True, slots=True)

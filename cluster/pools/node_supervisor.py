@@ -37,13 +37,12 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         seen: asyncio.Event | None = None,  # set when its machine is seen; None: it has been
         beside: Sequence[Host] = (),  # the other machines of its ranks
     ) -> None:
-        super().__init__(config.node_id, context)
+        super().__init__(config.node_id, context, info)
         self.config = config
         self.host = host
         self.slot = slot
         self._beside = beside
         self._needs = needs  # what it takes of its machine besides the place
-        self.info = info
         self._has_worked = info is not None
         self.status: NodeStatus | None = None  # the last one that it reported
         self.sick: tuple[
@@ -67,12 +66,6 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     def machines(self) -> set[str]:
         """The names of its machines."""
         return {host.name for host in (self.host, *self._beside)}
-
-    @property
-    def is_announced(self) -> bool:
-        """Routers send it requests, or are about to: its start is not over, or an earlier controller announced it and this one has not
-        reached it yet."""
-        return self.phase is ProcessPhase.STARTING and self.info is not None
 
     # --- starting
 
@@ -272,9 +265,9 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         """Withdraws the node's capacity: routers send it nothing new, its requests finish or, after the limit, continue elsewhere.
         Returns True when all of them finished here. Does not end the process; when the process ends it is not replaced."""
         self._leaving = True
-        if self.is_announced:
+        if not self.serves and self.may_serve:
             await self.settled()  # it was adopted, so it may have requests
-        if self.phase not in (ProcessPhase.READY, ProcessPhase.DRAINING):
+        if not self.serves:
             return True
         self._enter(ProcessPhase.DRAINING, "it is leaving")
         finished = await self.drain(limit_s)
@@ -291,10 +284,10 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             if not await self.drain(limit_s):
                 await self._withdraw(draining)
                 await self.drain(self._timeouts.stop_s)
+        self.config = config  # also of one that an operator must start again
         if self.phase in (ProcessPhase.LEFT_OUT, ProcessPhase.STOPPED):
             raise Unavailable(f"{self.name} is {self.phase.value}: {self.detail}")
         self._settled.clear()
-        self.config = config
         if self.phase in (ProcessPhase.READY, ProcessPhase.DRAINING):
             self._role_change.set()
         await self.settled()

@@ -24,8 +24,10 @@ from tandem.cluster.pools import plan, state
 from tandem.cluster.pools.departures import Departures
 from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
+from tandem.cluster.pools.node_supervisor import NodeSupervisor
+from tandem.cluster.pools.placement import node_config
 from tandem.cluster.pools.room import needed_by, needs_of
-from tandem.cluster.pools.state import ClusterState
+from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
 from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DECISIONS_KEPT = 20
+_AS_CONFIGURED: Mapping[str, float] = {}
 _LOOK_AGAIN_S = 5.0  # how often the machines are looked at without an announced change
 
 
@@ -76,7 +79,7 @@ class Reconciler:
         self._turn = turn
         self._clock = clock
         self._tasks = tasks
-        self._fix_model = fix_model
+        self.fix_model = fix_model
         self._wake = asyncio.Event()
         self.state = state.first_state(config.pools)
         # Set when another version wrote the recorded state, or a later controller has begun
@@ -97,6 +100,8 @@ class Reconciler:
         self._is_unsure = False  # whether the last record may have been written, or not
         self.fleet = Fleet(config, self, launcher, events, clock, tasks)
         self.departures = Departures(self, self.fleet, clock, tasks)
+        self.role_changes: dict[str, asyncio.Task[None]] = {}
+        self._has_taken_over = False
 
     def pool_reports(self) -> list[PoolReport]:
         return pool_reports(self.fleet.config, self.state, self.facts())
@@ -144,6 +149,7 @@ class Reconciler:
                 logger.warning("an earlier controller that still runs may not notice this one yet: %s", error)
             await self._fix_the_model()
             if kept is None:
+                self._has_taken_over = True
                 return
             await self.fleet.membership.pause(self.state.paused)
             for router in self.state.routers:
@@ -157,6 +163,7 @@ class Reconciler:
             for node in self.state.nodes:
                 if node.info is not None and node.placement is not None and node.placement.host in there:
                     await self.fleet.membership.announce(node.info)
+            self._has_taken_over = True
             self._carry_out()
             if self.state.rollout is not None:
                 self._begin_rollout("goes on")
@@ -177,11 +184,11 @@ class Reconciler:
         here: call it before the state is recorded."""
         revision, rollout = kept.revision, kept.rollout
         config = self._in_this_process(revision.config or self._given)
-        fixed, commit = await self._fix_model(config, revision.commit)
+        fixed, commit = await self.fix_model(config, revision.commit)
         configs = {revision.number: fixed}
         if rollout is not None:
             before = rollout.before
-            configs[before.number], _ = await self._fix_model(before.config or self._given, before.commit)
+            configs[before.number], _ = await self.fix_model(before.config or self._given, before.commit)
             if not rollout.going_back:
                 # A router that starts during the rollout uses the tokenizer of the nodes that serve.
                 path = configs[before.number].router.tokenizer_path
@@ -418,13 +425,21 @@ class Reconciler:
 
     async def make(self, change: plan.Change) -> None:
         """Records one change and carries it out. Requires `writing`."""
-        await self.keep(change.apply(self.state))
-        self._carry_out()
+        await self.change_to(change.apply(self.state))
         if change.why:
             self.note(change.why)
 
-    def _carry_out(self) -> None:
-        """Starts or adopts what is recorded, and lets go what is to leave. Requires `writing`."""
+    async def change_to(self, new: ClusterState, drain_s: Mapping[str, float] = _AS_CONFIGURED) -> None:
+        """Records the state and carries it out, at once where it needs no machine. Requires `writing`. `drain_s` says how long these
+        nodes may take for their requests if they are to leave."""
+        await self.keep(new)
+        self._carry_out(drain_s)
+        self.wake()
+
+    def _carry_out(self, drain_s: Mapping[str, float] = _AS_CONFIGURED) -> None:
+        """Starts or adopts what is recorded, changes roles, and lets go what is to leave. Requires `writing`."""
+        if not self._has_taken_over:
+            return  # what runs is not known yet
         fleet, leaving = self.fleet, self.departures
         machines = {host.name: host for host in self.machines}
         for node in self.state.nodes:
@@ -435,7 +450,12 @@ class Reconciler:
             if node.node_id not in fleet.nodes and node.placement and there and (is_seen or node.info):
                 fleet.launch_node(node, node.placement, there)
             if node.leaving:
-                leaving.begin(node.node_id, self.config.timeouts.nodes.drain_s)
+                limit_s = drain_s.get(node.node_id, self.config.timeouts.nodes.drain_s)
+                # The last one that decodes serves until the one that replaces it has started.
+                stay_s = limit_s / 2 if node.is_on({*self.state.evacuated}) else 0.0
+                leaving.begin(node.node_id, limit_s, stay_s)
+            elif node.node_id in fleet.nodes:
+                self._follow_role(node, fleet.nodes[node.node_id])
         places = plan.router_places(fleet.config, self.machines)
         at = {"": None} | {host.address: host for host in self.machines} | dict(places)
         for router in self.state.routers:
@@ -448,6 +468,15 @@ class Reconciler:
                 fleet.launch_router(msgspec.structs.replace(router, config=config), host)
             if router.leaving and (router.name in fleet.routers or router.place not in at):
                 leaving.begin_router(router.name, is_replaced=router.place in places)
+
+    def _follow_role(self, record: NodeRecord, supervisor: NodeSupervisor) -> None:
+        name, placement = record.node_id, record.placement
+        if supervisor.config.role is record.role or placement is None or name in self.role_changes:
+            return
+        config = node_config(self.fleet.config_of(record.revision), name, record.role, placement)
+        work = supervisor.change_role(config, self.config.timeouts.nodes.drain_s)
+        self.role_changes[name] = task = self._tasks.spawn(work, f"change the role of {name}", asked=True)
+        task.add_done_callback(lambda _: self.role_changes.pop(name, None))
 
     # --- another configuration
 

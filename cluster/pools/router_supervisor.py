@@ -28,11 +28,10 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         # Returns the other routers in its place, the longest-serving first
         beside: Callable[[], Sequence[RouterSupervisor]],
     ) -> None:
-        super().__init__(record.name, context)
+        super().__init__(record.name, context, record.info)
         self.config = record.config
         self.place = record.place
         self.host = host
-        self.info = record.info  # as it last announced itself
         self.load = RouterQueue()  # as it last reported
         self.accepts_since: float | None = None  # clients' connections; None: it does not
         self.told = -1  # the membership revision that it last confirmed
@@ -43,18 +42,13 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     def url(self) -> str:
         return self.info.url if self.info is not None else ""
 
-    @property
-    def _may_have_the_socket(self) -> bool:
-        """Whether it serves, or an earlier controller recorded that it did and this one has not reached it yet."""
-        return self.serves or (self.phase is ProcessPhase.STARTING and self.info is not None)
-
     def _launch(self) -> RouterHandle:
         # A door whose router has gone is no harm: the new router then opens the socket itself.
         self._door = self._open_door()
         return self._context.launcher.launch_router(self.name, self.config, self.host, self._door)
 
     def _open_door(self) -> str:
-        there = [other for other in self._beside() if other._may_have_the_socket]
+        there = [other for other in self._beside() if other.may_serve]
         there.sort(key=lambda other: (_address(other.config) != _address(self.config), not other.serves))
         return next((other.info.door for other in there if other.info is not None), "")
 
@@ -177,7 +171,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         """Another router has its place: it accepts no new connection, and its requests may take as long as any request may. Returns True
         when all of them ended in time. Does not end the process; when the process ends it is not replaced."""
         self._leaving = True
-        if self.phase is ProcessPhase.STARTING and self.info is not None:
+        if not self.serves and self.may_serve:
             await self.settled()  # it was adopted, so it may have requests
         if not self.serves or self.handle is None:
             return True

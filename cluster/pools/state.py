@@ -71,6 +71,10 @@ class NodeRecord(msgspec.Struct, frozen=True):
     revision: int = 0  # of the configuration with which it was started
     left_out: str = ""  # why it was left out; no controller starts it again until an operator asks for it
 
+    def is_on(self, hosts: AbstractSet[str]) -> bool:
+        """Whether it has a place on one of these machines."""
+        return self.placement is not None and not hosts.isdisjoint(self.placement.hosts)
+
     def serving_as(self, info: NodeInfo) -> NodeRecord:
         return msgspec.structs.replace(self, info=info, left_out="")
 
@@ -231,10 +235,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     def evacuating(self, hosts: AbstractSet[str], present: Collection[str]) -> ClusterState:
         """Returns the state in which the nodes on these machines leave and their pools keep their sizes. Forgets machines that are gone."""
         nodes = [
-            msgspec.structs.replace(node, leaving=True)
-            if node.placement is not None and not hosts.isdisjoint(node.placement.hosts)
-            else node
-            for node in self.nodes
+            msgspec.structs.replace(node, leaving=True) if node.is_on(hosts) else node for node in self.nodes
         ]
         known = [name for name in self.evacuated if name in present and name not in hosts]
         return msgspec.structs.replace(self, nodes=nodes, evacuated=[*known, *hosts])

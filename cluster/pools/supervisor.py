@@ -47,6 +47,11 @@ class ProcessPhase(enum.StrEnum):
     def serves(self) -> bool:
         return self in (ProcessPhase.READY, ProcessPhase.DRAINING)
 
+    def may_serve(self, info: object | None) -> bool:
+        """Whether a process that announced itself as `info`, maybe to an earlier controller which this one cannot reach yet, serves or is
+        about to."""
+        return self.serves or (self is ProcessPhase.STARTING and info is not None)
+
 
 AdapterPlaces = Mapping[str, str]
 """The location of each adapter by name: a folder, or owner/name on the hub."""
@@ -111,8 +116,9 @@ class SupervisorContext:
 class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     """`run` returns when the process is left out, or lost while it leaves; the owner may cancel it. Then `stop` ends the process."""
 
-    def __init__(self, name: str, context: SupervisorContext) -> None:
+    def __init__(self, name: str, context: SupervisorContext, info: Ready | None) -> None:
         self.name = name
+        self.info = info  # as it last announced itself, maybe to an earlier controller
         self.phase = ProcessPhase.STARTING
         self.detail = ""  # the reason for the phase; when READY again, why it was restarted
         self.restarts = 0
@@ -180,6 +186,10 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     @property
     def serves(self) -> bool:
         return self.phase.serves
+
+    @property
+    def may_serve(self) -> bool:
+        return self.phase.may_serve(self.info)
 
     async def settled(self) -> None:
         await self._settled.wait()

@@ -123,7 +123,7 @@ def _pool_report(role: Role, config: TandemConfig, state: ClusterState, facts: F
         if node is not None and node.phase is ProcessPhase.LEFT_OUT:
             left_out[record.node_id] = node.detail
         elif record.info is not None:
-            if node is None or node.is_down:
+            if node is None or not node.may_serve:
                 down[record.node_id] = node.detail if node is not None else "its process is not running"
         elif record.placement is None:
             waiting += 1

@@ -21,7 +21,7 @@ ROWS = (
     "tandem.cluster.pools.autoscaling.wing",
     "tandem.cluster.pools.rollouts.wing",
     "tandem.cluster.pools.gpu_health.wing",
-    "tandem.cluster.adapters.desk",
+    "tandem.cluster.adapters.changes",
 )
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
-import msgspec
 from rich.console import Console
 
-from tandem.base.errors import ConfigurationError, InternalError, RequestError
+from tandem.base.errors import ConfigurationError, RequestError
 from tandem.cluster.api_client import ApiClient
 from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
 from tandem.cluster.trace.picture import draw_trace
@@ -51,8 +49,6 @@ def run(
 COMPLETE_WITHIN_S = 2.0
 _ASK_AGAIN_S = 0.1
 
-T = TypeVar("T")
-
 
 class TraceClient:
     def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
@@ -66,13 +62,13 @@ class TraceClient:
         self._api.close()
 
     def recent(self) -> TraceList:
-        return self._get("/traces", TraceList)
+        return self._api.read("/traces", TraceList)
 
     def find(self, name: str) -> TraceRecord:
         """Returns the trace. Waits up to 2 s for parts that nodes have not sent yet."""
         deadline = time.monotonic() + COMPLETE_WITHIN_S
         while True:
-            record = self._get(f"/traces/{quote(name, safe='')}", TraceRecord)
+            record = self._api.read(f"/traces/{quote(name, safe='')}", TraceRecord)
             complete = record.ended is not None and not record.missing
             if complete or time.monotonic() > deadline:
                 return record
@@ -80,16 +76,7 @@ class TraceClient:
 
     def state(self) -> PageState:
         """Returns the state that the router's page shows. Needs an operator's key."""
-        return self._get("/ui/state", PageState)
-
-    def _get(self, path: str, kind: type[T]) -> T:
-        response = self._api.get(path)
-        try:
-            return msgspec.json.decode(response.content, type=kind)
-        except msgspec.MsgspecError as error:
-            raise InternalError(
-                f"{self._api.url}{path} did not answer like a Tandem router: {error}"
-            ) from error
+        return self._api.read("/ui/state", PageState)
 
 
 def explained(client: TraceClient, name: str) -> Explanation:

@@ -4,7 +4,7 @@ A grammar's state never leaves a node. A request's position in its grammar follo
 node continues a prefill node's first token exactly, and so do a preempted request and a failover.
 
 grammars   one model's compiled grammars; the only file that uses the grammar library
-desk       compiles grammars in threads while their requests wait
+pending    compiles grammars in threads while their requests wait
 masks      which tokens each row of a step may choose
 capability gives them to every model
 """

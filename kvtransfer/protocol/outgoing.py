@@ -166,7 +166,7 @@ class OutgoingTransfers:
                     return
             sending.phase = SendPhase.NOTIFYING
             if sending.first_posted_at is not None:
-                sending.tally.waits[TransferStage.LAST_BYTE] = self._side.clock() - sending.first_posted_at
+                sending.totals.waits[TransferStage.LAST_BYTE] = self._side.clock() - sending.first_posted_at
             self._notify(sending)
         elif sending.phase is SendPhase.CLOSING and not sending.in_flight:
             destination = sending.destination
@@ -271,11 +271,11 @@ class OutgoingTransfers:
     def _record_handover(self, sending: OutgoingTransfer) -> None:
         source, destination = sending.source, sending.destination
         if source is not None and source.fully_computed_at is not None:
-            sending.tally.waits[TransferStage.HANDOVER] = self._side.clock() - source.fully_computed_at
+            sending.totals.waits[TransferStage.HANDOVER] = self._side.clock() - source.fully_computed_at
         if destination is not None and not self._writes:
             positions = destination.positions()
             num_bytes = len(positions) * destination.mapping.grain_bytes
-            sending.tally.num_bytes, sending.tally.blocks = num_bytes, destination.num_blocks
+            sending.totals.num_bytes, sending.totals.blocks = num_bytes, destination.num_blocks
             self._side.recorder.sent(destination.num_blocks, num_bytes)
 
     def _end(self, sending: OutgoingTransfer) -> None:

@@ -91,7 +91,7 @@ class Writer:
         if sending.first_posted_at is None:
             sending.first_posted_at = now
             known_at = max(destination.registered_at, sending.created_at)
-            sending.tally.waits[TransferStage.FIRST_BYTE] = now - known_at
+            sending.totals.waits[TransferStage.FIRST_BYTE] = now - known_at
         number = sending.num_posted
         write = Write(number, handle, positions, now, move.num_bytes, len(move.local), slots, is_last)
         sending.posted(write)
@@ -129,11 +129,11 @@ class Writer:
             # A block counts with its first grain.
             blocks = sum(index % parts == 0 for _, index in write.positions)
         overlapped = write.num_bytes if computed_at is None or now <= computed_at else 0
-        tally = sending.tally
-        tally.num_bytes += write.num_bytes
-        tally.blocks += blocks
-        tally.descriptors += write.descriptors
-        tally.bytes_overlapped += overlapped
+        totals = sending.totals
+        totals.num_bytes += write.num_bytes
+        totals.blocks += blocks
+        totals.descriptors += write.descriptors
+        totals.bytes_overlapped += overlapped
         self._recorder.sent(blocks, write.num_bytes, descriptors=write.descriptors, overlapped=overlapped)
 
 

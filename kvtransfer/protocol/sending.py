@@ -127,7 +127,7 @@ class Write:
 
 
 @dataclasses.dataclass(slots=True)
-class SendTally:
+class SendTotals:
     """What one transfer has moved so far, and how long that took."""
 
     num_bytes: int = 0
@@ -172,7 +172,7 @@ class OutgoingTransfer:
         self.in_flight: list[Write] = []
         self.arrived: list[Write] = []
         self.layers: Layers | None = None
-        self.tally = SendTally()
+        self.totals = SendTotals()
         self.num_posted = 0
         self.sums: dict[int, int] = {}  # by the place in `DestinationBlocks.order`
         self.told = 0  # the last KVArrived told the consumer of this many grains
@@ -433,15 +433,15 @@ class OutgoingTransfer:
 
     def trace(self, now: float) -> TransferTrace:
         """Returns the trace of a transfer that ends now."""
-        tally = self.tally
+        totals = self.totals
         record = TransferRecord(
             request_id=self.request_id or "",
             outcome=self.outcome.value,
-            num_bytes=tally.num_bytes,
-            blocks=tally.blocks,
-            descriptors=tally.descriptors,
-            bytes_overlapped=tally.bytes_overlapped,
-            waits=tally.waits,
+            num_bytes=totals.num_bytes,
+            blocks=totals.blocks,
+            descriptors=totals.descriptors,
+            bytes_overlapped=totals.bytes_overlapped,
+            waits=totals.waits,
         )
         return TransferTrace(record, self._spans(now))
 

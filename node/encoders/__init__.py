@@ -1,5 +1,5 @@
 """Encoder nodes, from the side of the nodes that compute prompts.
 
 part    asks for the rows of the images in this node's requests
-desk    the questions to encoder nodes, their deadlines, and the checks of their answers
+client  the questions to encoder nodes, their deadlines, and the checks of their answers
 """

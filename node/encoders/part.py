@@ -6,14 +6,14 @@ from typing import Any
 
 from tandem.engine.core import Engine
 from tandem.engine.request import Request
-from tandem.node.encoders.desk import OVER_SOCKETS, DeskSurroundings, EncoderDesk, RowsCame
+from tandem.node.encoders.client import OVER_SOCKETS, ClientSurroundings, EncoderClient, RowsCame
 from tandem.node.status import copied
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.embeds import TYPES
 from tandem.wire.requests import Submit
 
 
-def make(context: PartContext, surroundings: DeskSurroundings = OVER_SOCKETS) -> ServicePart | None:
+def make(context: PartContext, surroundings: ClientSurroundings = OVER_SOCKETS) -> ServicePart | None:
     engine = context.engine
     if not isinstance(engine, Engine) or engine.info.images is None or engine.info.dtype not in TYPES:
         return None
@@ -21,11 +21,11 @@ def make(context: PartContext, surroundings: DeskSurroundings = OVER_SOCKETS) ->
 
 
 class EncodersPart(ServicePart):
-    def __init__(self, context: PartContext, engine: Engine, surroundings: DeskSurroundings) -> None:
+    def __init__(self, context: PartContext, engine: Engine, surroundings: ClientSurroundings) -> None:
         config, info = context.config, engine.info
         self._scheduler = engine.scheduler
         self._in_step = context.in_step
-        self._desk = EncoderDesk(
+        self._client = EncoderClient(
             config.host,
             config.node_id,
             model=info.content,
@@ -43,16 +43,16 @@ class EncodersPart(ServicePart):
     def admitted(self, request: Request, submit: Submit, now: float) -> None:
         if submit.encoders:
             parts = self._scheduler.expect_rows(submit.request_id)
-            self._desk.ask_for(parts, submit.encoders, submit.images, submit.cache_salt)
+            self._client.ask_for(parts, submit.encoders, submit.images, submit.cache_salt)
 
     def before_step(self, now: float) -> None:
-        self._desk.look(now)
+        self._client.look(now)
 
     def seconds_until_due(self, now: float) -> float | None:
-        return self._desk.seconds_until_due(now)
+        return self._client.seconds_until_due(now)
 
     def count(self, counters: dict[str, Any]) -> None:
-        counters["encoder_fallbacks"] = copied(self._desk.fallbacks)
+        counters["encoder_fallbacks"] = copied(self._client.fallbacks)
 
     def stop(self) -> None:
-        self._desk.close()
+        self._client.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import Grammars
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.structured.desk import GrammarDesk, GrammarReady
+from tandem.engine.structured.pending import GrammarReady, PendingGrammars
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.requests import Submit
 
@@ -24,14 +24,14 @@ class GrammarPart(ServicePart):
         self._context = context
         self._wake = wake
         self._grammars = grammars
-        self._desk: GrammarDesk | None = None  # made for the first request with a grammar
+        self._desk: PendingGrammars | None = None  # made for the first request with a grammar
 
     def prepare(self, request: Request) -> None:
         if (grammar := request.facts.sampling.grammar) is None:
             return
         if self._desk is None:
             context = self._context
-            self._desk = GrammarDesk(
+            self._desk = PendingGrammars(
                 self._grammars,
                 context.config.timeouts.grammar_s,
                 lambda ready: context.in_step(lambda: self._ready(ready)),

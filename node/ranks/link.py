@@ -130,7 +130,7 @@ class Relay:
         self._sock.close()
 
 
-class Bell:
+class Eventfd:
     """An eventfd by which any thread wakes the thread that polls it."""
 
     def __init__(self) -> None:
@@ -142,9 +142,9 @@ class Bell:
     def __del__(self) -> None:
         os.close(self._descriptor)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         os.eventfd_write(self._descriptor, 1)
 
-    def hear(self) -> None:
+    def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)

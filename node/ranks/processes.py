@@ -29,7 +29,7 @@ import numpy as np
 from tandem.base.errors import ConfigurationError, InternalError, NodeLost, TandemError
 from tandem.base.logs import LogsConfig
 from tandem.machine.resources import usable_cores
-from tandem.node.ranks.link import Bell, Relay
+from tandem.node.ranks.link import Eventfd, Relay
 from tandem.node.ranks.memory import SharedMemory, create_memory
 from tandem.node.ranks.messages import (
     MOST_BYTES,
@@ -135,7 +135,7 @@ class RankProcesses:
         self._ranks: list[_Rank] = []
         # The time from which it counts, and the error
         self._complaint: tuple[float, TandemError] | None = None
-        self._bell = Bell()
+        self._wakeup = Eventfd()
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._memory_fd = create_memory()
         self._others = range(max(1, plan.ranks.start), plan.ranks.stop)
@@ -156,12 +156,12 @@ class RankProcesses:
     def do(self, task: Callable[[], None]) -> None:
         """Runs the task in the thread that watches, soon."""
         self._tasks.append(task)
-        self._bell.ring()
+        self._wakeup.wake()
 
     def put(self, relay: Relay, data: bytes) -> None:
         relay.put(data)
         if relay.has_unsent:
-            self._bell.ring()  # the thread that watches sends the rest when the socket has room
+            self._wakeup.wake()  # the thread that watches sends the rest when the socket has room
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """Gives all ranks of this machine the next step. Waits while a rank is two steps behind; raises the verdict if one has ended."""
@@ -186,7 +186,7 @@ class RankProcesses:
             self.verdict = verdict
             self.changed.notify_all()
         logger.error("the ranks of %s end together: %s", self.plan.name, verdict)
-        self._bell.ring()
+        self._wakeup.wake()
 
     def cause_of(self, error: Exception) -> Exception:
         """Waits up to `_VERDICT_S` for a verdict and returns it, because an error here may follow from a rank's end; else returns `error`."""
@@ -202,7 +202,7 @@ class RankProcesses:
         """Ends the ranks and returns when no process of them is left. Idempotent."""
         with self.changed:
             self._stopping = True
-        self._bell.ring()
+        self._wakeup.wake()
         if self._thread.ident is not None:
             self._thread.join()
         with self.changed:
@@ -287,7 +287,7 @@ class RankProcesses:
         ticked = time.monotonic()
         while self.verdict is None:
             ready = {descriptor for descriptor, _ in self._poll().poll(TICK_S * 1000)}
-            self._bell.hear()
+            self._wakeup.clear()
             while self._tasks:
                 self._tasks.popleft()()
             if self._stopping:
@@ -313,7 +313,7 @@ class RankProcesses:
 
     def _poll(self) -> select.poll:
         poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
+        poll.register(self._wakeup, select.POLLIN)
         for rank in self._ranks:
             if not rank.complaint:
                 poll.register(rank.exit, select.POLLIN)

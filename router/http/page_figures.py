@@ -1,4 +1,4 @@
-"""The page's figures of this process, and of all on its port."""
+"""What this router shows of its cluster: its own figures, or those of all processes on its port, and the nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import importlib.metadata
 from collections import Counter
 
 from tandem.router.http.services import Services
-from tandem.router.page_state import SLOWEST_SHOWN, PageState, Pair, RouterState
+from tandem.router.member import Member
+from tandem.router.page_state import SLOWEST_SHOWN, NodeRow, PageState, Pair, PoolRow, RouterState
+from tandem.wire.endpoints import shown
+from tandem.wire.versions import WIRE_VERSION
 
 VERSION = importlib.metadata.version("tandem-serve")
 _MOST_PAIRS = 200  # the most pairs of nodes shown with transfers under way, the busiest first
@@ -38,6 +41,9 @@ def page_of(services: Services) -> PageState:
             oldest_wait_s=admission.oldest_wait_s(),
             handover_s=services.pool.handover.value,
             tells_decisions=services.tells_decisions,
+            local_prefill=config.local_prefill.value,
+            inbox=shown(services.links.endpoint),
+            wire_version=WIRE_VERSION,
         ),
         ttft_s=recent.targets.ttft_s,
         inter_token_s=recent.targets.inter_token_s,
@@ -47,7 +53,44 @@ def page_of(services: Services) -> PageState:
         latest=recent.latest(),
         slowest=recent.slowest(SLOWEST_SHOWN),
         troubles=recent.troubles(),
+        pools=_pools(services),
     )
+
+
+def node_rows(services: Services) -> list[NodeRow]:
+    """Returns the members, and the nodes that should serve and are none."""
+    pool = services.pool
+    rows = [
+        NodeRow.of(
+            member.info.node_id,
+            member.info.role.value,
+            state_of(member),
+            pool.unusable(member) or "",
+            member.reported,
+            member.counters,
+            member.rates.step_s or 0.0,
+        )
+        for member in pool.members
+    ]
+    return rows + [
+        NodeRow(name, role.value, state, why or state, is_silent=True)
+        for name, role, state, why in pool.absent()
+    ]
+
+
+def state_of(member: Member) -> str:
+    if member.lost:
+        return "lost"
+    return member.reported.state.value if member.reported is not None else "unknown"
+
+
+def _pools(services: Services) -> list[PoolRow]:
+    ready = services.pool.ready_by_role()
+    return [
+        PoolRow(one.role.value, one.wanted, ready[one.role], one.starting, one.waiting)
+        for one in services.pool.reports
+        if one.wanted or ready[one.role]
+    ]
 
 
 def _pairs(moving: list[tuple[str, str, float, int]]) -> list[Pair]:

@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 
 from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
-from tandem.router.http.page_figures import VERSION, page_of_all
+from tandem.router.http.page_figures import VERSION, page_of_all, state_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
 from tandem.router.member import Member
 from tandem.router.metrics import CONTENT_TYPE
 from tandem.wire.endpoints import shown
-from tandem.wire.versions import WIRE_VERSION
 
 
 def _model_card(services: Services, name: str) -> dict[str, Any]:
@@ -85,26 +84,12 @@ async def render_metrics(services: Services) -> bytes:
 
 async def cluster(services: Services, exchange: HttpExchange) -> None:
     exchange.require_operator(services.keys)
-    router = (await page_of_all(services)).router
+    page = await page_of_all(services)
     await send_json(
         exchange.send,
         {
-            "router": {
-                "model": services.config.model_name,
-                "policy": services.config.policy,
-                "local_prefill": services.config.local_prefill,
-                "draining": services.draining,
-                "paused": router.paused,
-                "running": router.running,
-                "queued": router.queued,
-                "queue_limit": router.queue_limit,
-                "places_held": router.places_held,
-                "handover_s": services.pool.handover.value,
-                "unhealthy": router.unhealthy,
-                "inbox": shown(services.links.endpoint),
-                "wire_version": WIRE_VERSION,
-                "processes": msgspec.to_builtins(router.processes),
-            },
+            "router": page.router,
+            "pools": page.pools,
             "nodes": [_node(services, member) for member in services.pool.members],
         },
     )
@@ -131,7 +116,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "tensor_parallel": info.tensor_parallel,
         "pipeline_parallel": info.pipeline_parallel,
         "start_s": info.start_s,
-        "state": "lost" if member.lost else "unknown" if status is None else status.state,
+        "state": state_of(member),
         "unusable": services.pool.unusable(member),
         "prefill_tokens_per_s": member.rates.prefill_tokens_per_s,
         "step_s": member.rates.step_s,

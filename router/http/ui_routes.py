@@ -14,11 +14,8 @@ import msgspec
 
 from tandem.router.http.errors import Forbidden
 from tandem.router.http.exchange import HttpExchange, send_json, send_page
-from tandem.router.http.page_figures import page_of_all
+from tandem.router.http.page_figures import node_rows, page_of_all
 from tandem.router.http.services import Services
-from tandem.router.member import Member
-from tandem.router.page_state import NodeRow, PoolRow
-from tandem.wire.requests import NodeStatus
 
 _NO_STORE = ((b"cache-control", b"no-store"),)
 
@@ -41,16 +38,8 @@ async def page(services: Services, exchange: HttpExchange) -> None:
 async def state(services: Services, exchange: HttpExchange) -> None:
     exchange.require_operator(services.keys)
     page = await page_of_all(services)
-    pool = services.pool
-    nodes = [_row(services, member) for member in pool.members]
-    nodes += [NodeRow(name, role.value, state, why or state) for name, role, state, why in pool.absent()]
-    ready = pool.ready_by_role()
-    pools = [
-        PoolRow(one.role.value, one.wanted, ready[one.role], one.starting, one.waiting)
-        for one in pool.reports
-        if one.wanted or ready[one.role]
-    ]
-    await send_json(exchange.send, msgspec.structs.replace(page, nodes=nodes, pools=pools), headers=_NO_STORE)
+    shown = msgspec.structs.replace(page, nodes=node_rows(services))
+    await send_json(exchange.send, shown, headers=_NO_STORE)
 
 
 async def decisions(services: Services, exchange: HttpExchange) -> None:
@@ -63,42 +52,3 @@ async def decisions(services: Services, exchange: HttpExchange) -> None:
     view = msgspec.json.decode(await services.control.act("view", b"{}"), type=DecidedView)
     answer = {"decisions": view.decisions, "may_act": services.keys.required}
     await send_json(exchange.send, answer, headers=_NO_STORE)
-
-
-def _row(services: Services, member: Member) -> NodeRow:
-    info, status = member.info, member.reported
-    why = services.pool.unusable(member) or ""
-    if status is None:
-        return NodeRow(info.node_id, info.role.value, "unknown", why)
-    counters = member.counters
-    return NodeRow(
-        info.node_id,
-        info.role.value,
-        "lost" if member.lost else status.state.value,
-        why,
-        status.running,
-        status.waiting,
-        status.loading,
-        status.waiting_tokens,
-        status.total_blocks - status.free_blocks,
-        status.total_blocks,
-        status.cached_blocks,
-        status.held_blocks,
-        status.transfers,
-        counters.transfer_bytes_sent,
-        counters.transfer_bytes_received,
-        counters.preemptions,
-        counters.output_tokens,
-        counters.prompt_tokens_computed,
-        member.rates.step_s or 0.0,
-        [(tier.name, tier.used_bytes, tier.total_bytes) for tier in status.tiers],
-        _notes(status),
-    )
-
-
-def _notes(status: NodeStatus) -> list[str]:
-    notes = [note for note in (status.detail, status.slower) if note]
-    notes += [f"{each.device}: {each.why}" for each in status.sick]
-    notes += [f"its {tier.name} tier is left out: {tier.left_out}" for tier in status.tiers if tier.left_out]
-    notes += [f"takes nothing from {sender}: its KV arrived wrong here" for sender in status.left_out]
-    return notes

@@ -1,6 +1,6 @@
 """POST /v1/responses, and GET, DELETE, cancel and input items of one response; what one's prompt would count.
 
-A response's events are kept by number, and clients follow what is kept. So `ResponseDesk` writes responses,
+A response's events are kept by number, and clients follow what is kept. So `ResponseService` writes responses,
 not a handler.
 """
 
@@ -26,21 +26,21 @@ from tandem.router.http.exchange import EventStream, HttpExchange, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.services import Services
 from tandem.router.http.text_routes import counted, prompt_size, timely
-from tandem.router.responses.response_desk import ResponseDesk, conversation
+from tandem.router.responses.response_service import ResponseService, conversation
 from tandem.router.wings import RouteRow, RouterWing, WingDocument
 
 MOST_ITEMS = 100
 
 
-async def create_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+async def create_response(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
     arrived = time.monotonic()
     reservation = enter(services, exchange)
     try:
-        request, plan, before = await _read(desk, services, exchange, arrived)
+        request, plan, before = await _read(service, services, exchange, arrived)
         if reservation is not None:
             asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)
             reservation.take_tokens(plan.prompt_tokens, asked)
-        response = desk.begin(request, plan, before, exchange.owner, reservation, arrived)
+        response = service.begin(request, plan, before, exchange.owner, reservation, arrived)
     except BaseException:
         if reservation is not None:
             reservation.void()
@@ -49,18 +49,18 @@ async def create_response(desk: ResponseDesk, services: Services, exchange: Http
         await _answer(exchange, request, response)
     except BaseException:
         if not request.background:
-            desk.forget(response)
+            service.forget(response)
         raise
 
 
 async def _read(
-    desk: ResponseDesk, services: Services, exchange: HttpExchange, arrived: float
+    service: ResponseService, services: Services, exchange: HttpExchange, arrived: float
 ) -> tuple[ResponsesRequest, GenerationPlan, list[InputItem]]:
     with services.bodies.share() as share:
         request = await read_body(exchange, ResponsesRequest, services.config, share)
         check(request)
         services.model.check_name(request.model)
-        before = await _before(desk, exchange, request)
+        before = await _before(service, exchange, request)
         chat = as_chat(request, before)
         plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
@@ -104,12 +104,12 @@ async def follow_to_end(exchange: HttpExchange, response: StoredResponse, after:
     await exchange.until_disconnect(write)
 
 
-async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+async def one_response(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
     """GET answers with the response as it is now, or, with `stream=true`, its events after `starting_after`.
     DELETE forgets it."""
-    response = await _find(desk, exchange)
+    response = await _find(service, exchange)
     if exchange.scope["method"] == "DELETE":
-        await desk.forget_everywhere(response)
+        await service.forget_everywhere(response)
         await send_json(exchange.send, {"id": response.id, "object": "response", "deleted": True})
         return
     query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
@@ -124,18 +124,18 @@ async def one_response(desk: ResponseDesk, services: Services, exchange: HttpExc
     await follow_to_end(exchange, response, max(-1, int(after)))
 
 
-async def cancel_response(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+async def cancel_response(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
     """Cancels a response that was asked for in the background. One that has ended stays as it is."""
-    response = await _find(desk, exchange)
+    response = await _find(service, exchange)
     if not response.body["background"]:
         raise InvalidRequest("only a background response can be cancelled", "response_id")
-    await desk.cancel(response)
+    await service.cancel(response)
     await send_json(exchange.send, response.body)
 
 
-async def input_items(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+async def input_items(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
     """Lists what the response was asked with, the conversation before it included, the last item first."""
-    response = await _find(desk, exchange)
+    response = await _find(service, exchange)
     items = [_shown(item, f"{response.id}_{at}") for at, item in enumerate(response.items)]
     query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
     if query.get("order", ["desc"])[0] != "asc":
@@ -170,7 +170,7 @@ def _shown(item: InputItem, item_id: str) -> dict[str, Any]:
     return shown
 
 
-async def count_input(desk: ResponseDesk, services: Services, exchange: HttpExchange) -> None:
+async def count_input(service: ResponseService, services: Services, exchange: HttpExchange) -> None:
     """Counts the tokens of the prompt that a request for a response would have."""
     async with timely(services):
         with counted(exchange):
@@ -178,21 +178,23 @@ async def count_input(desk: ResponseDesk, services: Services, exchange: HttpExch
                 request = await read_body(exchange, ResponsesRequest, services.config, share)
                 check(request)
                 services.model.check_name(request.model)
-                before = await _before(desk, exchange, request)
+                before = await _before(service, exchange, request)
                 count = await prompt_size(services, exchange, as_chat(request, before))
                 del request, before
             await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _before(desk: ResponseDesk, exchange: HttpExchange, request: ResponsesRequest) -> list[InputItem]:
+async def _before(
+    service: ResponseService, exchange: HttpExchange, request: ResponsesRequest
+) -> list[InputItem]:
     """Returns the conversation that the request continues."""
     if request.previous_response_id is None:
         return []
-    return conversation(await desk.find(request.previous_response_id, exchange.owner))
+    return conversation(await service.find(request.previous_response_id, exchange.owner))
 
 
-async def _find(desk: ResponseDesk, exchange: HttpExchange) -> StoredResponse:
-    return await desk.find(exchange.scope["path_params"]["response_id"], exchange.owner)
+async def _find(service: ResponseService, exchange: HttpExchange) -> StoredResponse:
+    return await service.find(exchange.scope["path_params"]["response_id"], exchange.owner)
 
 
 _ERRORS = ("400", "401", "404")
@@ -237,16 +239,16 @@ class Responses(RouterWing):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        self.desk = ResponseDesk(services)
+        self.service = ResponseService(services)
 
     def routes(self) -> list[RouteRow]:
-        desk = self.desk
+        service = self.service
         return [
-            ("/v1/responses", partial(create_response, desk), ["POST"]),
-            ("/v1/responses/input_tokens", partial(count_input, desk), ["POST"]),
-            ("/v1/responses/{response_id}/input_items", partial(input_items, desk), ["GET"]),
-            ("/v1/responses/{response_id}", partial(one_response, desk), ["GET", "DELETE"]),
-            ("/v1/responses/{response_id}/cancel", partial(cancel_response, desk), ["POST"]),
+            ("/v1/responses", partial(create_response, service), ["POST"]),
+            ("/v1/responses/input_tokens", partial(count_input, service), ["POST"]),
+            ("/v1/responses/{response_id}/input_items", partial(input_items, service), ["GET"]),
+            ("/v1/responses/{response_id}", partial(one_response, service), ["GET", "DELETE"]),
+            ("/v1/responses/{response_id}/cancel", partial(cancel_response, service), ["POST"]),
         ]
 
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.http_server.protocol import HttpConnection
 from tandem.http_server.serving import HttpServer
-from tandem.http_server.settings import Limits, Timeouts
+from tandem.http_server.settings import ServerLimits, ServerTimeouts
 
 PASSES = 200  # of the event loop, in which everything that was sent is read and answered
 
@@ -91,8 +91,8 @@ class Conversation:
         """Sends the bytes in pieces of these sizes, and returns the status of each answer: of all until the server closes the
         connection, or of those that need no further bytes."""
         loop = asyncio.get_running_loop()
-        patient = Timeouts(header=60, body=60, keep_alive=60, slow_reader=60)
-        server = HttpServer(self._app, Limits(1000, 10), patient, lambda *_: b"{}", lambda: None)
+        patient = ServerTimeouts(header=60, body=60, keep_alive=60, slow_reader=60)
+        server = HttpServer(self._app, ServerLimits(1000, 10), patient, lambda *_: b"{}", lambda: None)
         here, there = socket.socketpair()
         there.setblocking(False)
         await loop.connect_accepted_socket(lambda: HttpConnection(server, loop), there)

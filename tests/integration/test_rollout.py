@@ -209,8 +209,8 @@ def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_repl
         first = incarnations()
         with Asking(server, prompts, on_new_connections=True) as asking:
             server.until(lambda _: len(asking.answers) > 2, "the first nodes answer")
-            get_sigterm(control._fleet.nodes["aggregated-0"])
-            get_sigterm(control._fleet.routers["router"])
+            get_sigterm(control.fleet.nodes["aggregated-0"])
+            get_sigterm(control.fleet.routers["router"])
             server.until(
                 lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
                 "another router has its place",

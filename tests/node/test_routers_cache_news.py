@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tandem.base.errors import NodeLost
 from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.request import Request
-from tandem.node.routers import CacheNewsDesk, NamedBlocks
+from tandem.node.routers import CacheNewsSender, NamedBlocks
 from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -31,7 +31,7 @@ class Pair:
         self.world = World(**limits)
         self.cache = manager(FULL, num_blocks=24)
         self.cache.pool.events = CacheEvents(1)
-        self.desk = CacheNewsDesk("n", 22, NamedBlocks(BLOCK), self._tell)
+        self.sender = CacheNewsSender("n", 22, NamedBlocks(BLOCK), self._tell)
         self.blocks = CachedBlocks(NodeBits(), 10**6)
         self.world.router.lines._deliver = self._to_router  # type: ignore[method-assign]
         self.world.node.lines._deliver = self._to_node  # type: ignore[method-assign]
@@ -44,8 +44,8 @@ class Pair:
             self.world.node.lines.send(reply_to, news)
 
     def _begin(self, reply_to: str) -> None:
-        self.desk.begin(reply_to)
-        self.desk.turn()
+        self.sender.begin(reply_to)
+        self.sender.turn()
 
     def _to_node(self, message: object) -> None:
         if isinstance(message, ListCache):
@@ -58,8 +58,8 @@ class Pair:
     def tell(self) -> None:
         assert self.cache.pool.events is not None
         if events := self.cache.pool.events.take():
-            self.desk.happened(events)
-            self.desk.turn()
+            self.sender.happened(events)
+            self.sender.turn()
 
     def check(self) -> None:
         """For every prompt so far, the router's index must say what the node would find in its cache."""
@@ -105,7 +105,7 @@ def test_after_any_loss_replay_and_restart_the_router_knows_the_truth(
             world.router.lines.begin_anew("node")
         elif what == "node forgets":
             world.node.lines.forget("router")
-            pair.desk.forget("router")
+            pair.sender.forget("router")
         elif what == "reset" and not running:
             cache.reset_prefix_cache()
         pair.tell()
@@ -150,24 +150,24 @@ def test_the_router_and_the_node_name_blocks_with_images_alike(
 def test_a_block_that_left_the_device_is_known_as_long_as_a_tier_has_it() -> None:
     cached, blocks = NamedBlocks(2), CachedBlocks(NodeBits(), 100)
     told: list[CacheNews] = []
-    desk = CacheNewsDesk("n", 1, cached, lambda reply_to, news: told.append(news))
-    desk.begin("r")
-    desk.turn()
+    sender = CacheNewsSender("n", 1, cached, lambda reply_to, news: told.append(news))
+    sender.begin("r")
+    sender.turn()
     hashes = PromptHashes([1, 2, 3, 4], None).of(2)
     for events in (
         [BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2)],
         [BlockStored([b"a", b"b"], None, [], 2, medium="CPU")],
         [BlockRemoved([b"b", b"a"])],
     ):
-        desk.happened(events)
-        desk.turn()
+        sender.happened(events)
+        sender.turn()
     for news in told:
         assert blocks.on_news(news)
     assert [length for length, _ in blocks.levels(hashes)] == [2]
     assert blocks.in_tier("n", hashes) == (2, "CPU")
     assert blocks.in_tier("n", hashes[:0]) == (0, "")
-    desk.happened([AllBlocksCleared()])
-    desk.turn()
+    sender.happened([AllBlocksCleared()])
+    sender.turn()
     assert blocks.on_news(told[-1])
     assert blocks.levels(hashes) == []
     assert blocks.count == 0
@@ -184,25 +184,25 @@ def test_a_publisher_that_fails_loses_nothing_for_routers(caplog: pytest.LogCapt
         published.extend(events)
 
     blocks = CachedBlocks(NodeBits(), 100)
-    desk = CacheNewsDesk("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), [publish])
-    desk.begin("r")
-    desk.turn()
+    sender = CacheNewsSender("n", 1, NamedBlocks(2), lambda reply_to, news: told.append(news), [publish])
+    sender.begin("r")
+    sender.turn()
     hashes = PromptHashes([1, 2, 3, 4], None).of(2)
-    desk.happened([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2)])
-    desk.happened([BlockRemoved([b"b"])])  # in the same turn, behind what failed
-    desk.turn()
+    sender.happened([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2)])
+    sender.happened([BlockRemoved([b"b"])])  # in the same turn, behind what failed
+    sender.turn()
     for news in told:
         assert blocks.on_news(news)
     assert [length for length, _ in blocks.levels(hashes)] == [1]
     assert caplog.text.count("KV events are not published") == 1, "it is not said with every step"
     broken = False
-    desk.happened([BlockRemoved([b"a"])])
-    desk.turn()
+    sender.happened([BlockRemoved([b"a"])])
+    sender.turn()
     assert blocks.on_news(told[-1])
     assert blocks.levels(hashes) == []
     assert published == [BlockRemoved([b"a"])]
-    desk.begin("another")  # the list that a new router gets is true, too
-    desk.turn()
+    sender.begin("another")  # the list that a new router gets is true, too
+    sender.turn()
     assert told[-1].changes == []
 
 

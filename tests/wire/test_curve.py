@@ -214,12 +214,12 @@ def test_strangers_by_the_hundred_keep_no_member_waiting(
     for index in range(100):
         outbox.send(inbox.endpoint, Ping(str(index)))
     assert [message.reply_to for message in heard.wait(100)] == [str(index) for index in range(100)]
-    doorkeeper = sockets._process._doorkeeper
-    assert doorkeeper is not None
-    until(lambda: len(doorkeeper._held) == 8)
+    authenticator = sockets._process._authenticator
+    assert authenticator is not None
+    until(lambda: len(authenticator._held) == 8)
 
 
-def test_a_doorkeeper_that_died_is_told_by_every_inbox(
+def test_an_authenticator_that_died_is_told_by_every_inbox(
     inbox: Inbox[Any], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = threading.Event()
@@ -228,13 +228,13 @@ def test_a_doorkeeper_that_died_is_told_by_every_inbox(
         ended.set()
         raise OSError("out of luck")
 
-    monkeypatch.setattr(curve.Doorkeeper, "_take", broken)
+    monkeypatch.setattr(curve.Authenticator, "_take", broken)
     assert inbox.died is None
     outbox.send(inbox.endpoint, Ping("x"))
     assert ended.wait(10)
-    doorkeeper = sockets._process._doorkeeper
-    assert doorkeeper is not None
-    doorkeeper._thread.join(10)
+    authenticator = sockets._process._authenticator
+    assert authenticator is not None
+    authenticator._thread.join(10)
     assert inbox.died == "OSError: out of luck"
 
 

@@ -233,7 +233,7 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
 def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sockets of a process count: here the inbox's three, the doorkeeper's three, and one more."""
+    """All sockets of a process count: here the inbox's three, the authenticator's three, and one more."""
     monkeypatch.setattr(sockets, "MAX_SOCKETS", 7)
     monkeypatch.setattr(sockets, "_process", sockets._Process())
     inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
@@ -260,7 +260,7 @@ def test_all_sockets_of_a_process_share_one_context_that_ends_with_the_last(
         outbox.send(inbox.endpoint, Ping("x"))
     heard.wait(3)
     assert len(os.listdir("/proc/self/task")) - before == 3 + 3, (
-        "a thread per Inbox, the doorkeeper, ZMQ's reaper and its one I/O thread"
+        "a thread per Inbox, the authenticator, ZMQ's reaper and its one I/O thread"
     )
     for inbox, outbox in pairs:
         assert process._context is not None

@@ -123,9 +123,9 @@ def _sizes_kept_before_the_model_is_known(right: Any) -> Any:
 
 def _second_apply_taken(right: Any) -> Any:
     async def apply(self: Controller, config: Any, *, dry_run: bool) -> Any:
-        kept = self._pools.state
+        kept = self.pools.state
         if kept.rollout is not None and not dry_run:
-            self._pools.state = msgspec.structs.replace(kept, rollout=None)
+            self.pools.state = msgspec.structs.replace(kept, rollout=None)
         return await right(self, config, dry_run=dry_run)
 
     return apply
@@ -202,19 +202,20 @@ def _departed_not_recorded(right: Any) -> Any:
 
 
 def _role_not_recorded(right: Any) -> Any:
-    async def keep_role(self: Controller, record: Any, role: Any) -> None:
-        kept = self._pools.keep
+    async def change_to(self: Reconciler, new: ClusterState, *given: Any) -> None:
+        kept, roles = self.keep, {node.node_id: node.role for node in self.state.nodes}
 
         async def nothing(new: ClusterState) -> None:
-            self._pools.state = new
+            self.state = new
 
-        self._pools.keep = nothing  # type: ignore[method-assign]
+        if any(roles.get(node.node_id, node.role) is not node.role for node in new.nodes):
+            self.keep = nothing  # type: ignore[method-assign]
         try:
-            await right(self, record, role)
+            await right(self, new, *given)
         finally:
-            self._pools.keep = kept  # type: ignore[method-assign]
+            self.keep = kept  # type: ignore[method-assign]
 
-    return keep_role
+    return change_to
 
 
 CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = {
@@ -284,5 +285,5 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
         "a controller that was replaced wakes up and records",
         (Turn, "_check", lambda right: lambda self, kept: None),
     ),
-    "role-unrecorded": ("a change of role is not recorded", (Controller, "_keep_role", _role_not_recorded)),
+    "role-unrecorded": ("a change of role is not recorded", (Reconciler, "change_to", _role_not_recorded)),
 }

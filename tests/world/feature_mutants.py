@@ -14,7 +14,7 @@ from tandem.engine.request import Request
 from tandem.engine.scheduling.encoding.budget import EncoderCache
 from tandem.engine.scheduling.pins.pins import Pins
 from tandem.node.answers import KeptAnswers
-from tandem.node.encoders.desk import EncoderDesk
+from tandem.node.encoders.client import EncoderClient
 from tandem.node.loop import RouterLost
 from tandem.node.service import NodeService
 from tandem.wire.adapters import name_of
@@ -103,7 +103,7 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "encoder-waited-for": (
         "rows of an encoder node that is gone are waited for",
-        ((EncoderDesk, "look", _encoder_waited_for),),
+        ((EncoderClient, "look", _encoder_waited_for),),
     ),
     "rows-not-waited-for": (
         "a prompt is computed while its rows are on their way",

@@ -19,7 +19,7 @@ from tandem.engine.model.lone_tower import TowerInfo
 from tandem.engine.scheduling.output import EncoderInput
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.encoders import part
-from tandem.node.encoders.desk import DeskSurroundings
+from tandem.node.encoders.client import ClientSurroundings
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature, TiledImages, digest_of_image
@@ -165,7 +165,7 @@ class AskingWing:
         network, process = self.network, self.process
         return part.make(
             context,
-            DeskSurroundings(
+            ClientSurroundings(
                 lambda host, kind, on_message, name: _Inbox(network, process, kind, on_message),
                 lambda: _Outbox(network, process, self.after_s),
                 lambda clock: _Probe(network, process),

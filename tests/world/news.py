@@ -1,17 +1,17 @@
-"""The desk of a node that tells routers what its cache holds, on the world's clock."""
+"""The thread of a node that tells routers what its cache holds, on the world's clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tandem.node.routers import CacheNewsDesk, NamedBlocks
+from tandem.node.routers import CacheNewsSender, NamedBlocks
 from tandem.wire.kv_events import KVEvent
 from tandem.wire.requests import CacheNews
 from tests.world.process import Process
 
 
-class WorldNews(CacheNewsDesk):
-    """Takes the turns of the desk's thread on the world's clock."""
+class WorldNews(CacheNewsSender):
+    """Takes the turns of the sender's thread on the world's clock."""
 
     def __init__(
         self,

@@ -46,14 +46,12 @@ class SickNodes:
             record = pools.state.find(node.name)
             if record is None or record.leaving:
                 return
-            await pools.keep(leaving_for_good(pools.state, record, node.sick, pools.machines))
-            pools.departures.begin(node.name, pools.config.timeouts.nodes.drain_s)
+            await pools.change_to(leaving_for_good(pools.state, record, node.sick, pools.machines))
         reasons = "; ".join(f"{each.device}: {each.why}" for each in node.sick)
         pools.note(
             f"{node.name} leaves {node.host.address}, and another node takes its place elsewhere: {reasons}. The card's place stays empty "
             f"until `tandem scale` sizes the {record.role.value} pool"
         )
-        pools.wake()
 
 
 def leaving_for_good(

@@ -64,7 +64,7 @@ def test_right_answers_are_counted_and_each_request_has_the_key_and_a_salt_of_it
     made = probes(answer)
     assert asyncio.run(made.learn()) == len(made.questions)
     ask_some(made, answer)
-    assert made.tally.right == made.tally.requests >= 6
+    assert made.counts.right == made.counts.requests >= 6
     assert len(set(salts)) == len(salts)
     assert keys == {"Bearer k3y"}
 
@@ -73,9 +73,9 @@ def test_an_answer_that_differs_is_wrong() -> None:
     made = probes(lambda request: stream(known(request)))
     asyncio.run(made.learn())
     ask_some(made, lambda request: stream("something else"))
-    assert made.tally.right == 0
-    assert len(made.tally.wrong) == made.tally.requests
-    assert "instead of" in made.tally.wrong[0]
+    assert made.counts.right == 0
+    assert len(made.counts.wrong) == made.counts.requests
+    assert "instead of" in made.counts.wrong[0]
 
 
 def test_a_question_with_two_answers_in_peace_is_not_held_against_the_cluster() -> None:
@@ -83,8 +83,8 @@ def test_a_question_with_two_answers_in_peace_is_not_held_against_the_cluster() 
     made = probes(lambda request: stream(f"answer {next(count)}"))
     assert asyncio.run(made.learn()) == 0
     ask_some(made, lambda request: stream(f"answer {next(count)}"))
-    assert made.tally.unchecked == made.tally.requests
-    assert made.tally.wrong == []
+    assert made.counts.unchecked == made.counts.requests
+    assert made.counts.wrong == []
 
 
 def _cut(request: httpx.Request) -> httpx.Response:
@@ -110,8 +110,8 @@ def test_what_is_no_whole_answer_is_counted_by_what_it_is(
 ) -> None:
     made = probes(answer)
     ask_some(made, answer)
-    assert getattr(made.tally, where) == {name: made.tally.requests}
-    assert name in made.tally.examples
+    assert getattr(made.counts, where) == {name: made.counts.requests}
+    assert name in made.counts.examples
 
 
 def test_a_refusal_at_the_door_is_not_a_lost_request() -> None:
@@ -120,9 +120,9 @@ def test_a_refusal_at_the_door_is_not_a_lost_request() -> None:
 
     made = probes(full)
     ask_some(made, full)
-    assert made.tally.refused == made.tally.requests
-    assert not made.tally.lost
-    assert not made.tally.failed
+    assert made.counts.refused == made.counts.requests
+    assert not made.counts.lost
+    assert not made.counts.failed
 
 
 def test_a_cluster_that_does_not_answer_in_peace_is_not_tried() -> None:

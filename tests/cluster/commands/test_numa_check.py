@@ -11,24 +11,25 @@ from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.commands.numa_check import check_numa
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.pools.placement import LocalMachine
+from tests.machine import pci_tree
 
 
 def kernel(
-    sysfs: Path, cores: Sequence[str], gpus: Sequence[int] = (), rdma: Sequence[int] = (), others: int = 1
+    root: Path, cores: Sequence[str], gpus: Sequence[int] = (), rdma: Sequence[int] = (), others: int = 1
 ) -> None:
     for number, listed in enumerate(cores):
-        write(sysfs / f"devices/system/node/node{number}/cpulist", listed)
+        write(root / f"sys/devices/system/node/node{number}/cpulist", listed)
     for number, node in enumerate(gpus):
-        pci(sysfs, f"0000:{0x10 + 8 * number:02x}:00.0", "0x10de", "0x030200", node)
+        pci_tree.gpu(root, f"pci0000:00/0000:{0x10 + 8 * number:02x}:00.0", node)
     for number in range(others):  # what is no GPU: a bridge, and NVIDIA's own switch
-        pci(sysfs, f"0000:f{number}:00.0", "0x8086", "0x060400", 0)
-        pci(sysfs, f"0000:e{number}:00.0", "0x10de", "0x068000", 1)
+        pci(root, f"0000:f{number}:00.0", "0x8086", "0x060400", 0)
+        pci(root, f"0000:e{number}:00.0", "0x10de", "0x068000", 1)
     for number, node in enumerate(rdma):
-        write(sysfs / f"class/infiniband/mlx5_{number}/device/numa_node", str(node))
+        pci_tree.rdma(root, f"mlx5_{number}", f"pci0000:00/0000:{0x80 + number:02x}:00.0", node)
 
 
-def pci(sysfs: Path, address: str, vendor: str, kind: str, node: int) -> None:
-    folder = sysfs / "bus/pci/devices" / address
+def pci(root: Path, address: str, vendor: str, kind: str, node: int) -> None:
+    folder = root / "sys/bus/pci/devices" / address
     write(folder / "vendor", vendor)
     write(folder / "class", kind)
     write(folder / "numa_node", str(node))
@@ -40,7 +41,7 @@ def write(file: Path, text: str) -> None:
 
 
 def found_on(
-    sysfs: Path,
+    root: Path,
     cores: int,
     *,
     gpus: int = 0,
@@ -50,7 +51,7 @@ def found_on(
 ) -> Finding:
     pools = PoolsConfig(prefill=prefill or PoolConfig(nodes=1), decode=decode or PoolConfig(nodes=1))
     machine = LocalMachine(tuple(range(cores)) if usable is None else tuple(usable), gpus)
-    return check_numa(TandemConfig(pools=pools), machine, sysfs)
+    return check_numa(TandemConfig(pools=pools), machine, root)
 
 
 def test_a_kernel_that_tells_nothing_is_no_problem(tmp_path: Path) -> None:

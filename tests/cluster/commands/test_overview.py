@@ -18,6 +18,7 @@ from tandem.cluster.cli import main
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.deployments import StandingDeployment, described, show_deployments
+from tandem.cluster.commands.node_table import format_blocks
 from tandem.cluster.commands.operate import (
     CommandTarget,
     change_role_of,
@@ -29,11 +30,12 @@ from tandem.cluster.commands.operate import (
 )
 from tandem.cluster.commands.overview import Overview
 from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
-from tandem.cluster.describe import describe_left_out, format_blocks
 from tandem.cluster.on_ray.runtime import import_ray
+from tandem.router.page_state import PageState
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice, TierStatus
 from tests.cluster.asked import Asked
+from tests.cluster.page_states import page_with
 from tests.cluster.pools.helpers import in_loop, settle
 
 STATUS = NodeStatus(
@@ -76,12 +78,12 @@ def test_blocks_in_quarantine_are_shown() -> None:
     assert format_blocks(60, 100, 7, 3) == "60/100 (7 quarantined, 3 pinned)"
 
 
-def router_answer(**fields: Any) -> dict[str, Any]:
-    return {"router": {"unhealthy": "", "running": 3, "queued": 1, "draining": False, **fields}, "nodes": []}
+def router_answer(**fields: Any) -> PageState:
+    return page_with(running=3, queued=1, **fields)
 
 
-def shown(view: ClusterView, answer: dict[str, Any] | Exception) -> tuple[str, int]:
-    def fetch(url: str, key: str | None) -> dict[str, Any]:
+def shown(view: ClusterView, answer: PageState | Exception) -> tuple[str, int]:
+    def fetch(url: str, key: str | None) -> PageState:
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -108,7 +110,8 @@ def test_one_screen_says_how_everything_is() -> None:
         "3.0 MiB were copied from other nodes, 5.0 MiB mirrored"
     )
     (row,) = [line for line in lines if line.startswith("disk tier")]
-    assert row.endswith("1.0 GiB of 8.0 GiB, left out for now: a load was not done in its time")
+    assert row.endswith("1.0 GiB of 8.0 GiB")
+    assert "! decode-0: its disk tier is left out: a load was not done in its time" in lines
     assert "! prefill-0: left out: no memory" in lines
     assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines
@@ -277,7 +280,7 @@ async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_noth
 
 def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None:
     seen = Overview.of(VIEW, None, lambda url, key: router_answer())
-    plain = seen.plain()
+    plain = seen.json()
     assert [pool["wanted"] for pool in plain["pools"]] == [1, 2]
     assert plain["routers"][0]["answer"]["running"] == 3
     assert "epoch" not in json.dumps(plain)
@@ -286,11 +289,11 @@ def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None
 
 
 def test_a_router_out_of_reach_may_serve_all_the_same() -> None:
-    def fetch(url: str, key: str | None) -> dict[str, Any]:
+    def fetch(url: str, key: str | None) -> PageState:
         raise Unavailable("does not answer")
 
     seen = Overview.of(VIEW, None, fetch)
-    plain = seen.plain()
+    plain = seen.json()
     assert plain["routers"][0]["unreachable"] == "does not answer"
     assert seen.serves
 
@@ -317,10 +320,6 @@ def test_a_watched_cluster_is_shown_where_the_command_prints(
     monkeypatch.setattr(operate, "with_controller", joined)
     assert main(["status", "--watch", "0.2", *words]) == 130
     assert capsys.readouterr().out.count("smollm2") == 2
-
-
-def test_a_peer_whose_kv_arrives_wrong_is_named() -> None:
-    assert describe_left_out(["prefill-1"]) == "takes no KV from prefill-1: it arrived wrong again and again"
 
 
 def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
@@ -350,7 +349,7 @@ def test_a_node_that_computes_without_the_native_library_says_so() -> None:
     view = msgspec.structs.replace(VIEW, nodes=nodes)
     text, _ = shown(view, router_answer())
     assert "! decode-0: it computes without the native library, several times slower: no g++" in text
-    plain = Overview.of(view, None, lambda url, key: router_answer()).plain()
+    plain = Overview.of(view, None, lambda url, key: router_answer()).json()
     assert plain["nodes"][0]["status"]["slower"] == slow.slower
 
 
@@ -362,7 +361,7 @@ def test_a_node_with_a_sick_card_says_what_it_has() -> None:
 
 
 def test_a_pool_without_a_largest_size_has_none_in_json() -> None:
-    pools = Overview.of(VIEW, None, lambda url, key: router_answer()).plain()["pools"]
+    pools = Overview.of(VIEW, None, lambda url, key: router_answer()).json()["pools"]
     assert [pool["max_nodes"] for pool in pools] == [4, None]
 
 

@@ -1,4 +1,4 @@
-"""`tandem status` fits a cluster on one screen."""
+"""`tandem status --url`: the cluster on one screen, from one router."""
 
 from __future__ import annotations
 
@@ -7,74 +7,74 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, InternalError, RequestError
+from tandem.cluster.api_client import ApiClient
 from tandem.cluster.cli import make_parser
-from tandem.cluster.commands.status import RouterOverview, fetch_status
+from tandem.cluster.commands import overview
+from tandem.cluster.commands.overview import Overview
+from tandem.router.page_state import NodeRow, PageState, PoolRow, ProcessState
+from tests.cluster.page_states import page_with
 
 
-def cluster(**router: Any) -> dict[str, Any]:
-    node = {
-        "node_id": "decode-0",
-        "role": "decode",
-        "epoch": 1234567890123,
-        "state": "ready",
-        "unusable": None,
-        "running": 3,
-        "waiting": 1,
-        "free_blocks": 90,
-        "total_blocks": 100,
-        "transfers": 2,
-        "detail": "",
-        "counters": {"transfer_bytes_sent": 0, "transfer_bytes_received": 3 << 20},
-    }
-    silent = {
-        "node_id": "prefill-0",
-        "role": "prefill",
-        "epoch": 5,
-        "state": "unknown",
-        "unusable": "not heard of yet",
-    }
-    defaults = {"model": "tiny", "running": 1, "queued": 0, "draining": False, "unhealthy": None}
-    return {"router": defaults | router, "nodes": [silent, node]}
+def page(**router: Any) -> PageState:
+    nodes = [
+        NodeRow("prefill-0", "prefill", "unknown", "not heard of yet", is_silent=True),
+        NodeRow("decode-1", "decode", "left out", "other weights", is_silent=True),
+        NodeRow(
+            "decode-0", "decode", "ready", "", 3, 1, used_blocks=10, total_blocks=100, bytes_received=3 << 20
+        ),
+    ]
+    pools = [PoolRow("decode", wanted=3, ready=1, starting=1, waiting=1)]
+    return msgspec.structs.replace(page_with(model="tiny", running=1, **router), nodes=nodes, pools=pools)
 
 
-def shown(content: dict[str, Any]) -> tuple[int, str]:
+def shown(state: PageState) -> tuple[int, str]:
     out = io.StringIO()
-    seen = RouterOverview(content)
+    seen = Overview.of_router("http://r", None, lambda url, key: state)
     seen.show(Console(file=out, width=80))
     return 0 if seen.serves else 1, out.getvalue()
 
 
 def test_every_node_has_a_line_that_fits_and_trouble_has_a_reason() -> None:
-    status, text = shown(cluster())
+    status, text = shown(page())
     assert status == 0
-    assert "tiny: serving; 1 request running, 0 queued" in text
-    (line,) = [line for line in text.splitlines() if line.startswith("decode-0")]
+    lines = text.splitlines()
+    assert lines[:2] == ["tiny", "http://r: serving, 1 request running, 0 queued"]
+    assert "decode: 1 of 3 nodes ready, 1 starting, 1 node without a machine" in lines
+    (line,) = [line for line in lines if line.startswith("decode-0")]
     assert all(part in line for part in ("ready", "90/100", "3.0 MiB"))
     assert "prefill-0: not heard of yet" in text
-    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "! decode-1: other weights" in lines, "a node that is no member is shown, too"
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_a_cluster_that_cannot_serve_says_why_and_fails() -> None:
-    status, text = shown(cluster(unhealthy="no decode node", draining=True))
+    status, text = shown(page(unhealthy="no decode node", draining=True))
     assert status == 1
     assert "unavailable: no decode node" in text
     assert "draining" in text
 
 
-def test_what_is_fetched_is_checked() -> None:
-    content = cluster()
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=content))
-    assert fetch_status("http://tandem", "k", transport) == content
-    for answer, error in [
+def test_a_router_process_that_does_not_answer_is_named() -> None:
+    processes = [ProcessState("router", True), ProcessState("router~2", False)]
+    assert "! router: no answer from router~2: not counted" in shown(page(processes=processes))[1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
         (httpx.Response(401, text="who are you"), RequestError),
         (httpx.Response(200, json={"other": 1}), InternalError),
-    ]:
-        with pytest.raises(error):
-            fetch_status("http://tandem", None, httpx.MockTransport(lambda request, answer=answer: answer))
+    ],
+)
+def test_what_is_fetched_is_checked(answer: httpx.Response, error: type[Exception]) -> None:
+    client = ApiClient("http://tandem", None, httpx.MockTransport(lambda request: answer))
+    with pytest.raises(error):
+        client.read("/ui/state", PageState)
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,25 @@ def test_a_watch_shows_the_router_again_and_again(
 ) -> None:
     asked: list[str] = []
 
-    def fetch(url: str, key: str | None) -> dict[str, Any]:
-        asked.append(url)
-        if len(asked) == 3:
-            raise InternalError("it is gone")
-        return {
-            "router": {"model": "m", "unhealthy": None, "running": 0, "queued": 0, "draining": False},
-            "nodes": [],
-        }
+    class Client:
+        def __init__(self, url: str, key: str | None) -> None:
+            self._url = url
 
-    monkeypatch.setattr("tandem.cluster.commands.status.fetch_status", fetch)
+        def read(self, path: str, kind: Any) -> Any:
+            if path == "/cluster":
+                return {"router": {"model": "tiny"}, "pools": [], "nodes": []}
+            asked.append(self._url + path)
+            if len(asked) == 3:
+                raise InternalError("it is gone")
+            return page()
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(overview, "ApiClient", Client)
     options = make_parser().parse_args(["status", "--url", "http://router", "--watch", "0.2", *words])
     with pytest.raises(InternalError, match="it is gone"):
         options.run(options)
-    assert asked == ["http://router"] * 3
+    assert asked == ["http://router/ui/state"] * 3
     if words:
         looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [look["router"]["model"] for look in looks] == ["m", "m"]
+        assert [look["router"]["model"] for look in looks] == ["tiny", "tiny"]

@@ -373,10 +373,39 @@ async def test_a_controller_whose_start_failed_tries_to_take_over_again() -> Non
         recovered = asyncio.create_task(rig.controller.recovered())
         await rig.clock.advance(5.0)
         assert not recovered.done()
-        rig.controller._pools._fix_model = fix_model
+        rig.controller.pools.fix_model = fix_model
         await rig.clock.advance(5.0)
         await recovered
         assert rig.routed == {"prefill-0", "decode-0"}
+
+
+@in_loop
+async def test_an_order_before_a_controller_has_taken_over_ends_nothing() -> None:
+    """It does not know yet what runs, so a node that is to leave would be ended with its requests."""
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        await rig.kill_controller()
+        fix_model = rig.controller.pools.fix_model
+
+        async def away(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
+            raise Unavailable("the hub does not answer")
+
+        rig.controller.pools.fix_model = away
+        with pytest.raises(Unavailable, match="the hub"):
+            await rig.controller.start()
+        going = rig.launcher.node("prefill-1")
+        going.may_finish.clear()
+        with pytest.raises(Unavailable, match="has not taken over"):
+            await rig.controller.drain_node("prefill-1", 5.0)
+        assert not going.stopped
+        recovered = asyncio.create_task(rig.controller.recovered())
+        rig.controller.pools.fix_model = fix_model
+        await rig.clock.advance(5.0)
+        await recovered
+        assert (going.drained_with, going.stopped) == (DRAIN_S, False)
+        going.may_finish.set()
+        await settle()
+        assert going.stopped
 
 
 @in_loop

@@ -108,6 +108,26 @@ async def test_a_controller_that_comes_back_goes_on_with_it() -> None:
 
 
 @in_loop
+async def test_the_next_controller_waits_for_another_that_writes_answers_too() -> None:
+    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
+    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
+        await rig.controller.start()
+        where = hosts_of(rig)["decode-0"]
+        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
+        going = asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
+        await settle()
+        going.cancel()
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(DRAIN_S / 4)
+        assert rig.launcher.node("decode-0").drained_with is None
+        rig.launcher.node("decode-1").may_start.set()
+        await rig.clock.advance(1)
+        await start
+        assert rig.routed == {"prefill-0", "decode-1"}
+
+
+@in_loop
 async def test_its_router_takes_nothing_new_when_its_nodes_are_done() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))

@@ -77,6 +77,25 @@ async def test_routers_are_not_told_again_of_a_node_whose_streams_they_moved() -
 
 
 @in_loop
+async def test_a_node_that_was_left_out_while_it_changed_its_role_starts_in_the_recorded_one() -> None:
+    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
+        await rig.controller.start()
+        node = rig.launcher.node("prefill-1")
+        node.may_finish.clear()
+        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
+        await settle()
+        no_gpu = ConfigurationError("the device is gone")
+        rig.launcher.prepare["prefill-1"] = lambda process, _: setattr(process, "start_error", no_gpu)
+        node.die()
+        await rig.clock.advance(DRAIN_S + 60)
+        with pytest.raises(Unavailable, match="left out: the device is gone"):
+            await change
+        del rig.launcher.prepare["prefill-1"]
+        await rig.controller.change_role("prefill-1", Role.DECODE)
+        assert rig.launcher.node("prefill-1").info.role is Role.DECODE
+
+
+@in_loop
 async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
     hosts = FakeHosts(machine("1", prefill=2), machine("2", decode=1))
     async with Rig(pools=pools(2, 1), hosts=hosts) as rig:

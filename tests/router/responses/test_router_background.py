@@ -233,7 +233,7 @@ def test_ids_that_are_made_up_flood_neither_the_nodes_nor_other_keys(
     router = start_router(prefill=0, api_keys=keys, heartbeat=PATIENT)
     router.nodes["d0"].set(mute=True)  # so that questions stay open
     greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
-    questions = router.wing(Responses).desk.recalls._questions
+    questions = router.wing(Responses).service.recalls._questions
 
     def ask(digit: int, key: dict[str, str]) -> socket.socket:
         connection = connect(router)

@@ -138,7 +138,7 @@ def test_in_the_background_and_taken_up_again(router: RunningRouter) -> None:
     begun = create(router, background=True).json()
     assert begun["status"] in ("queued", "in_progress")
     path = f"/v1/responses/{begun['id']}"
-    store = router.wing(Responses).desk.store
+    store = router.wing(Responses).service.store
     # Ten tokens may come in one portion, and then they are one delta.
     router.wait_for(lambda: len(store.find(begun["id"], "").events) > 3, "some events")
     assert router.client.get(path).json()["status"] == "in_progress"
@@ -175,7 +175,7 @@ def test_one_in_the_background_is_cancelled(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=5)
     begun = create(router, background=True).json()
     path = f"/v1/responses/{begun['id']}"
-    store = router.wing(Responses).desk.store
+    store = router.wing(Responses).service.store
     router.wait_for(lambda: len(store.find(begun["id"], "").events) > 1, "it is being written")
     assert router.client.post(f"{path}/cancel").json()["status"] == "cancelled"
     assert router.client.post(f"{path}/cancel").json()["status"] == "cancelled"

@@ -344,14 +344,14 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
 async def test_a_refused_change_leaves_the_pools_as_they_were(prefill: int, decode: int) -> None:
     async with Rig(pools=pools(1, 2)) as rig:
         await rig.controller.start()
-        before, resolve = names(rig), rig.controller._pools._fix_model
+        before, resolve = names(rig), rig.controller.pools.fix_model
 
         async def hub_is_away(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
             if config.model.path == "unknown/model":
                 raise Unavailable("the hub did not tell the current commit")
             return await resolve(config, commit)
 
-        rig.controller._pools._fix_model = hub_is_away
+        rig.controller.pools.fix_model = hub_is_away
         wanted = wish(rig, model="unknown/model", pools=pools(prefill, decode))
         for _ in range(2):
             with pytest.raises(Unavailable, match="the hub did not tell"):

@@ -140,7 +140,7 @@ def num_living(rig: Rig) -> int:
 
 def num_wanted(rig: Rig) -> int:
     """How many processes are to be there after a rollout, among them one router."""
-    return 1 + sum(size or 0 for size in rig.controller._pools.state.sizes.values())
+    return 1 + sum(size or 0 for size in rig.controller.pools.state.sizes.values())
 
 
 async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
@@ -161,7 +161,7 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
         kills = quiet = 0
         while quiet < QUIET_S and rig.clock.now() < LONG_S:
             await rig.clock.advance(1.0)
-            under_way = rig.controller._pools.state.rollout is not None or not asking.done()
+            under_way = rig.controller.pools.state.rollout is not None or not asking.done()
             quiet = 0 if under_way or steps.reached or goes_back_after is not None else quiet + 1
             if quiet >= SURELY_QUIET_S and num_living(rig) == num_wanted(rig):
                 break
@@ -179,7 +179,7 @@ async def roll_out(kind: str, fatal: int | None, seed: int) -> int:
             if goes_back_after is not None and rig.clock.now() >= goes_back_after and not steps.reached:
                 with contextlib.suppress(ConfigurationError):
                     if asking.done():
-                        if rig.controller._pools.state.rollout is None:
+                        if rig.controller.pools.state.rollout is None:
                             goes_back_after = None  # it is over already
                         back = asyncio.create_task(rig.controller.go_back())
                         await settle()
@@ -312,7 +312,7 @@ async def meanwhile(what: str, at: int, seed: int) -> None:
                 store.error = full_until = None
             if steps.reached and store.error is None:
                 await next_controller(rig, steps, None)
-            is_over = done and full_until is None and rig.controller._pools.state.rollout is None
+            is_over = done and full_until is None and rig.controller.pools.state.rollout is None
             quiet = quiet + 1 if is_over else 0
             if quiet >= SURELY_QUIET_S and num_living(rig) == num_wanted(rig):
                 break

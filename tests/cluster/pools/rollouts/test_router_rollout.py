@@ -350,7 +350,7 @@ async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_
         assert (new.config.host, new.config.port, new.door) == ("0.0.0.0", 8123, "door of router 0")
         await rig.clock.advance(10.0)
         assert old.left_with is not None
-        head = rig.controller._fleet.head_router
+        head = rig.controller.fleet.head_router
         assert head is not None
         assert head.name == new.name, "clients are told of the new address"
         old.may_leave.set()

@@ -47,7 +47,7 @@ class _Question:
 
 
 class RowsInbox(Protocol):
-    """What the desk needs of an Inbox."""
+    """What the client needs of an Inbox."""
 
     endpoint: str
 
@@ -55,7 +55,7 @@ class RowsInbox(Protocol):
 
 
 class QuestionOutbox(Protocol):
-    """What the desk needs of an Outbox."""
+    """What the client needs of an Outbox."""
 
     def send(self, endpoint: str, message: Encode) -> None: ...
     def forget(self, endpoint: str) -> None: ...
@@ -63,25 +63,25 @@ class QuestionOutbox(Protocol):
 
 
 class Listeners(Protocol):
-    """What the desk needs of a ListenerProbe."""
+    """What the client needs of a ListenerProbe."""
 
     def look(self, endpoint: str) -> Listener: ...
     def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DeskSurroundings:
-    """How the desk reaches encoder nodes."""
+class ClientSurroundings:
+    """How the client reaches encoder nodes."""
 
     open_inbox: Callable[..., RowsInbox] = Inbox
     open_outbox: Callable[[], QuestionOutbox] = Outbox
     open_probe: Callable[[Callable[[], float]], Listeners] = ListenerProbe  # it is given the node's clock
 
 
-OVER_SOCKETS = DeskSurroundings()
+OVER_SOCKETS = ClientSurroundings()
 
 
-class EncoderDesk:
+class EncoderClient:
     def __init__(
         self,
         host: str,
@@ -93,7 +93,7 @@ class EncoderDesk:
         patience_s: float,
         deliver: Callable[[RowsCame], None],
         clock: Callable[[], float],
-        surroundings: DeskSurroundings,
+        surroundings: ClientSurroundings,
     ) -> None:
         """`model`: the digest of the model's content. `dtype`, `width`: what its rows must have. `deliver` is called from the step thread
         and from the inbox's thread."""

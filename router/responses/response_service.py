@@ -57,7 +57,7 @@ class AnswerNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: list[InputItem]
 
 
-class ResponseDesk:
+class ResponseService:
     """This router's responses, and the tasks that write them."""
 
     def __init__(self, services: Services) -> None:

@@ -22,10 +22,10 @@ from tandem.wire.adapters import check_place
 
 
 def join(joints: Joints) -> None:
-    joints.adapters = AdapterDesk(joints.pools, joints.clock).change
+    joints.adapters = AdapterChanges(joints.pools, joints.clock).change
 
 
-class AdapterDesk:
+class AdapterChanges:
     def __init__(self, pools: Reconciler, clock: Clock) -> None:
         self._pools = pools
         self._clock = clock

@@ -54,8 +54,8 @@ class _Work:
             self._changed.notify_all()
 
 
-class GrammarDesk:
-    """Only the step thread calls its methods; `tell` is called from the desk's threads. Each request passed to `begin` ends once:
+class PendingGrammars:
+    """Only the step thread calls its methods; `tell` is called from its own threads. Each request passed to `begin` ends once:
     with a GrammarReady, in `overdue`, or by `forget`, whichever is first. A grammar whose request has ended is not compiled, so
     when too many arrive at once, the overdue ones fail and those after them do not."""
 

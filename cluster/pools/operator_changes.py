@@ -1,0 +1,133 @@
+"""What operators order, as the state that is to be recorded. Pure: configuration, state and facts in, the new state out, or an error of
+`base.errors` that says why not. `Reconciler.change_to` records it and carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.cluster.config import TandemConfig
+from tandem.cluster.describe import counted
+from tandem.cluster.pools.facts import Facts
+from tandem.cluster.pools.limits import (
+    check_alike,
+    check_engine_lets_go,
+    check_limits,
+    check_room,
+    check_writers,
+)
+from tandem.cluster.pools.plan import wanted_size
+from tandem.cluster.pools.state import ClusterState, NodeRecord
+from tandem.wire.nodes import Role
+
+_POOLS = tuple(role.value for role in Role)
+
+# --- sizes
+
+
+def scaled(
+    config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int]
+) -> tuple[ClusterState, list[str]]:
+    """Returns also what will be done, a line for each pool."""
+    for role, size in sizes.items():
+        check_limits(config, role, size)
+    lines = [describe_size(state, role, size) for role, size in sizes.items()]
+    return resized(config, state, facts, sizes), lines
+
+
+def resized(
+    config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int | None]
+) -> ClusterState:
+    new = state.with_sizes(sizes)
+    check_writers(new)
+    check_room(config.pools, state, new, facts.hosts)
+    return new
+
+
+def describe_size(state: ClusterState, role: Role, size: int) -> str:
+    current = len(state.staying(role))
+    if size > current:
+        return f"{role.value}: from {current} to {size}, {counted(size - current, 'node')} more"
+    if size < current:
+        return f"{role.value}: from {current} to {size}, {counted(current - size, 'node')} drained"
+    return f"{role.value}: stays at {size}"
+
+
+# --- nodes that leave, or change
+
+
+def drained(config: TandemConfig, state: ClusterState, facts: Facts, record: NodeRecord) -> ClusterState:
+    _check_may_go(config, state, facts, record)
+    return state.releasing(record)
+
+
+def evacuated(state: ClusterState, facts: Facts, address: str) -> tuple[ClusterState, list[str]]:
+    """Returns also the names of the nodes there."""
+    names = {host.name for host in facts.hosts if host.address == address}
+    if not names:
+        there = ", ".join(host.address for host in facts.hosts) or "none"
+        raise ConfigurationError(f"there is no machine {address}; there are: {there}")
+    new = state.evacuating(names, [host.name for host in facts.hosts])
+    return new, [node.node_id for node in new.nodes if node.is_on(names)]
+
+
+def with_role(
+    config: TandemConfig, state: ClusterState, facts: Facts, record: NodeRecord, role: Role
+) -> ClusterState:
+    if state.rollout is not None:
+        raise Unavailable("a rollout is replacing nodes: change the role when it is over (`tandem status`)")
+    node = facts.nodes.get(record.node_id)
+    if record.leaving or node is None or not facts.is_ready(record.node_id):
+        phase = "waiting for a machine" if node is None else node.phase.value
+        raise Unavailable(f"{record.node_id} is {phase}: only a ready node can change its role")
+    _check_may_go(config, state, facts, record)
+    check_limits(config, role, wanted_size(state, facts.hosts, role, config.pools) + 1)
+    check_engine_lets_go(config, record.role, role)
+    check_alike(config.pools, record.role, role)
+    new = state.with_node(msgspec.structs.replace(record, role=role))
+    return new.resized(record.role, -1).resized(role, +1)
+
+
+def _check_may_go(config: TandemConfig, state: ClusterState, facts: Facts, record: NodeRecord) -> None:
+    """Raises ConfigurationError if the pool, or the deployment, cannot do without this node."""
+    role, size = record.role, wanted_size(state, facts.hosts, record.role, config.pools)
+    check_limits(config, role, size - 1)
+    if not role.writes_answers:
+        return
+    others = (node for node in state.nodes if node.role.writes_answers and node.node_id != record.node_id)
+    if not any(facts.is_ready(node.node_id) for node in others):
+        raise ConfigurationError(
+            f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}={size + 1}` first"
+        )
+    check_writers(state.resized(role, -1))  # a rollout takes the others away
+
+
+# --- pauses
+
+
+def paused(state: ClusterState, names: Sequence[str]) -> ClusterState:
+    check_names(state, names)
+    return _with_paused(state, {*state.paused, *(names or _POOLS)})
+
+
+def resumed(state: ClusterState, names: Sequence[str]) -> ClusterState:
+    check_names(state, names)
+    before = {*state.paused}
+    for name in names:
+        record = state.find(name)
+        if record is not None and record.role.value in before - {*names}:
+            raise ConfigurationError(f"{name} is paused with its pool: resume {record.role.value}")
+    return _with_paused(state, before - {*names} if names else set())
+
+
+def _with_paused(state: ClusterState, names: set[str]) -> ClusterState:
+    return msgspec.structs.replace(state, paused=sorted(names))
+
+
+def check_names(state: ClusterState, names: Sequence[str]) -> None:
+    """Raises ConfigurationError for a name of neither a pool nor a node."""
+    for name in names:
+        if name not in _POOLS:
+            state.known(name)

@@ -1,0 +1,133 @@
+"""Grammars are compiled in the background: which requests wait, for how long, and how the wait ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tandem.base.errors import DeadlineExceeded, InternalError, InvalidRequest
+from tandem.engine.structured.grammars import TokenizerGrammars
+from tandem.engine.structured.pending import GrammarReady, PendingGrammars
+from tests.engine.structured.grammar_walks import END, backend, grammars, vocabulary
+
+PATIENCE_S = 10.0
+
+
+class Slow(TokenizerGrammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(backend().to_str, vocabulary(), frozenset({END}))
+        self.go = threading.Event()
+        self.begun: queue.Queue[str] = queue.Queue()
+
+    def prepare(self, grammar: str) -> None:
+        self.begun.put(grammar)
+        assert self.go.wait(PATIENCE_S)
+        super().prepare(grammar)
+
+
+class Panics(TokenizerGrammars):
+    def __init__(self) -> None:
+        super().__init__(backend().to_str, vocabulary(), frozenset({END}))
+
+    def prepare(self, grammar: str) -> None:
+        raise KeyboardInterrupt("as a library's panic: no Exception")
+
+
+class Pending(PendingGrammars):
+    def __init__(self, of: TokenizerGrammars) -> None:
+        self.told: queue.Queue[GrammarReady] = queue.Queue()
+        super().__init__(of, 5.0, self.told.put)
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Slow, Pending]]:
+    of = Slow()
+    pending = Pending(of)
+    yield of, pending
+    of.go.set()
+    pending.close()
+
+
+def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Pending]) -> None:
+    of, pending = slow
+    assert pending.must_wait('start: "a"')
+    pending.begin("r", 'start: "a"', now=0.0)
+    of.go.set()
+    assert pending.told.get(timeout=PATIENCE_S) == GrammarReady("r", None)
+    assert pending.forget("r")
+    assert not pending.must_wait('start: "a"')
+
+
+def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(
+    slow: tuple[Slow, Pending],
+) -> None:
+    of, pending = slow
+    pending.begin("first", 'start: "a"', now=0.0)
+    pending.begin("second", 'start: "b"', now=3.0)
+    for _ in range(2):
+        of.begun.get(timeout=PATIENCE_S)
+    assert pending.seconds_until_due(1.0) == 4.0
+    assert pending.overdue(4.9) == []
+    ((request_id, error),) = pending.overdue(5.0)
+    assert request_id == "first"
+    assert isinstance(error, DeadlineExceeded)
+    assert pending.overdue(5.0) == []
+    of.go.set()
+    late = {pending.told.get(timeout=PATIENCE_S).request_id for _ in range(2)}
+    assert late == {"first", "second"}
+    assert not pending.forget("first")
+    assert pending.forget("second")
+    assert pending.seconds_until_due(9.0) is None
+
+
+def test_a_tenant_with_many_grammars_does_not_delay_another_one(slow: tuple[Slow, Pending]) -> None:
+    of, pending = slow
+    for number in range(9):
+        pending.begin(f"greedy {number}", f'start: "{number}"', now=0.0, tenant="greedy")
+    for _ in range(2):
+        of.begun.get(timeout=PATIENCE_S)
+    pending.begin("other", 'start: "o"', now=0.0, tenant="other")
+    of.go.set()
+    assert 'start: "o"' in [of.begun.get(timeout=PATIENCE_S) for _ in range(2)]
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Pending]) -> None:
+    of, pending = slow
+    for number in range(2):
+        pending.begin(f"busy {number}", f'start: "{number}"', now=0.0)
+        of.begun.get(timeout=PATIENCE_S)
+    pending.begin("cancelled", 'start: "c"', now=1.0)
+    pending.begin("too late", 'start: "d"', now=1.0)
+    pending.begin("in time", 'start: "e"', now=3.0)
+    assert pending.forget("cancelled")
+    assert "too late" in [request_id for request_id, _ in pending.overdue(6.0)]
+    of.go.set()
+    assert of.begun.get(timeout=PATIENCE_S) == 'start: "e"'
+    assert {pending.told.get(timeout=PATIENCE_S).request_id for _ in range(3)} == {
+        "busy 0",
+        "busy 1",
+        "in time",
+    }
+
+
+def test_a_text_that_is_no_grammar_is_an_error_that_says_so() -> None:
+    pending = Pending(grammars())
+    pending.begin("r", "start: unknown", now=0.0)
+    error = pending.told.get(timeout=PATIENCE_S).error
+    assert isinstance(error, InvalidRequest)
+    assert "unknown" in str(error)
+    pending.close()
+
+
+def test_a_panic_is_an_error_and_does_not_end_the_thread() -> None:
+    pending = Pending(Panics())
+    for request_id in "abc":
+        pending.begin(request_id, 'start: "a"', now=0.0)
+    for _ in range(3):
+        assert isinstance(pending.told.get(timeout=PATIENCE_S).error, InternalError)
+    pending.close()
