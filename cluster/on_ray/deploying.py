@@ -128,9 +128,11 @@ async def clear_away(deployment: str, but: str = "") -> None:
     """Kills the deployment's remaining actors, except `but`, and deletes all that it kept in Ray's store. Only for a
     deployment whose end has been recorded."""
     namespace = namespace_of(deployment)
+    # First what a controller that stood still looks for when it wakes up, so that it starts nothing after the others have been killed.
+    await RayStateStore(STATE, namespace).forget()
     for name in await left_behind(deployment, but):
         await end_actor(name, namespace)
-    for store in (STATE, MACHINES, WANTED, WANTED_LABELS, EXCHANGE, MADE_WITH):
+    for store in (MACHINES, WANTED, WANTED_LABELS, EXCHANGE, MADE_WITH):
         await RayStateStore(store, namespace).forget()
     await stands(deployment).forget()
 

@@ -2,7 +2,8 @@
 
 Ray replaces a controller that it takes for dead, and a process that stood still may wake up when its successor has begun. Each controller
 writes its name into what it records, first of all when it takes over. A record that is neither its own nor the one that it read at first is
-the proof that a later one has begun: the older one records nothing more, decides nothing more, and ends.
+the proof that a later one has begun: the older one records nothing more, decides nothing more, and ends. So is a record that was there
+and has gone, which the end of the deployment deletes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ASK_AGAIN_S = 1.0
 
 
 class LaterController(Unavailable):
-    """Another controller has taken over this deployment."""
+    """Another controller has taken over this deployment, or has ended it."""
 
 
 class _Record(msgspec.Struct):
@@ -33,6 +34,7 @@ class Turn:
         self._store = store
         self.name = secrets.token_hex(8)
         self._read: bytes | None = None  # what the predecessor recorded last
+        self._has_recorded = False
         self._over: asyncio.Future[LaterController] = asyncio.get_running_loop().create_future()
 
     async def load(self) -> bytes | None:
@@ -42,11 +44,17 @@ class Turn:
     async def save(self, state: bytes) -> None:
         """Raises LaterController if a later controller has begun."""
         await self._store.save(state, self._check)
+        self._has_recorded = True
 
     def _check(self, kept: bytes | None) -> None:
-        if kept is None or kept == self._read or _writer(kept) == self.name:
+        if kept is None:
+            if self._read is None and not self._has_recorded:
+                return
+            error = LaterController("this deployment has been ended: `tandem serve` starts it again")
+        elif kept == self._read or _writer(kept) == self.name:
             return
-        error = LaterController("another controller has taken over this deployment: ask again")
+        else:
+            error = LaterController("another controller has taken over this deployment: ask again")
         if not self._over.done():
             self._over.set_result(error)
         raise error

@@ -935,6 +935,7 @@ class Schedule:
     def clear_away(self, process: ControllerProcess) -> None:
         self.has_ended = process.is_last = True
         process.kill()
+        self.ray.store.value = None
         for actor in self.ray.living():
             actor.end("its deployment has ended")
 

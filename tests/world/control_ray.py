@@ -150,6 +150,7 @@ class SimulatedRay:
         self.machines_changed = asyncio.Event()
         self.numbers = itertools.count(1)
         self.wanted: dict[Role, int] = {}  # the places that an autoscaler of machines is asked for
+        self._late_calls = 0  # that have begun, also those whose reason is over
         self.store = KeptState(self)
         self.endings = KeptState(self)
         self.on_controller_end: Callable[[ControllerProcess], None] = lambda process: None
@@ -165,7 +166,8 @@ class SimulatedRay:
     def is_well(self) -> bool:
         """Whether the control store takes records, and in time."""
         store = self.store
-        return self.head_is_there.is_set() and not (self.late or store.is_full or store.loses_answers)
+        takes = not (store.is_full or store.loses_answers)
+        return self.head_is_there.is_set() and takes and not (self.late or self._late_calls)
 
     def is_seen(self, machine: str) -> bool:
         return machine not in self.unseen and any(host.name == machine for host in self.machines)
@@ -203,7 +205,11 @@ class SimulatedRay:
     async def delay(self, caller: str) -> None:
         rng = self.calls(caller)
         slow = rng.random() < self.late
-        await asyncio.sleep(rng.uniform(0.5, 6.0) if slow else rng.uniform(0.0005, 0.01))
+        self._late_calls += slow
+        try:
+            await asyncio.sleep(rng.uniform(0.5, 6.0) if slow else rng.uniform(0.0005, 0.01))
+        finally:
+            self._late_calls -= slow
 
     async def control_store(self, process: ControllerProcess, what: str) -> None:
         await process.step()

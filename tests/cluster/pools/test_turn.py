@@ -36,6 +36,24 @@ async def test_an_older_controller_records_nothing_and_ends() -> None:
 
 
 @in_loop
+async def test_a_controller_that_slept_through_the_end_of_its_deployment_starts_nothing() -> None:
+    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        store = MemoryStore()
+        rig.store = store
+        controller = rig.controller = rig.new_controller()
+        await controller.start()
+        await rig.clock.advance(1.0)
+        store.state = None  # as `tandem down` leaves it
+        told = len(rig.launcher.router.memberships)
+        rig.clock.stand_still(30.0)
+        await rig.clock.advance(20.0)
+        assert len(rig.launcher.router.memberships) <= told + 1
+        with pytest.raises(LaterController, match="has been ended"):
+            await controller.scale({Role.DECODE: 3})
+        assert store.state is None
+
+
+@in_loop
 async def test_an_older_controller_that_wakes_up_does_nothing_before_it_knows_that() -> None:
     async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         store = MemoryStore()
