@@ -196,7 +196,9 @@ class WorldNode:
             rng,
             lambda blocks: self.scheduler._state.cache.pool.num_free_among(blocks),
             fabric.on_broken,
-            lambda context: WorldExchange(context, network, fabric, process, self.tiers.await_no_copy),
+            lambda context: WorldExchange(
+                context, network, fabric, process, self.tiers.await_no_copy, sharing.stall_s
+            ),
         )
         if len(self.tiers.halves) > 1:
             parts.append(joined(self.tiers.halves, longest=True))

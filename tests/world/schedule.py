@@ -596,6 +596,7 @@ class Schedule:
         self._fair_moves()
         self.network.cut.clear()
         self.storage.heal()
+        self.sharing.stalls = False
         self.wrong_kv.heal()
         self.images.heal()
         for node in self.nodes.values():
@@ -652,6 +653,7 @@ class Schedule:
         for _ in range(rng.choice([8, 20, 45])):
             at = rng.choice(bursts) + 0.3 * rng.random() if rng.random() < 0.6 else rng.uniform(0.0, FAULTS_S)
             self.loop.call_later(at, self._arrival)
+        self.sharing.stalls &= self.with_faults
         if self.with_faults:
             faults = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 8))]
             for at in () if self.wrong_kv.is_calm else faults:
