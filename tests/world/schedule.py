@@ -254,6 +254,7 @@ class Schedule:
             sharing=self.sharing,
             adapters=WorldAdapters() if self.adapters.exist else None,
             reads_images=self.images.exist,
+            has_states=self.features.has_states,
             on_broken=self._on_broken,
         )
         self.adapters.starts(node)
@@ -369,7 +370,11 @@ class Schedule:
             deadline=router.process.clock() + within_s,
             keep=self.background.keep(label),
         )
-        return spec, answer_to(shown.read, num_tokens, number_of(lora) if lora is not None else 0)
+        return spec, self.right(shown.read, num_tokens, number_of(lora) if lora is not None else 0)
+
+    def right(self, read: list[int], num_tokens: int, adapter: int = 0) -> list[int]:
+        """The right answer to what is read."""
+        return answer_to(read, num_tokens, adapter, has_states=self.features.has_states)
 
     def _ask(
         self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool
@@ -408,7 +413,7 @@ class Schedule:
         )
         self.wrong_kv.asked(spec.label, asked)
         self.note(f"{spec.label} at {router.process.name}: {len(asked.prompt)} tokens again, 5 wanted")
-        right = answer_to(asked.prompt, 5)
+        right = self.right(asked.prompt, 5)
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
         self.add_client(task, router, spec, right)
         return task
