@@ -108,7 +108,10 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "encoder-waited-for": (
         "rows of an encoder node that is gone are waited for",
-        ((EncoderDesk, "look", _encoder_waited_for),),
+        (
+            (EncoderDesk, "look", _encoder_waited_for),
+            (EncoderDesk, "seconds_until_due", _encoder_waited_for),
+        ),
     ),
     "rows-not-waited-for": (
         "a prompt is computed while its rows are on their way",
