@@ -12,7 +12,6 @@ from tandem.base.errors import InternalError, TandemError
 from tandem.node.config import NodeTimeouts
 from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
-from tests.world.model import answer_to
 
 if TYPE_CHECKING:
     from tests.world.router import WorldRouter
@@ -133,7 +132,7 @@ class Background:
             )  # every node has taken the router for lost before the answer is whole
         try:
             async with asyncio.timeout(FOUND_S):
-                is_read = await self._follow(await self._another(), spec, answer_to(prompt, LONGEST))
+                is_read = await self._follow(await self._another(), spec, schedule.right(prompt, LONGEST))
         except TimeoutError:
             is_read = False
         if not is_read:

@@ -761,6 +761,8 @@ class Schedule:
                 lambda: self._lose_answers(0.3),
                 lambda: self._lose_answers(0.0),
             )
+            # What an order was refused for then must not stay in the record.
+            self.loop.call_later(lasts * rng.uniform(0.6, 1.0), self._begin, self._order, rng)
         elif kind == "cut":
             machine = rng.choice(self.ray.machines).name
             self._blame_machine(machine)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.request import Request
 from tandem.engine.scheduling.encoding.budget import EncoderCache
@@ -76,6 +77,10 @@ def _pinned_by_the_time_of_day(right: Any) -> Any:
     return init
 
 
+def _state_not_copied(right: Any) -> Any:
+    return lambda self: ([], right(self)[1])
+
+
 FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     "stranger-heard": (
         "a process without a key is heard, once it reaches a port",
@@ -103,11 +108,18 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "encoder-waited-for": (
         "rows of an encoder node that is gone are waited for",
-        ((EncoderClient, "look", _encoder_waited_for),),
+        (
+            (EncoderClient, "look", _encoder_waited_for),
+            (EncoderClient, "seconds_until_due", _encoder_waited_for),
+        ),
     ),
     "rows-not-waited-for": (
         "a prompt is computed while its rows are on their way",
         ((EncoderCache, "awaits", _rows_not_waited_for),),
+    ),
+    "state-not-copied": (
+        "a prompt begins from a checkpoint, and its states are those of another request",
+        ((KVCacheManager, "take_state_copies", _state_not_copied),),
     ),
     "pinned-by-the-time-of-day": (
         "a clock that is set back keeps an agent's blocks for a day",
@@ -125,5 +137,6 @@ FEATURE_NEEDS = {
     "image-not-named": "images",
     "encoder-waited-for": "images",
     "rows-not-waited-for": "images",
+    "state-not-copied": "states",
     "pinned-by-the-time-of-day": "jobs",
 }

@@ -33,6 +33,13 @@ class _Siblings:
                 )
 
 
+STATES = 0.15  # of the schedules: the model has recurrent layers
+
+
+def has_states(seed: int) -> bool:
+    return random.Random(f"states {seed}").random() < STATES
+
+
 class Features:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(f"features {seed}")
@@ -40,6 +47,7 @@ class Features:
         self.has_news = rng.random() < 0.6
         self.has_jobs = self.policy is SchedulingPolicy.CONTINUUM
         self._has_siblings = rng.random() < 0.6
+        self.has_states = has_states(seed)
         self._jobs = 0
         self.siblings: dict[str, tuple[WorldRouter, _Siblings]] = {}
 

@@ -50,24 +50,35 @@ def token_of(last: int, folded: int) -> int:
     return mixed(last ^ folded) % VOCABULARY
 
 
-def answer_to(prompt: list[int], num_tokens: int, adapter: int = 0) -> list[int]:
+def next_state(before: int, cell: int) -> int:
+    return as_floats(mixed(before + cell))
+
+
+def answer_to(prompt: list[int], num_tokens: int, adapter: int = 0, *, has_states: bool = False) -> list[int]:
     """The right answer: what a model without any cache, peer or fault would say."""
-    cell, folded, tokens = _root(adapter), 0, []
+    cell, folded, state, tokens = _root(adapter), 0, 0, []
     known = list(prompt)
     at = 0
     while len(tokens) < num_tokens:
         for token in known[at:]:
             cell = next_cell(cell, token)
             folded = (folded + cell) & _MASK
+            state = next_state(state, cell) if has_states else 0
         at = len(known)
-        tokens.append(token_of(cell, folded))
+        tokens.append(token_of(cell, folded + state))
         known.append(tokens[-1])
     return tokens
+
+
+def _of_state(state: int, shape: tuple[int, ...]) -> np.ndarray:
+    """A block with this state: each of its numbers is another one."""
+    return np.uint64(state) + np.arange(np.prod(shape), dtype=np.uint64).reshape(shape)
 
 
 class _Row:
     def __init__(self, new: NewRequestData) -> None:
         self.tokens, self.table = list(new.token_ids), list(new.block_ids[0])
+        self.states = [block for table in new.block_ids[1:] for block in table]  # the block of its state
         self.lora, self.parts = new.facts.lora, new.image_parts
 
 
@@ -82,7 +93,10 @@ class WorldModel:
         took: Callable[[float], None],
         adapters: WorldAdapters | None = None,
         images: NodeImages | None = None,
+        *,
+        has_states: bool = False,
     ) -> None:
+        """`has_states`: other layers keep a recurrent state of all tokens, on which the next token depends, too."""
         # A token has one number for each layer, as key and once more as value
         self.kv_cache = torch.zeros(num_blocks, LAYERS, 2, 1, block_size, 2, dtype=torch.float32)
         self._cells: np.ndarray = (
@@ -97,6 +111,10 @@ class WorldModel:
         self.adapters = adapters
         self._images = images
         self.states_wait = False
+        groups = [KVCacheGroup(AttentionKind.FULL, block_size, tuple(range(LAYERS)))]
+        if has_states:
+            layers = tuple(range(LAYERS, 2 * LAYERS))
+            groups.append(KVCacheGroup(AttentionKind.STATE, block_size, layers, blocks_per_request=1))
         self.info = ModelInfo(
             name="world",
             dtype="float32",
@@ -104,10 +122,10 @@ class WorldModel:
             vocab_size=VOCABULARY,
             max_model_len=max_model_len,
             eos_token_ids=frozenset(),
-            num_layers=LAYERS,
+            num_layers=LAYERS * len(groups),
             num_kv_heads=1,
             head_dim=2,
-            groups=(KVCacheGroup(AttentionKind.FULL, block_size, tuple(range(LAYERS))),),
+            groups=tuple(groups),
             num_blocks=num_blocks,
             content="world",
             images=RULES if images is not None else None,
@@ -143,10 +161,14 @@ class WorldModel:
             if request_id in cached.resumed_req_ids:
                 row.tokens = list(cached.resumed_token_ids[request_id])
                 row.table = list(blocks[0]) if blocks is not None else []
+                row.states = [block for table in (blocks or [[]])[1:] for block in table]
             elif blocks is not None:
                 row.table += blocks[0]
+                row.states += [block for table in blocks[1:] for block in table]
         if self._images is not None:
             self._images.take(step.encoder_inputs, step.forgotten_media)
+        for source, target in step.state_copies:
+            self._cells[target] = self._cells[source]
         plan = {id: (self._rows[id], computed[id], count) for id, count in step.num_scheduled_tokens.items()}
         self._took(0.01 + 0.001 * step.total_num_scheduled_tokens)
         return FinishedStep(self._compute(plan, hooks))
@@ -165,7 +187,7 @@ class WorldModel:
             there = self._cells[blocks[:first], :, :, offsets[:first]]  # [first, layers, 2]
             # Every part of a token has its own number; the key of layer 0 goes on
             cell = int(there[-1, 0, 0]) if first else _root(adapters[row.lora] if row.lora else 0)
-            folded = self._folded(there)
+            folded, state = self._folded(there), self._state(row, first)
             wrong_at = -1
             if self.goes_wrong is not None and count >= self._block_size:
                 wrong_at, goes_wrong, self.goes_wrong = first + count // 3, self.goes_wrong, None
@@ -175,14 +197,25 @@ class WorldModel:
                     cell = as_floats(goes_wrong(row.tokens))
                 self._write(int(blocks[position]), int(offsets[position]), cell)
                 folded = (folded + cell) & _MASK
+                state = next_state(state, cell) if row.states else 0
+            for block in row.states:
+                self._cells[block] = _of_state(state, self._cells[block].shape)
             if end == len(row.tokens):
-                token = token_of(cell, folded)
+                token = token_of(cell, folded + state)
                 row.tokens.append(token)
                 sampled[request_id] = [token]
         if hooks is not None:
             for layer in range(LAYERS):
                 hooks.save_kv_layer(layer)
         return ModelOutput(sampled)
+
+    def _state(self, row: _Row, first: int) -> int:
+        """The state after the tokens before this one, as it lies in its block; one whose parts disagree counts as another."""
+        if not row.states or not first:
+            return 0
+        there = self._cells[row.states[0]]
+        state = int(there[0, 0, 0])
+        return state if (there == _of_state(state, there.shape)).all() else mixed(state)
 
     def _read(self, row: _Row, position: int) -> int:
         """The token at this position, or the row of an image that is in its place."""

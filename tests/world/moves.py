@@ -67,6 +67,7 @@ class WorldTransport(Transport):
         self._ids = itertools.count(1)
         self.wake: Callable[[], None] = lambda: None
         self.flips: float | None = None  # how likely a bit flips on the way; None: as the weather is
+        self.stall_s: Callable[[], float] = lambda: 0.0  # how much longer the next move takes
         self._ways = [0]  # through which our memory is reached
 
     def register(self, memory: KVCacheMemory) -> CacheMemory:
@@ -107,6 +108,7 @@ class WorldTransport(Transport):
         at = max(now, fabric.busy_until.get(link, 0.0)) + 0.0001 + move.num_bytes / fabric.weather.bytes_per_s
         if rng.random() < fabric.weather.stalls:
             at += rng.uniform(0.5, 8.0)
+        at += self.stall_s()
         fabric.busy_until[link] = at
         fails = rng.random() < fabric.weather.fails
         flips = rng.random() < (fabric.weather.flips if self.flips is None else self.flips)

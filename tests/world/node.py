@@ -120,6 +120,7 @@ class WorldNode:
         sharing: Sharing,
         adapters: WorldAdapters | None,
         reads_images: bool,
+        has_states: bool,
         on_broken: Callable[[str, BaseException], None],
     ) -> None:
         self.process = process
@@ -129,7 +130,9 @@ class WorldNode:
         self._turns_taken = 0
         self._on_broken = on_broken
         images = NodeImages(self._took) if reads_images else None
-        self.model = model = WorldModel(num_blocks, BLOCK_SIZE, MAX_LEN, self._took, adapters, images)
+        self.model = model = WorldModel(
+            num_blocks, BLOCK_SIZE, MAX_LEN, self._took, adapters, images, has_states=has_states
+        )
         # With a disk, or shared tiers, the names of blocks are those of other processes, too.
         cache = CacheConfig(
             block_size=BLOCK_SIZE,
@@ -137,6 +140,7 @@ class WorldNode:
             remote=sharing.exists and sharing.remote,
             mirror=sharing.exists and sharing.mirror,
             encoder_tokens=ROWS_KEPT,
+            checkpoint_tokens=2 * BLOCK_SIZE,
         )
         config = NodeConfig(
             node_id=process.name,
@@ -196,7 +200,9 @@ class WorldNode:
             rng,
             lambda blocks: self.scheduler._state.cache.pool.num_free_among(blocks),
             fabric.on_broken,
-            lambda context: WorldExchange(context, network, fabric, process, self.tiers.await_no_copy),
+            lambda context: WorldExchange(
+                context, network, fabric, process, self.tiers.await_no_copy, sharing.stall_s
+            ),
         )
         if len(self.tiers.halves) > 1:
             parts.append(joined(self.tiers.halves, longest=True))
@@ -263,6 +269,7 @@ class WorldNode:
             max_model_len=MAX_LEN,
             block_size=BLOCK_SIZE,
             content="world",
+            state_blocks=model.info.state_blocks,
             tier_endpoint=self.worker.tier_endpoint if self.worker is not None else "",
             mirrors=sharing.exists and sharing.mirror,
             pin_seconds=config.engine.scheduler.pins_for_s,
@@ -315,7 +322,7 @@ class WorldNode:
         """Whether the longest request fits beside the blocks that a silent peer may still write to."""
         stats = self.scheduler.stats()
         held = stats.held_blocks + (self.worker.stats().quarantined_blocks if self.worker is not None else 0)
-        return stats.total_blocks - held >= -(-MAX_LEN // BLOCK_SIZE)
+        return stats.total_blocks - held >= -(-MAX_LEN // BLOCK_SIZE) + self.info.state_blocks
 
     def left_over(self) -> str:
         stats = self.scheduler.stats()

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
+from tandem.base.errors import InternalError
 from tandem.wire.curve import ProcessKeys
 from tandem.wire.endpoints import key_bytes
 from tandem.wire.handoff import ProcessIdentity
 
 LEAST_S = 1e-6  # a shorter wait would not move the clock
+MOST_AT_ONCE = 10_000  # turns while no time passes
 
 _pids = itertools.count(1)
 
@@ -85,6 +87,7 @@ class Timer:
         self._due = 0.0
         self._runs = False
         self._again: float | None = None
+        self._fired_at, self._at_once = -1.0, 0
 
     def within(self, seconds: float) -> None:
         due = self._process.loop.time() + seconds / self._process.rate
@@ -101,6 +104,7 @@ class Timer:
     def _fire(self) -> None:
         self._handle = None
         self._runs, self._again = True, None
+        self._look_whether_time_passes()
         try:
             wait = self._what()
         finally:
@@ -111,3 +115,9 @@ class Timer:
         dues = [due for due in (self._again, None if wait is None else now + wait / rate) if due is not None]
         if dues:
             self.within(max(0.0, min(dues) - now) * rate)
+
+    def _look_whether_time_passes(self) -> None:
+        now = self._process.loop.time()
+        self._fired_at, self._at_once = now, self._at_once + 1 if now == self._fired_at else 0
+        if self._at_once > MOST_AT_ONCE:
+            raise InternalError(f"{self._process.name} takes turn after turn and waits for nothing")

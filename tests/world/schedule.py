@@ -254,6 +254,7 @@ class Schedule:
             sharing=self.sharing,
             adapters=WorldAdapters() if self.adapters.exist else None,
             reads_images=self.images.exist,
+            has_states=self.features.has_states,
             on_broken=self._on_broken,
         )
         self.adapters.starts(node)
@@ -373,7 +374,11 @@ class Schedule:
             deadline=router.process.clock() + within_s,
             keep=self.background.keep(label),
         )
-        return spec, answer_to(shown.read, num_tokens, number_of(lora) if lora is not None else 0)
+        return spec, self.right(shown.read, num_tokens, number_of(lora) if lora is not None else 0)
+
+    def right(self, read: list[int], num_tokens: int, adapter: int = 0) -> list[int]:
+        """The right answer to what is read."""
+        return answer_to(read, num_tokens, adapter, has_states=self.features.has_states)
 
     def _ask(
         self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool
@@ -412,7 +417,7 @@ class Schedule:
         )
         self.wrong_kv.asked(spec.label, asked)
         self.note(f"{spec.label} at {router.process.name}: {len(asked.prompt)} tokens again, 5 wanted")
-        right = answer_to(asked.prompt, 5)
+        right = self.right(asked.prompt, 5)
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
         self.add_client(task, router, spec, right)
         return task
@@ -600,6 +605,7 @@ class Schedule:
         self._fair_moves()
         self.network.cut.clear()
         self.storage.heal()
+        self.sharing.stalls = False
         self.wrong_kv.heal()
         self.images.heal()
         for node in self.nodes.values():
@@ -656,6 +662,7 @@ class Schedule:
         for _ in range(rng.choice([8, 20, 45])):
             at = rng.choice(bursts) + 0.3 * rng.random() if rng.random() < 0.6 else rng.uniform(0.0, FAULTS_S)
             self.loop.call_later(at, self._arrival)
+        self.sharing.stalls &= self.with_faults
         if self.with_faults:
             faults = [rng.uniform(0.0, FAULTS_S) for _ in range(rng.randint(1, 8))]
             for at in () if self.wrong_kv.is_calm else faults:

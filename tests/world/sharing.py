@@ -14,12 +14,13 @@ from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Exchange, Remo
 from tandem.kvtransfer.sources import ASK_S
 from tandem.router.config import PolicyName
 from tandem.wire.nodes import Role
-from tandem.wire.sharing import SharingMessage
+from tandem.wire.sharing import LEASE_S, SharingMessage
 from tests.world.moves import Fabric, WorldTransport
 from tests.world.network import Network, WorldChannel
 from tests.world.process import Process, Timer
 
 SHARE = 0.6  # of the schedules whose nodes have a tier in memory
+STALLS = 0.15  # of the copies
 
 
 class Sharing:
@@ -33,6 +34,14 @@ class Sharing:
         self.checksums = rng.choice([ChecksumPolicy.ALL, ChecksumPolicy.OFF])
         # A node copies what it lacks, so requests go to nodes that lack something
         self.spreads = self.exists and self.remote and rng.random() < 0.8
+        self._stalls = random.Random(f"stalls {seed}")
+        self.stalls = self._stalls.random() < 0.5  # until all is well, some copies outlive their lease
+
+    def stall_s(self) -> float:
+        """How much longer the next copy takes."""
+        if not self.stalls or self._stalls.random() > STALLS:
+            return 0.0
+        return self._stalls.uniform(0.5, 1.3) * LEASE_S
 
     @property
     def router_settings(self) -> dict[str, PolicyName]:
@@ -63,9 +72,11 @@ class WorldExchange(Exchange):
         fabric: Fabric,
         process: Process,
         are_let_go: Callable[[Iterable[int]], int],
+        stall_s: Callable[[], float],
     ) -> None:
         """`are_let_go`: how many of these places wait for no copy."""
         transport = WorldTransport(fabric, process, " tier")
+        transport.stall_s = stall_s
         transport.flips = 0.03 if context.config.checksums is ChecksumPolicy.ALL else 0.0
         fabric.num_free_among[transport.memory_name] = are_let_go
         self._timer = Timer(process, self._take_turn)

@@ -7,7 +7,6 @@ import random
 from typing import TYPE_CHECKING
 
 from tests.world.disk import DiskWeather, WorldDisk
-from tests.world.model import answer_to
 from tests.world.tiers import TierSetting, drawn_tiers
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Storage:
         before = rng.choice(self._asked[-20:])
         if rng.random() < 0.5:
             return before
-        turn = [*before.prompt, *answer_to(before.prompt, rng.randint(1, 20))][:LONGEST_TURN]
+        turn = [*before.prompt, *self._schedule.right(before.prompt, rng.randint(1, 20))][:LONGEST_TURN]
         after = dataclasses.replace(before, prompt=turn)
         if rng.random() < 0.5:
             self._asked.append(after)

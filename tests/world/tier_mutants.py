@@ -27,7 +27,7 @@ from tandem.kvtransfer.protocol.side import key_of
 from tandem.kvtransfer.sources import TierSources
 from tests.world import adapters, background, images, stranger
 from tests.world.feature_mutants import FEATURE_NEEDS
-from tests.world.features import Features
+from tests.world.features import Features, has_states
 from tests.world.schedule import is_late, is_partitioned
 from tests.world.sharing import Sharing
 from tests.world.storage import tiers_of
@@ -51,6 +51,7 @@ def can_differ(name: str, seed: int) -> bool:
         and (background.happens_in(seed) or "background" not in needs)
         and (adapters.happen_in(seed) or "adapters" not in needs)
         and (images.happen_in(seed) or "images" not in needs)
+        and (has_states(seed) or "states" not in needs)
     )
 
 

@@ -161,7 +161,7 @@ class WrongKV:
                 ),
                 block_hasher=node.scheduler.block_hasher,
             )
-            (blocks,), _ = node.scheduler.find_prefix(request)
+            (blocks, *_), _ = node.scheduler.find_prefix(request)
             if blocks:
                 self._victim = asked
                 return list(blocks)
