@@ -53,6 +53,7 @@ class RunningSystem:
 
 TANDEM_PD = "tandem-1p1d"
 TANDEM_AGGREGATED = "tandem-aggregated"
+TANDEM_VLLM_PD = "tandem-vllm-1p1d"
 VLLM_PD = "vllm-1p1d"
 VLLM_AGGREGATED = "vllm-aggregated"
 
@@ -116,6 +117,21 @@ def vllm_systems(model: Path, vllm: Path, peers: Path) -> list[System]:
     ]
 
 
+def tandem_with_vllm(model: Path, vllm: Path) -> System:
+    """Tandem's nodes with vLLM as their engine, each on cores of its own, as `serve_vllm_pd.sh` starts vLLM's servers."""
+    half = max(1, (os.cpu_count() or 2) // 2)
+    cores = {"prefill": f"0-{half - 1}", "decode": f"{half}-{2 * half - 1}"}
+    pools = [
+        f"pools.{pool}.env={{PYTHONPATH: {_TREE}, VLLM_CPU_OMP_THREADS_BIND: '{bound}'}}"
+        for pool, bound in cores.items()
+    ]
+    return tandem_system(
+        TANDEM_VLLM_PD, "Tandem 1P+1D, vLLM", model, "--prefill", "1", "--decode", "1", "--engine", "vllm",
+        "--set", f"model.engine_python={vllm / 'bin' / 'python'}", "model.device=cpu",
+        f"timeouts.start_s={READY_WITHIN_S:.0f}", *pools,
+    )  # fmt: skip
+
+
 def add_system_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
     parser.add_argument(
@@ -134,7 +150,8 @@ def asked_systems(options: argparse.Namespace, model: Path) -> list[System]:
     if options.vllm is not None:
         if options.peers is None:
             raise ConfigurationError("--vllm needs --peers FOLDER: the scripts that start it")
-        systems += vllm_systems(model, options.vllm.resolve(), options.peers.resolve())
+        vllm = options.vllm.resolve()
+        systems += [*vllm_systems(model, vllm, options.peers.resolve()), tandem_with_vllm(model, vllm)]
     if options.systems is None:
         return systems
     unknown = set(options.systems) - {system.key for system in systems}
