@@ -34,7 +34,7 @@ from tests.world.adapters import AdapterChanges, WorldAdapters, number_of
 from tests.world.background import Background
 from tests.world.clocks import Clocks
 from tests.world.features import Features
-from tests.world.images import Images
+from tests.world.images import Images, WorldEncoder
 from tests.world.model import VOCABULARY, answer_to
 from tests.world.moves import Fabric, MoveWeather
 from tests.world.network import Network, OnFrame, Weather
@@ -287,7 +287,7 @@ class Schedule:
             self.outcome.columns.append(name)
 
     def _infos(self) -> list[NodeInfo]:
-        nodes = [*self.nodes.values(), *self.images.encoders.values()]
+        nodes: list[WorldNode | WorldEncoder] = [*self.nodes.values(), *self.images.encoders.values()]
         return [node.info for node in nodes if node.process.is_alive]
 
     def tell_members(self) -> None:
@@ -302,7 +302,11 @@ class Schedule:
     @property
     def processes(self) -> list[Process]:
         """Those that live."""
-        every = [*self.nodes.values(), *self.images.encoders.values(), *self.routers]
+        every: list[WorldNode | WorldEncoder | WorldRouter] = [
+            *self.nodes.values(),
+            *self.images.encoders.values(),
+            *self.routers,
+        ]
         return [each.process for each in every if each.process.is_alive]
 
     def _tell_keys(self, within_s: float) -> None:
