@@ -32,7 +32,7 @@ from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
 from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
-from tandem.wire.nodes import NodeInfo, PoolReport, Role
+from tandem.wire.nodes import NodeInfo, PoolReport
 
 logger = logging.getLogger(__name__)
 
@@ -480,25 +480,15 @@ class Reconciler:
 
     # --- another configuration
 
-    async def apply(
-        self, config: TandemConfig, sizes: Mapping[Role, int | None], *, nodes: bool, routers: bool
-    ) -> None:
-        """Records a new configuration with the pools' new sizes and starts to roll it out. If it raises, nothing has changed. Requires
-        `writing`. `nodes` and `routers` say which of them read a changed setting at their start, and so are replaced one by one."""
-        if (nodes or routers) and self.roll_out is None:
+    async def change_config(self, new: ClusterState) -> None:
+        """Records a state with another configuration, and starts to roll it out if nodes or routers read a changed setting at their start.
+        If it raises, nothing has changed. Requires `writing`."""
+        if new.rollout is not None and self.roll_out is None:
             raise ConfigurationError(
                 "nodes and routers of this installation are not replaced while it serves: `tandem down`, then `tandem serve`"
             )
-        sized, revision = self.state.with_sizes(sizes), self.state.revision
-        if nodes or routers:
-            commit = "" if nodes and config.model != self.config.model else revision.commit
-            stays = config.model.adapters == self.config.model.adapters
-            adapters = revision.adapters if stays else None
-            new = sized.beginning(config, commit, time.time(), adapters, nodes=nodes, routers=routers)
-        else:
-            new = msgspec.structs.replace(sized, revision=msgspec.structs.replace(revision, config=config))
         await self.keep_and_use(new)
-        if nodes or routers:
+        if new.rollout is not None:
             self._begin_rollout("begins")
         self.wake()
 
