@@ -105,6 +105,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "bench": {"commands", "models", "trace"},
     "chaos": {"commands", "on_ray"},
     "doctor": {"commands", "pools"},
+    "chat": {"commands"},
 }
 MAY_IMPORT_RAY = (
     "cluster/on_ray/",

@@ -11,7 +11,7 @@ overview      `tandem status`, from the controller or from one router; node_tabl
 logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
 engines       what can compute models, and the check before another engine than ours is started
-chat, show_config
+show_config   what `tandem config` prints
 init          writes a commented tandem.yaml and a cluster's files; documents: the tables of settings and flags in the pages
 output        `-o json`; where a service's output and libraries' output go
 """
