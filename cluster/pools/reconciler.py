@@ -130,7 +130,7 @@ class Reconciler:
         """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
         them."""
         async with self._lock:
-            kept = await self._until_told(self._turn.load, "what the previous controller recorded")
+            kept = await self._until_answered(self._turn.load, "what the previous controller recorded")
             try:
                 if kept is not None:
                     self.state = state.decode(kept)
@@ -223,7 +223,7 @@ class Reconciler:
         deadline = self._clock.now() + self.config.timeouts.unresponsive_s
         self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         while True:
-            machines = await self._until_told(self._hosts.present, "the list of machines")
+            machines = await self._until_answered(self._hosts.present, "the list of machines")
             left = deadline - self._clock.now()
             if left <= 0 or needed <= {host.name for host in machines}:
                 return machines
@@ -241,7 +241,7 @@ class Reconciler:
             for there in node.placement.parts
         ]
 
-    async def _until_told(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _until_answered(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
         """Repeats the question until it is answered. Giving up would leave running nodes without a controller."""
         while True:
             try:
@@ -396,12 +396,12 @@ class Reconciler:
         self.machines = [*present, *kept]
 
     async def _until_woken(self) -> None:
-        woken = self._until_told_or_late() if self._unseen else self._wake.wait()
+        woken = self._until_woken_or_late() if self._unseen else self._wake.wait()
         _, changed = await first_of(woken, self._hosts.changed(_LOOK_AGAIN_S))
         if has_ended(changed):
             changed.result()
 
-    async def _until_told_or_late(self) -> None:
+    async def _until_woken_or_late(self) -> None:
         with contextlib.suppress(DeadlineExceeded):
             await self._clock.within(self.config.timeouts.heartbeat_s, self._wake.wait(), "a wish")
 
