@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tandem.cluster.commands.parser import Command
 
 ROWS = (
+    "tandem.cluster.chat.commands",
+    "tandem.cluster.doctor.commands",
     "tandem.cluster.trace.commands",
     "tandem.cluster.replay.commands",
     "tandem.cluster.adapters.commands",

@@ -104,6 +104,8 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "replay": {"commands"},
     "bench": {"commands", "models", "trace"},
     "chaos": {"commands", "on_ray"},
+    "doctor": {"commands", "pools"},
+    "chat": {"commands"},
 }
 MAY_IMPORT_RAY = (
     "cluster/on_ray/",

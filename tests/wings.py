@@ -92,6 +92,8 @@ WINGS: dict[str, Wing] = {
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
     ),
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
+    "chat": Wing(("cluster/chat/",), ("tests/cluster/chat/",)),
+    "doctor": Wing(("cluster/doctor/",), ("tests/cluster/doctor/",)),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "ranks": Wing(
         ("node/ranks/", "engine/model/wide/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),

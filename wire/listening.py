@@ -38,28 +38,28 @@ class ListenerProbe:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._attempts: dict[str, _Attempt] = {}
-        self._accepted: dict[str, float] = {}
+        self.attempts: dict[str, _Attempt] = {}
+        self.accepted: dict[str, float] = {}
 
     def look(self, endpoint: str) -> Listener:
         """Returns what is known of the address. Never blocks. An address that accepts is tried at most once a
         second."""
         self._drop_what_is_old()
-        attempt = self._attempts.pop(endpoint, None)
+        attempt = self.attempts.pop(endpoint, None)
         if attempt is None:
-            if endpoint in self._accepted:
+            if endpoint in self.accepted:
                 return Listener.ACCEPTS
             attempt = self._begin(endpoint)
             if attempt is None:
                 return Listener.UNKNOWN
         if not attempt.is_decided:
-            self._attempts[endpoint] = attempt
+            self.attempts[endpoint] = attempt
             late = self._clock() >= attempt.began_at + ANSWER_S
             return Listener.DOES_NOT_ANSWER if late else Listener.UNKNOWN
         error = attempt.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         attempt.connection.close()
         if error == 0:
-            self._accepted[endpoint] = self._clock() + AGAIN_S
+            self.accepted[endpoint] = self._clock() + AGAIN_S
             return Listener.ACCEPTS
         return Listener.REFUSES if error == errno.ECONNREFUSED else Listener.DOES_NOT_ANSWER
 
@@ -80,15 +80,15 @@ class ListenerProbe:
     def _drop_what_is_old(self) -> None:
         """Drops what may never be asked about again."""
         now = self._clock()
-        self._accepted = {endpoint: until for endpoint, until in self._accepted.items() if now < until}
-        for endpoint, attempt in list(self._attempts.items()):
+        self.accepted = {endpoint: until for endpoint, until in self.accepted.items() if now < until}
+        for endpoint, attempt in list(self.attempts.items()):
             if now >= attempt.began_at + PATIENCE_S:
-                self._attempts.pop(endpoint).connection.close()
+                self.attempts.pop(endpoint).connection.close()
 
     def close(self) -> None:
-        for attempt in self._attempts.values():
+        for attempt in self.attempts.values():
             attempt.connection.close()
-        self._attempts.clear()
+        self.attempts.clear()
 
 
 class _Attempt(NamedTuple):

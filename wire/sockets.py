@@ -61,7 +61,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _Process:
+class ProcessSockets:
     """What all sockets of this process share. The ZMQ context begins with its first user and ends with its last; the
     keys stay."""
 
@@ -69,8 +69,8 @@ class _Process:
         self._lock = threading.Lock()
         self._users = 0
         self._keys: ProcessKeys | None = None
-        self._context: Context | None = None
-        self._authenticator: Authenticator | None = None
+        self.context: Context | None = None
+        self.authenticator: Authenticator | None = None
 
     @property
     def keys(self) -> ProcessKeys:
@@ -82,48 +82,48 @@ class _Process:
     @property
     def deaf(self) -> str | None:
         """Why no new connection is admitted any more; None while they are."""
-        authenticator = self._authenticator
+        authenticator = self.authenticator
         return authenticator.died if authenticator is not None else None
 
     def enter(self) -> Context:
         keys = self.keys
         with self._lock:
-            if self._context is None:
-                self._context = zmq.Context()
-                self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-                self._authenticator = Authenticator(self._context, keys)
+            if self.context is None:
+                self.context = zmq.Context()
+                self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+                self.authenticator = Authenticator(self.context, keys)
             self._users += 1
-            return self._context
+            return self.context
 
     def leave(self) -> None:
         """The last user waits here until its lingering messages have left."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and self._context is not None and self._authenticator is not None:
-                context, self._context = self._context, None
-                authenticator, self._authenticator = self._authenticator, None
+            if self._users == 0 and self.context is not None and self.authenticator is not None:
+                context, self.context = self.context, None
+                authenticator, self.authenticator = self.authenticator, None
                 authenticator.close()
                 context.term()
 
 
-_process = _Process()
+shared = ProcessSockets()
 
 
 def public_key() -> str:
     """The key by which other processes admit this one. The secret half of the pair never leaves the process."""
-    return _process.keys.public
+    return shared.keys.public
 
 
 def admit(keys: Iterable[str]) -> None:
     """Names all processes that may speak to this one, by their public keys. Each call replaces the last one's keys.
     This process's own key need not be among them."""
-    _process.keys.admit(keys)
+    shared.keys.admit(keys)
 
 
 def accompany(keys: Iterable[str]) -> None:
     """Names processes that belong to this one, by their public keys. They may speak to it, too, whatever `admit`
     names."""
-    _process.keys.accompany(keys)
+    shared.keys.accompany(keys)
 
 
 def _bind_pull_socket(context: Context, host: str, port: int, name: str) -> zmq.Socket[bytes]:
@@ -136,7 +136,7 @@ def _bind_pull_socket(context: Context, host: str, port: int, name: str) -> zmq.
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
     socket.setsockopt(zmq.IPV6, ":" in host)
-    _process.keys.protect_listener(socket)
+    shared.keys.protect_listener(socket)
     address = f"[{host}]" if ":" in host else host
     try:
         socket.bind(f"tcp://{address}:{port or '*'}")
@@ -161,13 +161,13 @@ class _Reader(Generic[M]):
         self._name = name
         self.malformed = 0
         self.handler_errors = 0
-        self._context = _process.enter()
+        self._context = shared.enter()
         try:
             self._socket = _bind_pull_socket(self._context, host, port, name)
         except BaseException:
-            _process.leave()
+            shared.leave()
             raise
-        self.endpoint: str = _process.keys.endpoint_of(self._socket)
+        self.endpoint: str = shared.keys.endpoint_of(self._socket)
 
     def _handle(self, frames: list[bytes]) -> None:
         try:
@@ -218,7 +218,7 @@ class Inbox(_Reader[M]):
     @property
     def died(self) -> str | None:
         """Why the thread ended although nothing closed the Inbox, or why no new peer is heard; None while it serves."""
-        return self._died or _process.deaf
+        return self._died or shared.deaf
 
     def listen(self) -> None:
         self._thread.start()
@@ -254,7 +254,7 @@ class Inbox(_Reader[M]):
             raise InternalError(f"{self._name}: the receiving thread did not end within 5 s of close()")
         for socket in (self._socket, self._stop_receiver, self._stop_sender):
             socket.close(linger=0)
-        _process.leave()
+        shared.leave()
 
 
 class LoopInbox(_Reader[M]):
@@ -310,7 +310,7 @@ class LoopInbox(_Reader[M]):
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)
         self._socket.close(linger=0)
-        _process.leave()
+        shared.leave()
 
 
 class Outbox:
@@ -325,7 +325,7 @@ class Outbox:
         and the messages on their way are lost. 0: the kernel tries for a quarter of an hour, with growing pauses."""
         self._unacknowledged_s = unacknowledged_s
         self._encoder = msgspec.msgpack.Encoder()
-        self._context = _process.enter()
+        self._context = shared.enter()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -367,7 +367,7 @@ class Outbox:
         if self._unacknowledged_s:
             socket.setsockopt(zmq.TCP_MAXRT, int(self._unacknowledged_s * 1000))
         try:
-            socket.connect(_process.keys.protect_caller(socket, endpoint))
+            socket.connect(shared.keys.protect_caller(socket, endpoint))
         except (zmq.ZMQError, NodeLost) as error:
             socket.close(linger=0)
             if isinstance(error, NodeLost):
@@ -396,4 +396,4 @@ class Outbox:
             sockets, self._sockets = self._sockets, {}
         for socket in sockets.values():
             socket.close(linger=linger_ms)
-        _process.leave()
+        shared.leave()

@@ -10,10 +10,8 @@ apply         gives a serving cluster another configuration
 overview      `tandem status`, from the controller or from one router; node_table: the nodes, there and in top; deployments: all on a Ray cluster
 logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
-doctor, machine_checks   what this machine offers; one check for each subject; link_checks: between machines and
-              between GPUs; gpu_checks: how GPUs' memory leaves the machine; numa_check: which memory is near
 engines       what can compute models, and the check before another engine than ours is started
-chat, show_config
+show_config   what `tandem config` prints
 init          writes a commented tandem.yaml and a cluster's files; documents: the tables of settings and flags in the pages
 output        `-o json`; where a service's output and libraries' output go
 """

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.store import find_model
 from tandem.cluster.settings.combined import SettingsError
@@ -59,15 +58,6 @@ def check_engine(config: TandemConfig) -> EngineFound | None:
     if wrong:
         raise SettingsError(wrong)
     return found
-
-
-def check_as_finding(config: TandemConfig) -> Finding:
-    try:
-        found = check_engine(config)
-    except ConfigurationError as error:
-        return Finding("engine", Level.FAIL, f"{config.model.engine} cannot run", str(error))
-    assert found is not None
-    return Finding("engine", Level.OK, f"{found.name} {found.version} of {found.python}, for {found.device}")
 
 
 def _environment(config: TandemConfig) -> dict[str, str]:

@@ -30,8 +30,8 @@ def cluster_settings(cluster: str | None) -> Layer:
     if cluster is None:
         return Layer()
     layer = read_file(_manifests() / ("kuberay/base" if cluster == "kuberay" else "ray") / "tandem.yaml")
-    for path in [path for path in layer.givens if path == ("model", "path")]:
-        del layer.givens[path]
+    for path in [path for path in layer.values if path == ("model", "path")]:
+        del layer.values[path]
     return layer
 
 

@@ -18,29 +18,6 @@ LEVELS = ("debug", "info", "warning", "error")
 LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 
 
-def _describe_chat(parser: argparse.ArgumentParser) -> None:
-    add_server(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the system message before the conversation")
-    parser.add_argument("--max-tokens", metavar="N", type=int, help="longest reply")
-    # Lower than the API's 1.0, at which small models lose the thread.
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.3, help="0 always says the same (default 0.3)"
-    )
-
-
-def _chat(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from tandem.cluster.api_client import key_from_environment
-    from tandem.cluster.commands.chat import ChatClient, chat
-    from tandem.cluster.commands.router_url import choose_url
-
-    with closing(ChatClient(choose_url(options.url), key_from_environment())) as client:
-        sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-        given = {name: value for name, value in sampling.items() if value is not None}
-        return chat(client, Console(), options.system, given)
-
-
 def _describe_status(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
     add_output(parser)
@@ -173,7 +150,6 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    Command("chat", "talk to a running server", LOOK, _describe_chat, _chat),
     Command("status", "a running cluster on one screen", LOOK, _describe_status, _status),
     Command("top", "the cluster as it is now, and its slowest requests by cause", LOOK, _describe_top, _top),
     Command("logs", "the log lines of the cluster's processes, from all machines", LOOK, _describe_logs, _logs),

@@ -125,7 +125,7 @@ def joined(which: WhichCluster) -> Iterator[None]:
             stop_ray()
 
 
-async def told_of(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
+async def saying_if_slow(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
     """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait({task}, timeout=_SAY_AFTER_S)
@@ -187,7 +187,7 @@ async def drain_nodes(
         raise ConfigurationError(f"there is no node or machine {', '.join(unknown)}: the nodes are {there}")
 
     async def one(node_id: str) -> bool:
-        finished = await told_of(
+        finished = await saying_if_slow(
             cluster.ask(DrainOrder(node_id, timeout_s)),
             lambda: say(f"{node_id}: finishing what it has (up to {timeout_s:.0f} s)"),
         )
@@ -206,7 +206,7 @@ def evacuate(target: CommandTarget, options: argparse.Namespace) -> Printed:
     machine, limit_s, say = options.machine, _limit_s(options), target.say
 
     def empty(cluster: OperatedCluster) -> Awaitable[dict[str, bool]]:
-        return told_of(
+        return saying_if_slow(
             cluster.ask(EvacuateOrder(machine, limit_s)),
             lambda: say(f"{machine}: its nodes finish what they have (up to {limit_s:.0f} s)"),
         )
@@ -264,7 +264,7 @@ def change_role(target: CommandTarget, options: argparse.Namespace) -> Printed:
 
 async def change_role_of(cluster: OperatedCluster, node_id: str, role: Role, say: Say) -> Printed:
     limit = (await cluster.ask(TimeoutsOrder())).nodes.drain_s
-    return await told_of(
+    return await saying_if_slow(
         cluster.ask(ChangeRoleOrder(node_id, role)),
         lambda: say(f"{node_id}: finishing what it has (up to {limit:.0f} s), to become a {role.value} node"),
     )

@@ -147,27 +147,6 @@ def _remove(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_doctor(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser)
-    parser.add_argument(
-        "--reach",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="also check that this machine reaches the ports of HOST, another machine of the cluster (repeatable)",
-    )
-    add_output(parser)
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from tandem.cluster.commands.doctor import doctor
-
-    config = read_settings(options).config
-    return doctor(config, Console(), hosts=options.reach, as_json=wants_json(options))
-
-
 def _describe_engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "python",
@@ -214,7 +193,6 @@ COMMANDS = (
     Command("init", "write a tandem.yaml that explains every setting, and a cluster's files", SERVE, _describe_init, _init),
     Command("config", "print the configuration that results from these settings", SERVE, _describe_config, _config),
     Command("models", "models on this machine", SERVE, _describe_models, _list),
-    Command("doctor", "check this machine and say what to do about what is wrong", SERVE, _describe_doctor, _doctor),
     Command("engines", "what can compute models, and what of it an environment has", SERVE, _describe_engines, _engines),
     Command("down", "end everything that `tandem serve` started on a Ray cluster", SERVE, _describe_down, _down),
 )  # fmt: skip

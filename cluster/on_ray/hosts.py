@@ -36,7 +36,7 @@ FindOut = Callable[[str], Awaitable[MachineFacts]]
 """Asks the Ray node with this id for its cores, GPUs and quota."""
 
 
-class KnownHost(msgspec.Struct, frozen=True):
+class HostRecord(msgspec.Struct, frozen=True):
     """What the controller keeps of a machine, so that it need not ask again after a restart and gives the same cores."""
 
     found: MachineFacts
@@ -76,7 +76,7 @@ class RayHosts:
         self._say = say
         self._neighbours = neighbours
         self._theirs: list[NodePlacement] = []  # of the other deployments' nodes
-        self._known: dict[str, KnownHost] | None = None  # what the store holds; None until it was read
+        self._known: dict[str, HostRecord] | None = None  # what the store holds; None until it was read
         self._found: dict[str, MachineFacts] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._late: set[str] = set()  # machines for whose answers `present` no longer waits
@@ -125,7 +125,7 @@ class RayHosts:
         """Returns the machines of the cluster, and starts to ask each new one for its facts without waiting for the answer."""
         if self._known is None:
             kept = await self._store.load()
-            self._known = msgspec.msgpack.decode(kept, type=dict[str, KnownHost]) if kept else {}
+            self._known = msgspec.msgpack.decode(kept, type=dict[str, HostRecord]) if kept else {}
             self._found = {name: known.found for name, known in self._known.items()}
         there = await self._places()
         self._found = {name: found for name, found in self._found.items() if name in there}
@@ -184,7 +184,7 @@ class RayHosts:
     async def _share(self) -> dict[str, tuple[int, ...]]:
         given = {name: known.cores for name, known in (self._known or {}).items()}
         shares = share_cores(self._found, given)
-        known = {name: KnownHost(self._found[name], cores) for name, cores in shares.items()}
+        known = {name: HostRecord(self._found[name], cores) for name, cores in shares.items()}
         if known != self._known:
             await self._store.save(msgspec.msgpack.encode(known))
             self._known = known

@@ -14,7 +14,7 @@ import msgspec
 
 from tandem.cluster.launcher import Offer
 from tandem.cluster.on_ray.runtime import NAMESPACE, namespace_of
-from tandem.cluster.on_ray.state_store import RayStateStore, kept_under
+from tandem.cluster.on_ray.state_store import RayStateStore, names_under
 from tandem.cluster.pools.state import NodePlacement
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ WANTED_LABELS = "wanted-labels"
 _STANDS = "stands-"
 _PLACING = RayStateStore("placing", NAMESPACE)
 # A controller that is killed while it places nodes holds the lock; the others break it when it is this old.
-_LONGEST_S = 30.0
+LONGEST_S = 30.0
 _ASK_AGAIN_S = 0.1
 
 Resources = list[dict[str, float]]
@@ -38,7 +38,7 @@ class _Node(msgspec.Struct, frozen=True):
     placement: NodePlacement | None = None
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _NeighbourState(msgspec.Struct, frozen=True):
     """The part of a ClusterState that neighbours read. Another version of Tandem may have written it."""
 
     nodes: list[_Node] = []
@@ -56,7 +56,7 @@ class Neighbours:
         self._name = name
 
     async def names(self) -> list[str]:
-        there = [key.removeprefix(_STANDS) for key in await kept_under(_STANDS, NAMESPACE)]
+        there = [key.removeprefix(_STANDS) for key in await names_under(_STANDS, NAMESPACE)]
         return sorted(name for name in there if name != self._name)
 
     async def placements(self) -> list[NodePlacement]:
@@ -64,7 +64,7 @@ class Neighbours:
         found = []
         for name in await self.names():
             kept = await RayStateStore(STATE, namespace_of(name)).load()
-            nodes = msgspec.msgpack.decode(kept, type=_Kept).nodes if kept else []
+            nodes = msgspec.msgpack.decode(kept, type=_NeighbourState).nodes if kept else []
             found += [part for node in nodes if node.placement is not None for part in node.placement.parts]
         return found
 
@@ -94,7 +94,7 @@ class Neighbours:
         mine = f"{self._name} {time.time()}".encode()
         while not await _PLACING.save_first(mine):
             held = await _PLACING.load()
-            if held is not None and _age_s(held) > _LONGEST_S:
+            if held is not None and _age_s(held) > LONGEST_S:
                 logger.warning(
                     "the deployment %s took more than 30 s to place its nodes: its lock on placement is broken",
                     held.decode().partition(" ")[0],

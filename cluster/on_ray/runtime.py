@@ -124,7 +124,7 @@ def _stay_on_loopback() -> None:
         os.environ.setdefault(_LOOPBACK_ONLY, "0")
 
 
-def _listens_on_loopback_only(address: str) -> bool:
+def listens_on_loopback_only(address: str) -> bool:
     """Returns whether the Ray at this address is one that `start_ray` started. The head of a cluster, too, can be named by its
     loopback address, but it also answers at its other one."""
     host, _, port = address.rpartition(":")
@@ -157,7 +157,7 @@ def _job_config() -> Any:
 def connect_to_ray(address: str) -> None:
     """Joins a running cluster. Call it from the main thread. Raises Unavailable within seconds when nothing answers,
     ConfigurationError when `address` is malformed."""
-    if _listens_on_loopback_only(address):
+    if listens_on_loopback_only(address):
         _stay_on_loopback()
     ray = import_ray()
     if address == AUTO:

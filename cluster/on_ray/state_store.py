@@ -63,7 +63,7 @@ class RayStateStore:
         internal_kv()._internal_kv_del(self._key, namespace=self._namespace)
 
 
-async def kept_under(prefix: str, namespace: str) -> list[str]:
+async def names_under(prefix: str, namespace: str) -> list[str]:
     """Returns the names of all values whose names begin with this prefix."""
 
     def look() -> list[str]:

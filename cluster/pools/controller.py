@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,7 @@ from tandem.cluster.describe import counted
 from tandem.cluster.events import Events
 from tandem.cluster.launcher import FixModel, Hosts, Launcher, StateStore, as_it_is
 from tandem.cluster.pools import operator_changes, plan
-from tandem.cluster.pools.changes import ConfigDifference, applied, difference
-from tandem.cluster.pools.limits import check_limits
+from tandem.cluster.pools.changes import applied, difference
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.reconciler import Reconciler
 from tandem.cluster.pools.state import ClusterState
@@ -290,45 +290,17 @@ class Controller:
 
     async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
         async with self.pools.writing():
-            running, before = self._config, self.pools.state
-            wanted = applied(running, config)
-            found = difference(running, config)
-            change = self._describe_change(found)
+            running, state = self._config, self.pools.state
+            wanted, found = applied(running, config), difference(running, config)
+            change = operator_changes.describe_difference(state, found)
             if dry_run or not (found.sizes or found.at_once or found.nodes or found.routers):
                 return change
-            if before.rollout is not None:
-                raise Unavailable(
-                    "a rollout is running: wait for its end (`tandem status`), or take it back with `tandem apply --back`"
-                )
-            for role, size in found.sizes.items():
-                check_limits(wanted, role, size)
-            operator_changes.resized(running, before, self.pools.facts(), found.sizes)
-            await self.pools.apply(wanted, found.sizes, nodes=bool(found.nodes), routers=bool(found.routers))
+            new = operator_changes.with_config(running, state, self.pools.facts(), wanted, found, time.time())
+            await self.pools.change_config(new)
             self._begin_wings()
             for line in change.at_once:
                 self.pools.note(f"applied: {line}")
             return msgspec.structs.replace(change, revision=self.pools.state.revision.number)
-
-    def _describe_change(self, found: ConfigDifference) -> AppliedChange:
-        sizes = [
-            f"{role.value}: a node for each place"
-            if size is None
-            else operator_changes.describe_size(self.pools.state, role, size)
-            for role, size in found.sizes.items()
-        ]
-        going = [node.node_id for node in self.pools.state.nodes if not node.leaving] if found.nodes else []
-        if found.routers:
-            going += [router.name for router in self.pools.state.staying_routers]
-        number = self.pools.state.revision.number
-        return AppliedChange(
-            [*sizes, *found.at_once],
-            found.nodes,
-            found.refused,
-            going,
-            number,
-            found.routers,
-            found.controller,
-        )
 
     async def go_back(self) -> None:
         async with self.pools.writing():

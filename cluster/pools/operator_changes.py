@@ -9,7 +9,9 @@ import msgspec
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.control import AppliedChange
 from tandem.cluster.describe import counted
+from tandem.cluster.pools.changes import ConfigDifference
 from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.limits import (
     check_alike,
@@ -102,6 +104,53 @@ def _check_may_go(config: TandemConfig, state: ClusterState, facts: Facts, recor
             f"{record.node_id} is the last node that can decode: run `tandem scale {role.value}={size + 1}` first"
         )
     check_writers(state.resized(role, -1))  # a rollout takes the others away
+
+
+# --- another configuration
+
+
+def with_config(
+    running: TandemConfig,
+    state: ClusterState,
+    facts: Facts,
+    wanted: TandemConfig,
+    found: ConfigDifference,
+    unix_time: float,
+) -> ClusterState:
+    """`found`: how `wanted` differs from `running`. Nodes and routers that read a changed setting at their start are to be replaced one by
+    one."""
+    if state.rollout is not None:
+        raise Unavailable(
+            "a rollout is running: wait for its end (`tandem status`), or take it back with `tandem apply --back`"
+        )
+    for role, size in found.sizes.items():
+        check_limits(wanted, role, size)
+    sized, revision = resized(running, state, facts, found.sizes), state.revision
+    nodes, routers = bool(found.nodes), bool(found.routers)
+    if not nodes and not routers:
+        return msgspec.structs.replace(sized, revision=msgspec.structs.replace(revision, config=wanted))
+    commit = "" if nodes and wanted.model != running.model else revision.commit
+    adapters = revision.adapters if wanted.model.adapters == running.model.adapters else None
+    return sized.beginning(wanted, commit, unix_time, adapters, nodes=nodes, routers=routers)
+
+
+def describe_difference(state: ClusterState, found: ConfigDifference) -> AppliedChange:
+    sizes = [
+        f"{role.value}: a node for each place" if size is None else describe_size(state, role, size)
+        for role, size in found.sizes.items()
+    ]
+    going = [node.node_id for node in state.nodes if not node.leaving] if found.nodes else []
+    if found.routers:
+        going += [router.name for router in state.staying_routers]
+    return AppliedChange(
+        [*sizes, *found.at_once],
+        found.nodes,
+        found.refused,
+        going,
+        state.revision.number,
+        found.routers,
+        found.controller,
+    )
 
 
 # --- pauses

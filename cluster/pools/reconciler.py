@@ -32,7 +32,7 @@ from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
 from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
-from tandem.wire.nodes import NodeInfo, PoolReport, Role
+from tandem.wire.nodes import NodeInfo, PoolReport
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Reconciler:
         """Adopts what an earlier controller left. Running routers are first told what they were told last, so nothing changes for
         them."""
         async with self._lock:
-            kept = await self._until_told(self._turn.load, "what the previous controller recorded")
+            kept = await self._until_answered(self._turn.load, "what the previous controller recorded")
             try:
                 if kept is not None:
                     self.state = state.decode(kept)
@@ -223,7 +223,7 @@ class Reconciler:
         deadline = self._clock.now() + self.config.timeouts.unresponsive_s
         self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         while True:
-            machines = await self._until_told(self._hosts.present, "the list of machines")
+            machines = await self._until_answered(self._hosts.present, "the list of machines")
             left = deadline - self._clock.now()
             if left <= 0 or needed <= {host.name for host in machines}:
                 return machines
@@ -241,7 +241,7 @@ class Reconciler:
             for there in node.placement.parts
         ]
 
-    async def _until_told(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _until_answered(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
         """Repeats the question until it is answered. Giving up would leave running nodes without a controller."""
         while True:
             try:
@@ -396,12 +396,12 @@ class Reconciler:
         self.machines = [*present, *kept]
 
     async def _until_woken(self) -> None:
-        woken = self._until_told_or_late() if self._unseen else self._wake.wait()
+        woken = self._until_woken_or_late() if self._unseen else self._wake.wait()
         _, changed = await first_of(woken, self._hosts.changed(_LOOK_AGAIN_S))
         if has_ended(changed):
             changed.result()
 
-    async def _until_told_or_late(self) -> None:
+    async def _until_woken_or_late(self) -> None:
         with contextlib.suppress(DeadlineExceeded):
             await self._clock.within(self.config.timeouts.heartbeat_s, self._wake.wait(), "a wish")
 
@@ -480,25 +480,15 @@ class Reconciler:
 
     # --- another configuration
 
-    async def apply(
-        self, config: TandemConfig, sizes: Mapping[Role, int | None], *, nodes: bool, routers: bool
-    ) -> None:
-        """Records a new configuration with the pools' new sizes and starts to roll it out. If it raises, nothing has changed. Requires
-        `writing`. `nodes` and `routers` say which of them read a changed setting at their start, and so are replaced one by one."""
-        if (nodes or routers) and self.roll_out is None:
+    async def change_config(self, new: ClusterState) -> None:
+        """Records a state with another configuration, and starts to roll it out if nodes or routers read a changed setting at their start.
+        If it raises, nothing has changed. Requires `writing`."""
+        if new.rollout is not None and self.roll_out is None:
             raise ConfigurationError(
                 "nodes and routers of this installation are not replaced while it serves: `tandem down`, then `tandem serve`"
             )
-        sized, revision = self.state.with_sizes(sizes), self.state.revision
-        if nodes or routers:
-            commit = "" if nodes and config.model != self.config.model else revision.commit
-            stays = config.model.adapters == self.config.model.adapters
-            adapters = revision.adapters if stays else None
-            new = sized.beginning(config, commit, time.time(), adapters, nodes=nodes, routers=routers)
-        else:
-            new = msgspec.structs.replace(sized, revision=msgspec.structs.replace(revision, config=config))
         await self.keep_and_use(new)
-        if nodes or routers:
+        if new.rollout is not None:
             self._begin_rollout("begins")
         self.wake()
 

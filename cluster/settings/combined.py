@@ -20,7 +20,7 @@ from tandem.base.settings import allows_null, choices_of, kinds_at, refusal
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.models.store import name_at
-from tandem.cluster.settings.layers import GivenValue, Layer
+from tandem.cluster.settings.layers import Layer, SettingValue
 from tandem.cluster.settings.names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.cluster.settings.rules import broken_rules
 from tandem.wire.nodes import Role
@@ -50,11 +50,11 @@ class SettingsError(ConfigurationError):
 def resolve(layers: Iterable[Layer]) -> Settings:
     """Raises SettingsError with the mistakes of all layers."""
     mistakes: list[str] = []
-    merged: dict[Path, GivenValue] = {}
+    merged: dict[Path, SettingValue] = {}
     for layer in layers:
         mistakes += layer.mistakes
         _choose_layout(merged, layer)
-        merged |= layer.givens
+        merged |= layer.values
     values: dict[Path, object] = {}
     for path, given in merged.items():
         try:
@@ -67,23 +67,23 @@ def resolve(layers: Iterable[Layer]) -> Settings:
     return Settings(config, {path: given.origin for path, given in merged.items()})
 
 
-def _choose_layout(lower: dict[Path, GivenValue], layer: Layer) -> None:
+def _choose_layout(lower: dict[Path, SettingValue], layer: Layer) -> None:
     """Setting aggregated nodes sets the default sizes of the prefill and decode pools, and those of lower layers, to 0; and the other way
     round."""
     counts = {role: ("pools", role.value, "nodes") for role in Role}
-    given = {role: layer.givens[path] for role, path in counts.items() if path in layer.givens}
+    given = {role: layer.values[path] for role, path in counts.items() if path in layer.values}
     separate = any(role.hands_over for role in given)
     aggregated = given.get(Role.AGGREGATED)
     if aggregated is not None and not separate and str(aggregated.value) != "0":
         for role in filter(lambda role: role.hands_over, Role):
-            lower[counts[role]] = GivenValue(0, aggregated.origin, textual=False, implied=True)
+            lower[counts[role]] = SettingValue(0, aggregated.origin, textual=False, implied=True)
     elif separate and aggregated is None:
         lower.pop(counts[Role.AGGREGATED], None)
         for path in [path for path, below in lower.items() if below.implied]:
             del lower[path]
 
 
-def _convert(path: Path, given: GivenValue) -> object:
+def _convert(path: Path, given: SettingValue) -> object:
     annotation = known_settings()[path]
     value = given.value
     if path[0] == "pools" and path[-1] in OF_ALL_POOLS:
@@ -115,7 +115,7 @@ def _convert(path: Path, given: GivenValue) -> object:
     return converted
 
 
-def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
+def _of_pool(path: Path, given: SettingValue) -> dict[str, object]:
     """Converts a pool's overrides of a section, each value by its type in that section."""
     section, value = path[-1], given.value
     if given.textual and isinstance(value, str):
@@ -141,11 +141,13 @@ def _of_pool(path: Path, given: GivenValue) -> dict[str, object]:
                 f"has {str(name)[:80]!r}, which is not a setting of {section}{did_you_mean(str(name), own)}",
             )
         origin = f"{given.origin}: {dotted(path)}"
-        found[name] = msgspec.to_builtins(_convert((section, name), GivenValue(each, origin, textual=False)))
+        found[name] = msgspec.to_builtins(
+            _convert((section, name), SettingValue(each, origin, textual=False))
+        )
     return found
 
 
-def _check_spaces(path: Path, given: GivenValue, value: object) -> None:
+def _check_spaces(path: Path, given: SettingValue, value: object) -> None:
     """YAML reads {GPU:1} as a name, `GPU:1`, without a value. In a shell people write that, because a space needs quotes."""
     for mapping in value if isinstance(value, list) else [value]:
         for name, inside in mapping.items() if isinstance(mapping, dict) else ():
@@ -159,7 +161,7 @@ def _check_spaces(path: Path, given: GivenValue, value: object) -> None:
 _EXAMPLES = {"cache": "block_size: 32", "scheduler": "max_num_seqs: 64"}
 
 
-def _with_sizes(tiers: object, given: GivenValue) -> object:
+def _with_sizes(tiers: object, given: SettingValue) -> object:
     """Converts `cpu: 8GiB` to bytes. Anything but a list of mappings is returned as it is, for the check of types."""
 
     def in_bytes(name: object, value: object) -> object:
@@ -175,12 +177,12 @@ def _with_sizes(tiers: object, given: GivenValue) -> object:
     ]
 
 
-def _refusal(path: Path, given: GivenValue, sentence: str) -> ConfigurationError:
+def _refusal(path: Path, given: SettingValue, sentence: str) -> ConfigurationError:
     return ConfigurationError(f"{given.origin}: {dotted(path)} {sentence}")
 
 
 def _build(
-    values: dict[Path, object], merged: Mapping[Path, GivenValue], mistakes: list[str]
+    values: dict[Path, object], merged: Mapping[Path, SettingValue], mistakes: list[str]
 ) -> TandemConfig:
     """Builds the configuration of all values that fit together. A struct's own checks stop at their first mistake, and compare values that
     may be right only together: so all are tried at once, and without the ones that are to blame again."""
@@ -227,7 +229,7 @@ def _mentions(sentence: str, refused: Collection[Path]) -> bool:
     return any(tuple(name.split(".")) in refused for name in _NAME.findall(sentence))
 
 
-def _origin(paths: Collection[Path], sentence: str, merged: Mapping[Path, GivenValue]) -> str:
+def _origin(paths: Collection[Path], sentence: str, merged: Mapping[Path, SettingValue]) -> str:
     named = [path for path in paths if sentence.startswith(dotted(path))]
     return f"{merged[max(named or paths)].origin}: "
 

@@ -29,7 +29,7 @@ ENV_SEPARATOR = "__"  # double, because Kubernetes sets TANDEM_ROUTER_PORT for a
 
 
 @dataclass(frozen=True, slots=True)
-class GivenValue:
+class SettingValue:
     value: object
     origin: str  # as the operator knows it: "tandem.yaml", "TANDEM_ROUTER__PORT", "--prefill"
     textual: bool  # from a source that has text only
@@ -38,7 +38,7 @@ class GivenValue:
 
 @dataclass(slots=True)
 class Layer:
-    givens: dict[Path, GivenValue] = field(default_factory=dict)
+    values: dict[Path, SettingValue] = field(default_factory=dict)
     mistakes: list[str] = field(default_factory=list)
 
 
@@ -90,7 +90,7 @@ def _read_section(
         path = (*prefix, str(key))
         info = fields.get(str(key))
         if info is None and path in no_settings():
-            _give(layer, path, GivenValue(value, origin, textual=False))
+            _give(layer, path, SettingValue(value, origin, textual=False))
             continue
         if info is None:
             hint = did_you_mean(dotted(path), [dotted((*prefix, name)) for name in fields_of(section)])
@@ -99,13 +99,13 @@ def _read_section(
             continue
         inner = section_type(info.type)
         if inner is None:
-            _give(layer, path, GivenValue(value, origin, textual=False))
+            _give(layer, path, SettingValue(value, origin, textual=False))
         elif isinstance(value, Mapping):
             _read_section(value, inner, path, origin, layer)
         elif value is None:
             continue  # "section:" with nothing under it
         elif inner in SHORTHANDS:
-            _give(layer, (*path, SHORTHANDS[inner]), GivenValue(value, origin, textual=False))
+            _give(layer, (*path, SHORTHANDS[inner]), SettingValue(value, origin, textual=False))
         else:
             example = next(
                 (dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED), None
@@ -115,13 +115,13 @@ def _read_section(
             )
 
 
-def _give(layer: Layer, path: Path, given: GivenValue) -> None:
+def _give(layer: Layer, path: Path, given: SettingValue) -> None:
     if path in DERIVED:
         layer.mistakes.append(f"{given.origin}: {dotted(path)} cannot be set: {DERIVED[path]}")
     elif path in no_settings():
         layer.mistakes.append(f"{given.origin}: {dotted(path)} {no_settings()[path]}")
     else:
-        layer.givens[path] = given
+        layer.values[path] = given
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:
@@ -165,4 +165,4 @@ def _give_text(layer: Layer, path: Path, value: str, origin: str) -> None:
         for name in path:
             section = fields_of(section)[name].type
         path = (*path, SHORTHANDS[section])
-    _give(layer, path, GivenValue(value, origin, textual=True))
+    _give(layer, path, SettingValue(value, origin, textual=True))

@@ -34,7 +34,7 @@ from tandem.cluster.orders import (
     act,
 )
 from tandem.wire.nodes import Role
-from tests.cluster.asked import Asked
+from tests.cluster.direct_cluster import DirectCluster
 
 VIEW = ClusterView(
     "model",
@@ -45,7 +45,7 @@ VIEW = ClusterView(
 )
 
 
-class FakeCluster(Asked):
+class FakeCluster(DirectCluster):
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.error: TandemError | None = None

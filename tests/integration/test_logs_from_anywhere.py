@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.base.logs import LogsConfig
 from tandem.cluster.commands.logs import LogFilter, LogReader
-from tests.cluster.asked import AskedController
+from tests.cluster.direct_cluster import DirectController
 from tests.integration.conftest import Deploy, LoopThread, float32_config
 
 
@@ -30,7 +30,7 @@ def test_a_request_is_found_in_every_process(
         server.until_quiet()
         reader, asked = (
             LogReader(LogFilter(request="look-for-me")),
-            AskedController(server.deployment.control),
+            DirectController(server.deployment.control),
         )
         lines, remarks = loop_thread.run(reader.look(asked))
         assert not remarks

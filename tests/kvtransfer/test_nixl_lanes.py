@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.cluster.commands.machine_checks import Level, check_nixl_on_gpu
 from tandem.kvtransfer import nixl_check
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nixl import lanes
 from tandem.kvtransfer.nixl.lanes import lanes_in, name_lanes, reaches_device
 from tandem.kvtransfer.nixl.transport import NixlTransport
-from tandem.kvtransfer.nixl_check import NixlReport
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
@@ -72,21 +70,6 @@ def test_a_gpus_memory_over_tcp_is_warned_of_once(
         f"blocks to and from {peer} go over {', '.join(found)}" for peer in ("p-1", "p-2")
     ]
     assert [record.levelname for record in caplog.records].count("WARNING") == warned
-
-
-def test_doctor_names_the_lanes_of_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = NixlReport("1.5", ["UCX"], ["cuda_ipc/cuda"], 90.0)
-    monkeypatch.setattr(nixl_check, "check", lambda timeout, device: report)
-    found = check_nixl_on_gpu()
-    assert (found.level, found.what) == (
-        Level.OK,
-        "UCX moves the GPU's memory at 90.0 GB/s over cuda_ipc/cuda",
-    )
-    report = NixlReport("1.5", ["UCX"], ["tcp/lo"], 1.0)
-    assert check_nixl_on_gpu().level is Level.WARN
-    assert "host memory" in check_nixl_on_gpu().what
-    report = NixlReport("1.5", error="no CUDA")
-    assert (check_nixl_on_gpu().level, check_nixl_on_gpu().what) == (Level.WARN, "no CUDA")
 
 
 class Agent:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import httpx
@@ -7,9 +8,10 @@ import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError
+from tandem.cluster.cli import main
 from tandem.router.config import RouterConfig
 from tandem.router.server import RouterServer
-from tandem.wire.nodes import NodeState, Role
+from tandem.wire.nodes import NodeState, PoolReport, Role
 from tandem.wire.requests import NodeCounters, TierStatus, WaitHistogram
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import FakeNode
@@ -49,6 +51,24 @@ def test_cluster_shows_every_node(start_router: StartRouter) -> None:
     assert 0 <= prefill["status_age_s"] < 5
     assert decode["role"] == "decode"
     assert decode["unusable"] is None
+
+
+def test_the_command_shows_pools_and_nodes_that_serve_no_more(
+    start_router: StartRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = start_router(prefill=1, decode=1)
+    router.announce(
+        PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 3, starting=1, left_out={"d9": "other weights"})
+    )
+    router.wait_for(lambda: bool(router.server.services.pool.absent()), "the pools are here")
+    assert main(["status", "--url", router.url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "decode: 1 of 3 nodes ready, 1 starting" in shown
+    assert "! d9: other weights" in shown
+    assert main(["status", "--url", router.url, "-o", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == router.client.get("/cluster").json() | {"nodes": answer["nodes"]}
+    assert [(pool["role"], pool["wanted"]) for pool in answer["pools"]] == [("prefill", 1), ("decode", 3)]
 
 
 def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> None:

@@ -20,4 +20,4 @@ def address_of(endpoint: str) -> tuple[str, int]:
 
 
 def connect_as_member(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    socket.connect(sockets._process.keys.protect_caller(socket, endpoint))
+    socket.connect(sockets.shared.keys.protect_caller(socket, endpoint))

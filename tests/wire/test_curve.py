@@ -214,7 +214,7 @@ def test_strangers_by_the_hundred_keep_no_member_waiting(
     for index in range(100):
         outbox.send(inbox.endpoint, Ping(str(index)))
     assert [message.reply_to for message in heard.wait(100)] == [str(index) for index in range(100)]
-    authenticator = sockets._process._authenticator
+    authenticator = sockets.shared.authenticator
     assert authenticator is not None
     until(lambda: len(authenticator._held) == 8)
 
@@ -232,7 +232,7 @@ def test_an_authenticator_that_died_is_told_by_every_inbox(
     assert inbox.died is None
     outbox.send(inbox.endpoint, Ping("x"))
     assert ended.wait(10)
-    authenticator = sockets._process._authenticator
+    authenticator = sockets.shared.authenticator
     assert authenticator is not None
     authenticator._thread.join(10)
     assert inbox.died == "OSError: out of luck"

@@ -99,20 +99,20 @@ def test_an_address_that_never_answers_costs_no_descriptor_for_ever() -> None:
     listening.listen(0)
     lost = endpoint_at(listening.getsockname()[1])
     waiting: list[socket.socket] = []
-    while not probe._attempts:  # until its queue is full, and more is not even refused
+    while not probe.attempts:  # until its queue is full, and more is not even refused
         assert probe.look(lost) in (Listener.UNKNOWN, Listener.ACCEPTS)
         waiting.append(socket.socket())
         waiting[-1].setblocking(False)
         waiting[-1].connect_ex(listening.getsockname())
         now[0] += AGAIN_S
-    [attempt] = probe._attempts.values()
+    [attempt] = probe.attempts.values()
     assert probe.look(lost) is Listener.UNKNOWN
     now[0] += ANSWER_S
     assert probe.look(lost) is Listener.DOES_NOT_ANSWER
     now[0] += PATIENCE_S
     assert probe.look("tcp://some-host-name:80") is Listener.UNKNOWN
-    assert not probe._attempts
-    assert not probe._accepted
+    assert not probe.attempts
+    assert not probe.accepted
     assert attempt.connection.fileno() == -1
     for connection in (*waiting, listening):
         connection.close()

@@ -25,16 +25,16 @@ class Heard:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     def __call__(self, message: Any) -> None:
-        with self._changed:
+        with self.changed:
             self.messages.append(message)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def wait(self, count: int) -> list[Any]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.messages) >= count, DEADLINE_S), self.messages
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.messages) >= count, DEADLINE_S), self.messages
         return self.messages
 
 
@@ -218,13 +218,13 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
             assert time.monotonic() < deadline
             index += 1
             outbox.send(second.endpoint, Ping(str(index)))
-            with heard._changed:
-                heard._changed.wait_for(lambda: heard.messages[-1] != Ping("1"), 0.05)
+            with heard.changed:
+                heard.changed.wait_for(lambda: heard.messages[-1] != Ping("1"), 0.05)
         rest = [Ping(str(number)) for number in range(index + 1, index + 200)]
         for ping in rest:
             outbox.send(second.endpoint, ping)
-        with heard._changed:
-            assert heard._changed.wait_for(lambda: heard.messages[-1] == rest[-1], DEADLINE_S)
+        with heard.changed:
+            assert heard.changed.wait_for(lambda: heard.messages[-1] == rest[-1], DEADLINE_S)
         assert heard.messages[-len(rest) :] == rest
     finally:
         second.close()
@@ -235,7 +235,7 @@ def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
 ) -> None:
     """All sockets of a process count: here the inbox's three, the authenticator's three, and one more."""
     monkeypatch.setattr(sockets, "MAX_SOCKETS", 7)
-    monkeypatch.setattr(sockets, "_process", sockets._Process())
+    monkeypatch.setattr(sockets, "shared", sockets.ProcessSockets())
     inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
     outbox = Outbox()
     try:
@@ -252,8 +252,8 @@ def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
 def test_all_sockets_of_a_process_share_one_context_that_ends_with_the_last(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = sockets._Process()
-    monkeypatch.setattr(sockets, "_process", process)
+    process = sockets.ProcessSockets()
+    monkeypatch.setattr(sockets, "shared", process)
     before = len(os.listdir("/proc/self/task"))
     pairs = [(Inbox("127.0.0.1", ToNode, heard, name=f"inbox {index}"), Outbox()) for index in range(3)]
     for inbox, outbox in pairs:
@@ -263,14 +263,14 @@ def test_all_sockets_of_a_process_share_one_context_that_ends_with_the_last(
         "a thread per Inbox, the authenticator, ZMQ's reaper and its one I/O thread"
     )
     for inbox, outbox in pairs:
-        assert process._context is not None
-        assert not process._context.closed
+        assert process.context is not None
+        assert not process.context.closed
         inbox.close()
         outbox.close()
-    assert process._context is None
+    assert process.context is None
     with pytest.raises(ConfigurationError):
         Inbox("not-an-address", ToNode, heard, name="test")
-    assert process._context is None, "one that failed holds nothing"
+    assert process.context is None, "one that failed holds nothing"
 
 
 def test_forgetting_drops_what_is_queued(heard: Heard) -> None:

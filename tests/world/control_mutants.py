@@ -114,11 +114,11 @@ def _scaled_during_a_rollout(right: Any) -> Any:
 
 
 def _sizes_kept_before_the_model_is_known(right: Any) -> Any:
-    async def apply(self: Reconciler, config: Any, sizes: Any, **given: Any) -> None:
-        await self.keep(self.state.with_sizes(sizes))
-        await right(self, config, sizes, **given)
+    async def change_config(self: Reconciler, new: ClusterState) -> None:
+        await self.keep(msgspec.structs.replace(self.state, sizes=new.sizes))
+        await right(self, new)
 
-    return apply
+    return change_config
 
 
 def _second_apply_taken(right: Any) -> Any:
@@ -257,7 +257,7 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
     ),
     "half-an-apply": (
         "a refused apply resizes pools",
-        (Reconciler, "apply", _sizes_kept_before_the_model_is_known),
+        (Reconciler, "change_config", _sizes_kept_before_the_model_is_known),
     ),
     "two-rollouts": ("a second apply is taken in a rollout", (Controller, "apply", _second_apply_taken)),
     "last-node-goes": (

@@ -15,8 +15,8 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ClusterView
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.metrics import RouterMetrics
-from tests.cluster.asked import Asked
 from tests.cluster.chaos.views import cluster
+from tests.cluster.direct_cluster import DirectCluster
 
 
 def test_the_dry_run_names_every_blow_and_its_victim() -> None:
@@ -65,7 +65,7 @@ def test_a_router_that_began_to_count_again_takes_nothing_away() -> None:
 def test_the_command_says_what_it_would_do_and_does_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    class KnownController(Asked):
+    class KnownController(DirectCluster):
         async def view(self) -> ClusterView:
             return cluster(decode=2)
 

@@ -23,7 +23,7 @@ from tandem.cluster.control import (
     SupervisedNode,
 )
 from tandem.wire.nodes import Role
-from tests.cluster.asked import Asked
+from tests.cluster.direct_cluster import DirectCluster
 from tests.cluster.pools.helpers import FakeClock
 
 NODES = [SupervisedNode("decode-1", Role.DECODE, "10.0.0.2", "ready", "", 0)]
@@ -34,7 +34,7 @@ def view(rollout: RolloutView | None, revision: int = 4, *said: str) -> ClusterV
     return ClusterView("model", [], NODES, [], decisions, revision=revision, rollout=rollout)
 
 
-class Told(Asked):
+class Told(DirectCluster):
     """A cluster that says one thing after another."""
 
     def __init__(self, *views: ClusterView | TandemError) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cluster.cli import main
-from tandem.cluster.commands.engines import check_as_finding, check_engine
-from tandem.cluster.commands.machine_checks import Level
+from tandem.cluster.commands.engines import check_engine
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.settings.combined import SettingsError, resolve
 from tandem.cluster.settings.layers import read_assignments
@@ -89,9 +88,6 @@ def test_an_environment_that_lacks_something_is_refused_before_anything_starts(t
         check_engine(wrong)
     assert "has vLLM 0.31.0" in str(refused.value)
     assert "has a build for CPUs: set it to cpu" in str(refused.value)
-    finding = check_as_finding(wrong)
-    assert finding.level is Level.FAIL
-    assert "has vLLM 0.31.0" in finding.advice
 
 
 def test_a_model_that_vllm_does_not_read_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from tandem.base.logs import ClusterLogs, LogsQuery, RecentLines
 from tandem.cluster.commands import logs
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.logs import LogFilter, LogReader, looks, parse_age, show_logs
-from tests.cluster.asked import Asked
+from tests.cluster.direct_cluster import DirectCluster
 
 ATTEMPT = "req-" + "0af3" * 8
 
 
-class Processes(Asked):
+class Processes(DirectCluster):
     """A cluster that has logs."""
 
     def __init__(self, *names: str) -> None:

@@ -34,7 +34,7 @@ from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.page_state import PageState
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice, TierStatus
-from tests.cluster.asked import Asked
+from tests.cluster.direct_cluster import DirectCluster
 from tests.cluster.page_states import page_with
 from tests.cluster.pools.helpers import in_loop, settle
 
@@ -166,7 +166,7 @@ def test_a_role_that_does_not_exist_is_refused() -> None:
         parse_role("decoder")
 
 
-class FakeController(Asked):
+class FakeController(DirectCluster):
     name = "chat"
 
     def __init__(self) -> None:
@@ -304,7 +304,7 @@ def test_a_watched_cluster_is_shown_where_the_command_prints(
 ) -> None:
     """While a cluster is joined, what libraries print goes to the log."""
 
-    class Watched(Asked):
+    class Watched(DirectCluster):
         looks = 0
 
         async def view(self) -> ClusterView:

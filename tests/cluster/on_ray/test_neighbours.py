@@ -21,7 +21,7 @@ from tandem.cluster.on_ray.runtime import NAMESPACE, deployment_in, import_ray, 
 from tandem.cluster.pools import state
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.nodes import Role
-from tests.cluster.asked import Asked
+from tests.cluster.direct_cluster import DirectCluster
 from tests.cluster.pools.helpers import in_loop
 
 import_ray()  # its environment is set first, or other tests of this run could not set it
@@ -132,7 +132,7 @@ async def test_a_controller_that_was_killed_while_it_placed_nodes_keeps_no_other
 ) -> None:
     for name in ("chat", "code"):
         await stands(name).save(b"id")
-    long_ago = f"chat {time.time() - neighbours._LONGEST_S - 1}".encode()
+    long_ago = f"chat {time.time() - neighbours.LONGEST_S - 1}".encode()
     store.values[NAMESPACE.encode(), b"placing"] = long_ago
     async with Neighbours("code").placing():
         assert store.values[NAMESPACE.encode(), b"placing"] != long_ago
@@ -146,7 +146,7 @@ async def test_a_deployment_that_is_alone_waits_for_no_other(store: MemoryKv) ->
         assert (NAMESPACE.encode(), b"placing") not in store.values
 
 
-class EvacuatedDeployment(Asked):
+class EvacuatedDeployment(DirectCluster):
     def __init__(self, answer: dict[str, bool] | TandemError) -> None:
         self.answer = answer
 

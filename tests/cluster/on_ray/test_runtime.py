@@ -54,7 +54,7 @@ def test_what_ray_starts_does_not_hear_signals_to_our_group(monkeypatch: pytest.
 
 def test_a_ray_that_listens_on_loopback_alone_is_told_from_a_head_that_is_named_by_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as own:
-        assert runtime._listens_on_loopback_only(f"127.0.0.1:{own.getsockname()[1]}")
+        assert runtime.listens_on_loopback_only(f"127.0.0.1:{own.getsockname()[1]}")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             asked.connect(("192.0.2.1", 9))
@@ -63,9 +63,9 @@ def test_a_ray_that_listens_on_loopback_alone_is_told_from_a_head_that_is_named_
         if asked.getsockname()[0].startswith("127."):
             pytest.skip("this machine has no address beyond loopback")
     with socket.create_server(("0.0.0.0", 0)) as head:
-        assert not runtime._listens_on_loopback_only(f"127.0.0.1:{head.getsockname()[1]}")
+        assert not runtime.listens_on_loopback_only(f"127.0.0.1:{head.getsockname()[1]}")
 
 
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head:6379", "", "127.0.0.1:x"])
 def test_other_addresses_are_of_clusters(address: str) -> None:
-    assert not runtime._listens_on_loopback_only(address)
+    assert not runtime.listens_on_loopback_only(address)

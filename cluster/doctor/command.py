@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,15 +10,34 @@ from concurrent.futures import ThreadPoolExecutor
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.commands.engines import check_as_finding
-from tandem.cluster.commands.gpu_checks import gpu_checks
-from tandem.cluster.commands.link_checks import link_checks
-from tandem.cluster.commands.machine_checks import Check, Finding, Level, checks_for
-from tandem.cluster.commands.numa_check import check_numa
-from tandem.cluster.commands.output import print_json
+from tandem.base.errors import ConfigurationError
+from tandem.cluster.commands.engines import check_engine
+from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.setting_options import add_settings, read_settings
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.doctor.gpu_checks import gpu_checks
+from tandem.cluster.doctor.link_checks import link_checks
+from tandem.cluster.doctor.machine_checks import Check, Finding, Level, checks_for
+from tandem.cluster.doctor.numa_check import check_numa
 from tandem.cluster.pools.placement import of_one_machine, this_machine
 from tandem.engine.config import OWN_ENGINE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+    parser.add_argument(
+        "--reach",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="also check that this machine reaches the ports of HOST, another machine of the cluster (repeatable)",
+    )
+    add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = read_settings(options).config
+    return doctor(config, Console(), hosts=options.reach, as_json=wants_json(options))
 
 
 def doctor(
@@ -27,7 +47,7 @@ def doctor(
     with Console(stderr=True).status("looking at this machine (about ten seconds)"):
         here = of_one_machine(config)
         numa = {"numa": lambda: check_numa(here, this_machine())}
-        engine = {} if config.model.engine == OWN_ENGINE else {"engine": lambda: check_as_finding(config)}
+        engine = {} if config.model.engine == OWN_ENGINE else {"engine": lambda: check_other_engine(config)}
         others = {**numa, **engine, **gpu_checks(), **link_checks(hosts, config.pools)}
         findings = run_checks({**checks_for(here), **others})
     if as_json:
@@ -35,6 +55,15 @@ def doctor(
     else:
         show(findings, console)
     return 1 if any(finding.level is Level.FAIL for finding in findings) else 0
+
+
+def check_other_engine(config: TandemConfig) -> Finding:
+    try:
+        found = check_engine(config)
+    except ConfigurationError as error:
+        return Finding("engine", Level.FAIL, f"{config.model.engine} cannot run", str(error))
+    assert found is not None
+    return Finding("engine", Level.OK, f"{found.name} {found.version} of {found.python}, for {found.device}")
 
 
 def run_checks(checks: Mapping[str, Check]) -> list[Finding]:

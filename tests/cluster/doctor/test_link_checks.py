@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.commands import link_checks
-from tandem.cluster.commands.machine_checks import Level
 from tandem.cluster.config import PoolConfig, PoolsConfig
+from tandem.cluster.doctor import link_checks
+from tandem.cluster.doctor.machine_checks import Level
 
 NO_LIMIT = resource.RLIM_INFINITY
 IPC_LOCK = 1 << 14

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.base.errors import TandemError
-from tandem.cluster.commands.machine_checks import Finding, ok, warn
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import counted
+from tandem.cluster.doctor.machine_checks import Finding, ok, warn
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.state import NodeRecord
 from tandem.machine.pci import ROOT, gpus, rdma_devices, read_text

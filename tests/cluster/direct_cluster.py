@@ -9,7 +9,7 @@ from tandem.cluster.orders import Control, Order
 T = TypeVar("T")
 
 
-class Asked:
+class DirectCluster:
     """Carries out an order by the method that a controller has for it."""
 
     async def ask(self, order: Order[T]) -> T:
@@ -17,7 +17,7 @@ class Asked:
         return await order.do(control)
 
 
-class AskedController(Asked):
+class DirectController(DirectCluster):
     """The same for a controller that is not a cluster of its own."""
 
     def __init__(self, control: Control) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.commands.gpu_checks import check_gpu_direct, check_nearest, check_pods, gpu_checks
-from tandem.cluster.commands.machine_checks import Level
+from tandem.cluster.doctor.gpu_checks import check_gpu_direct, check_nearest, check_pods, gpu_checks
+from tandem.cluster.doctor.machine_checks import Level
 from tests.machine.pci_tree import gpu, rdma, two_sockets
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U22)  Tue Sep 23 09:55:41 UTC 2025"

@@ -13,13 +13,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tandem.base.wings import is_there
 from tandem.cluster.cli import main
-from tandem.cluster.commands import doctor, machine_checks
-from tandem.cluster.commands.machine_checks import Finding, Level
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.doctor import command as doctor
+from tandem.cluster.doctor import machine_checks
+from tandem.cluster.doctor.machine_checks import Finding, Level
 from tandem.cluster.pools.placement import LocalMachine
-from tandem.engine.config import CacheConfig
+from tandem.engine.config import CacheConfig, ModelConfig
+from tandem.kvtransfer import nixl_check
 from tandem.kvtransfer.nixl.lanes import lanes_in
+from tandem.kvtransfer.nixl_check import NixlReport
 
 GIB = 1 << 30
 replace = msgspec.structs.replace
@@ -202,3 +206,29 @@ def test_the_command_names_each_machine_that_it_should_reach(
     main(["doctor", "-o", "json", "--reach", "127.0.0.1", "--reach", "localhost"])
     subjects = {finding["subject"] for finding in json.loads(capsys.readouterr().out)}
     assert {"clock", "to 127.0.0.1", "to localhost"} <= subjects
+
+
+def test_doctor_names_the_lanes_of_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = NixlReport("1.5", ["UCX"], ["cuda_ipc/cuda"], 90.0)
+    monkeypatch.setattr(nixl_check, "check", lambda timeout, device: report)
+    found = machine_checks.check_nixl_on_gpu()
+    assert (found.level, found.what) == (
+        Level.OK,
+        "UCX moves the GPU's memory at 90.0 GB/s over cuda_ipc/cuda",
+    )
+    report = NixlReport("1.5", ["UCX"], ["tcp/lo"], 1.0)
+    assert machine_checks.check_nixl_on_gpu().level is Level.WARN
+    assert "host memory" in machine_checks.check_nixl_on_gpu().what
+    report = NixlReport("1.5", error="no CUDA")
+    assert (machine_checks.check_nixl_on_gpu().level, machine_checks.check_nixl_on_gpu().what) == (
+        Level.WARN,
+        "no CUDA",
+    )
+
+
+@pytest.mark.skipif(not is_there("tandem.engine.vllm"), reason="vllm is not here")
+def test_another_engine_that_cannot_run_is_a_finding(tmp_path: Path) -> None:
+    model = ModelConfig(path="smollm2", engine="vllm", engine_python=str(tmp_path / "python"))
+    found = doctor.check_other_engine(TandemConfig(model=model))
+    assert (found.level, found.what) == (Level.FAIL, "vllm cannot run")
+    assert str(tmp_path) in found.advice

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.commands.machine_checks import Finding, Level
-from tandem.cluster.commands.numa_check import check_numa
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.doctor.machine_checks import Finding, Level
+from tandem.cluster.doctor.numa_check import check_numa
 from tandem.cluster.pools.placement import LocalMachine
 from tests.machine import pci_tree
 

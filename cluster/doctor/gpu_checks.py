@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.cluster.commands.machine_checks import Check, Finding, Level, has_gpu
+from tandem.cluster.doctor.machine_checks import Check, Finding, Level, has_gpu
 from tandem.machine.pci import Distance, PciDevice, RdmaDevice, gpus, nearest, rdma_devices, read_text
 
 _OPEN_SINCE = 515  # the driver whose open kernel modules export dma-buf

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, RequestError, Unavailable
 from tandem.cluster.api_client import key_from_environment
-from tandem.cluster.commands.chat import ChatClient, WrappedText, chat
+from tandem.cluster.chat.command import ChatClient, WrappedText, chat
 
 
 def events(*contents: str, done: bool = True) -> str:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.commands.machine_checks import (
+from tandem.cluster.config import PoolsConfig
+from tandem.cluster.describe import format_size
+from tandem.cluster.doctor.machine_checks import (
     Check,
     Finding,
     fail,
@@ -23,8 +25,6 @@ from tandem.cluster.commands.machine_checks import (
     run_python,
     warn,
 )
-from tandem.cluster.config import PoolsConfig
-from tandem.cluster.describe import format_size
 from tandem.machine.pci import read_text
 from tandem.wire.nodes import Role
 

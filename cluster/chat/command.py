@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -12,11 +14,30 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem.base.errors import TandemError, Unavailable
-from tandem.cluster.api_client import ApiClient
+from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.commands.options import add_server
+from tandem.cluster.commands.router_url import choose_url
 
 _HELP = "/quit leaves, /reset forgets the conversation, Ctrl-C stops a reply"
 
 Message = dict[str, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message before the conversation")
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="longest reply")
+    # Lower than the API's 1.0, at which small models lose the thread.
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.3, help="0 always says the same (default 0.3)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    with closing(ChatClient(choose_url(options.url), key_from_environment())) as client:
+        sampling = {"temperature": options.temperature, "max_tokens": options.max_tokens}
+        given = {name: value for name, value in sampling.items() if value is not None}
+        return chat(client, Console(), options.system, given)
 
 
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)

@@ -1,0 +1,1 @@
+"""`tandem chat`: `commands` has its row, `command` the conversation."""
