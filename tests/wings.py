@@ -210,6 +210,7 @@ WINGS: dict[str, Wing] = {
         ("engine/model/latents/",),
         ("tests/engine/model/test_flashinfer_package.py", "tests/engine/model/test_latents.py"),
     ),
+    "exact": Wing(("engine/model/exact/",), ("tests/engine/model/exact/",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
