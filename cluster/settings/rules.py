@@ -32,6 +32,7 @@ OF_WINGS: Mapping[Path, str] = {
     **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
     ("router", "other_models"): "tandem.router.other_models",
     ("router", "processes"): "tandem.router.processes",
+    ("router", "receipt_key_file"): "tandem.router.receipts",
     ("router", "tracing", "sample"): "tandem.router.tracing",
     ("router", "tracing", "otlp_endpoint"): "tandem.router.tracing",
     ("scheduler", "trace_folder"): "tandem.node.step_trace",
