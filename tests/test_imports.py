@@ -104,6 +104,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "replay": {"commands"},
     "bench": {"commands", "models", "trace"},
     "chaos": {"commands", "on_ray"},
+    "verify": {"commands"},
 }
 MAY_IMPORT_RAY = (
     "cluster/on_ray/",

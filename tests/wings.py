@@ -92,6 +92,15 @@ WINGS: dict[str, Wing] = {
         ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
     ),
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
+    "verify": Wing(
+        ("cluster/verify/", "router/receipts/"),
+        (
+            "tests/cluster/verify/",
+            "tests/router/receipts/",
+            "tests/integration/test_verify.py",
+            "tests/integration/test_verified_rollout.py",
+        ),
+    ),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "ranks": Wing(
         ("node/ranks/", "engine/model/wide/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
