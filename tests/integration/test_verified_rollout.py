@@ -11,7 +11,18 @@ import pytest
 from tandem.cluster.cli import main
 
 START_S = 180.0
-SERVED = ("--model", "smollm2", "--aggregated", "1", "--kv-memory", "256MiB", "--set", "model.exact=require")
+SERVED = (
+    "--model",
+    "smollm2",
+    "--aggregated",
+    "1",
+    "--kv-memory",
+    "256MiB",
+    "--max-model-len",
+    "512",
+    "--set",
+    "model.exact=require",
+)
 REQUEST = {"prompt": "Once upon a time", "max_tokens": 6}
 
 

@@ -27,7 +27,7 @@ def deployed(deploy: Deploy, path: Path, key: Path, dtype: str, *pools: int) -> 
         replace(
             base,
             model=replace(base.model, dtype=dtype, exact="require"),
-            cache=replace(base.cache, memory_bytes=256 << 20),
+            cache=replace(base.cache, memory_bytes=512 << 20),
             router=replace(base.router, receipt_key_file=str(key)),
             debug=False,
         )
