@@ -11,9 +11,9 @@
     static_hosts/ makes pools of machines that exist already, for `ray up`
     models/       turns a model's name into a folder that a node can open
     commands/     the commands that operators type, and their output
-    adapters/, trace/, replay/, bench/, chaos/, foreign_flags/   wings: adapters that change while it serves; where one request's
+    adapters/, trace/, replay/, bench/, chaos/, verify/, foreign_flags/   wings: adapters that change while it serves; where one request's
                   time went; what a node's scheduler decided, step by step; any server measured; processes killed by a plan, and the
-                  effect; flags of vLLM and SGLang
+                  effect; two servers' answers compared bit by bit; flags of vLLM and SGLang
 
 Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports
 it, whose commands are found by a row in wings.

@@ -7,9 +7,12 @@ import argparse
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from tandem.base.wings import find_wings
+from tandem.base.errors import ConfigurationError
+from tandem.base.wings import find_wing, find_wings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tandem.cluster.commands.parser import Command
 
 ROWS = (
@@ -21,8 +24,10 @@ ROWS = (
     "tandem.cluster.bench.commands",
     "tandem.simulator.commands",
     "tandem.cluster.chaos.commands",
+    "tandem.cluster.verify.commands",
 )
 FLAGS = ("tandem.cluster.foreign_flags.flags",)
+JUDGE = "tandem.cluster.verify.judge"
 
 
 class Wing(Protocol):
@@ -34,6 +39,38 @@ class Wing(Protocol):
 
 def commands_of_wings() -> list[Command]:
     return [command for module in find_wings(ROWS) for command in cast("Wing", module).COMMANDS]
+
+
+class RolloutJudge(Protocol):
+    """Knows what requests were answered before a rollout, and asks them again. Its methods wait for answers."""
+
+    def learn(self) -> int:
+        """Asks all requests, and keeps the answers. Returns how many there are. Raises a TandemError."""
+        ...
+
+    def ask_next(self) -> str:
+        """Asks one of them again. Returns where the answer has other bits than before; "" if it has none, or did not come."""
+        ...
+
+    def ask_all(self) -> str:
+        """Asks all of them again. Raises a TandemError if one is not answered."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class JudgeWing(Protocol):
+    def judge(self, url: str, file: Path | None) -> RolloutJudge:
+        """`url`: of a router. `file`: has the requests; None: a built-in set."""
+        ...
+
+
+def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
+    if module := find_wing(JUDGE):
+        return cast("JudgeWing", module).judge(url, file)
+    raise ConfigurationError(
+        "--verify needs cluster/verify/, which this installation does not have: leave it out"
+    )
 
 
 class ForeignFlags(Protocol):

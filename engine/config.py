@@ -67,6 +67,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         about("`float32`, `bfloat16`, `float16`; `auto` is the checkpoint's own"),
     ] = "auto"
+    exact: Annotated[
+        Literal["auto", "require"],
+        about(
+            "`require` refuses what cannot promise the same bits whatever else is served, and lets only nodes that compute "
+            "alike work on one request; `auto`: the same bits where they cost nothing: [the same bits](exact.md)"
+        ),
+    ] = "auto"
     device: Annotated[NotEmpty, about("`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one")] = (
         "auto"
     )

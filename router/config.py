@@ -401,6 +401,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("clients' keys, each with its quotas: [api](api.md#keys). Empty: everyone may ask"),
     ] = ()
     api_keys_file: Annotated[str | None, about("the same in a file: one key per line, or a JSON list")] = None
+    receipt_key_file: Annotated[
+        str | None,
+        about(
+            "a file with at least 32 random bytes, the same for each router: answers carry signed "
+            "[receipts](exact.md#receipts) for requests that ask for one, and can be made again"
+        ),
+    ] = None
     cors_origins: Annotated[
         tuple[str, ...], about("web pages that may ask from a browser; `*` is any page")
     ] = ()

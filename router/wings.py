@@ -21,6 +21,7 @@ ROWS = (
     "tandem.router.realtime.wing",
     "tandem.router.other_models.wing",
     "tandem.router.tracing.wing",
+    "tandem.router.receipts.wing",
 )
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]

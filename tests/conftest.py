@@ -156,6 +156,7 @@ ON_ONE_RAY = {
     "test_end_to_end.py",
     "test_logs_from_anywhere.py",
     "test_official_client.py",
+    "test_verify.py",
 }
 
 

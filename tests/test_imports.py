@@ -106,6 +106,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "chaos": {"commands", "on_ray"},
     "doctor": {"commands", "pools"},
     "chat": {"commands"},
+    "verify": {"commands"},
 }
 MAY_IMPORT_RAY = (
     "cluster/on_ray/",

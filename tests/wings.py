@@ -94,6 +94,15 @@ WINGS: dict[str, Wing] = {
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "chat": Wing(("cluster/chat/",), ("tests/cluster/chat/",)),
     "doctor": Wing(("cluster/doctor/",), ("tests/cluster/doctor/",)),
+    "verify": Wing(
+        ("cluster/verify/", "router/receipts/"),
+        (
+            "tests/cluster/verify/",
+            "tests/router/receipts/",
+            "tests/integration/test_verify.py",
+            "tests/integration/test_verified_rollout.py",
+        ),
+    ),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "ranks": Wing(
         ("node/ranks/", "engine/model/wide/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),
@@ -212,6 +221,7 @@ WINGS: dict[str, Wing] = {
         ("engine/model/latents/",),
         ("tests/engine/model/test_flashinfer_package.py", "tests/engine/model/test_latents.py"),
     ),
+    "exact": Wing(("engine/model/exact/",), ("tests/engine/model/exact/",)),
     "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),

@@ -11,6 +11,8 @@ import msgspec
 from tandem.wire.pooling import VectorModel
 from tandem.wire.versions import WIRE_VERSION
 
+COMPUTED_BY = "+"  # in `NodeInfo.content`
+
 
 class Role(enum.StrEnum):
     """Which halves of a request a node does. What else differs between nodes is in the package of each role's node."""
@@ -62,7 +64,8 @@ class NodeInfo(msgspec.Struct, frozen=True, cache_hash=True):
     model: str
     max_model_len: int
     block_size: int
-    # The digest of configuration, weights and tokenizer: a request runs on nodes of one content.
+    # The digest of configuration, weights and tokenizer: a request runs on nodes of one content. Where the same bits are required,
+    # COMPUTED_BY and the node's way of computing follow.
     content: str = ""
     tokenizer: str = ""  # the SHA-256 of its tokenizer.json, which routers compare with theirs
     # What a request's blocks hold: keys and values of its tokens, recurrent states (the same number of blocks,

@@ -17,6 +17,7 @@ from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, find_model, local_model, name_to_serve, prepare_model
 from tandem.cluster.orders import ApplyOrder, GoBackOrder, OperatedCluster, ViewOrder
 from tandem.cluster.tasks import Clock
+from tandem.cluster.wings import RolloutJudge
 
 LOOK_S = 1.0
 _AWAY = "the controller is away, and what serves goes on"
@@ -25,14 +26,21 @@ _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back`
 
 
 def apply(
-    config: TandemConfig, target: CommandTarget, *, dry_run: bool = False, wait: bool = True
+    config: TandemConfig,
+    target: CommandTarget,
+    *,
+    dry_run: bool = False,
+    wait: bool = True,
+    judge: RolloutJudge | None = None,
 ) -> tuple[AppliedChange, bool]:
-    """Returns what changed, or would change, and whether all of it was done."""
+    """Returns what changed, or would change, and whether all of it was done. `judge` takes a rollout back that answers otherwise."""
     url, say = target.url, target.say
 
     async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
         wanted = with_model(config, model)
+        if judge is not None:
+            say(f"{counted(await asyncio.to_thread(judge.learn), 'request')} answered, to be compared")
         if url is not None:
             wanted = await _as_it_is_called(cluster, config, wanted)
         change = await cluster.ask(ApplyOrder(wanted, dry_run))
@@ -48,7 +56,7 @@ def apply(
             say(_GOES_ON)
             return change, True
         done = not change.exchange or await follow_exchange(cluster, change.exchange, say)
-        return change, (not replaces or await follow(cluster, change.revision, say)) and done
+        return change, (not replaces or await follow(cluster, change.revision, say, judge=judge)) and done
 
     try:
         return target.run(work)
@@ -113,8 +121,16 @@ async def follow_exchange(
     return False
 
 
-async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None) -> bool:
-    """Follows the rollout until it is over. Returns whether this revision serves then. Waits while the controller does not answer."""
+async def follow(
+    cluster: OperatedCluster,
+    revision: int,
+    say: Say,
+    clock: Clock | None = None,
+    *,
+    judge: RolloutJudge | None = None,
+) -> bool:
+    """Follows the rollout until it is over, and takes it back if `judge` gets an answer with other bits. Returns whether this revision
+    serves then. Waits while the controller does not answer."""
     clock = clock or Clock()
     said, away, told_until = "", False, 0.0
     while True:
@@ -128,7 +144,7 @@ async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock
             continue
         away = False
         if view.rollout is None:
-            return _said_end(view, revision, say)
+            return _said_end(view, revision, say) and await _is_as_before(judge, say)
         told_until = max(told_until, view.rollout.unix_time)
         for decision in view.decisions:
             if decision.unix_time > told_until:
@@ -138,7 +154,22 @@ async def follow(cluster: OperatedCluster, revision: int, say: Say, clock: Clock
         if line != said:
             say(line)
         said = line
+        if judge is not None and (other := await asyncio.to_thread(judge.ask_next)):
+            say(f"other bits: {other}")
+            await cluster.ask(GoBackOrder())
+            judge = None
         await clock.sleep(LOOK_S)
+
+
+async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
+    """Asks once more when only new nodes serve: a short rollout may be over before all of them were asked."""
+    if judge is None:
+        return True
+    if other := await asyncio.to_thread(judge.ask_all):
+        say(f"other bits: {other}. The rollout is done: apply the previous configuration to take it back")
+        return False
+    say("same bits as before")
+    return True
 
 
 def _said_end(view: ClusterView, revision: int, say: Say) -> bool:

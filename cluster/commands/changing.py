@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.commands.options import add_address, add_operated, add_router, target_of
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.commands.parser import CHANGE, Command, Run
 from tandem.cluster.commands.setting_options import add_settings, read_settings
+
+if TYPE_CHECKING:
+    from tandem.cluster.wings import RolloutJudge
+
+_BUILT_IN = Path()
 
 
 def _describe_apply(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +24,11 @@ def _describe_apply(parser: argparse.ArgumentParser) -> None:
         "--no-wait", action="store_true", help="return when the change is recorded, not when it is done"
     )
     parser.add_argument("--back", action="store_true", help="take back the rollout that is under way")
+    parser.add_argument(
+        "--verify", nargs="?", type=Path, const=_BUILT_IN, metavar="REQUESTS",
+        help="ask requests before and during the rollout, and take it back at the first answer with other bits; of a file, one JSON object "
+        "a line (default: a built-in set)",
+    )  # fmt: skip
     add_settings(parser)
     add_address(parser, with_name=False)
     add_router(parser)
@@ -40,10 +51,29 @@ def _apply(options: argparse.Namespace) -> int:
     config = read_settings(options).config
     # A router belongs to one deployment, so its name is not needed.
     options.name = config.name if options.url is None else None
-    change, done = apply(config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait)
+    judge = _judge(options)
+    try:
+        change, done = apply(
+            config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait, judge=judge
+        )
+    finally:
+        if judge is not None:
+            judge.close()
     if wants_json(options):
         print_json({"change": change, "done": done})
     return 0 if done else 1
+
+
+def _judge(options: argparse.Namespace) -> RolloutJudge | None:
+    from tandem.base.errors import ConfigurationError
+    from tandem.cluster.commands.router_url import choose_url
+    from tandem.cluster.wings import rollout_judge
+
+    if options.verify is None or options.dry_run:
+        return None
+    if options.no_wait:
+        raise ConfigurationError("--verify and --no-wait contradict each other: leave one out")
+    return rollout_judge(choose_url(options.url), None if options.verify == _BUILT_IN else options.verify)
 
 
 def _describe_scale(parser: argparse.ArgumentParser) -> None:

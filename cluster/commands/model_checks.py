@@ -14,6 +14,8 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import format_size
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.store import find_model, split_revision
+from tandem.cluster.settings.rules import wings_with_rules
+from tandem.engine.config import OWN_ENGINE
 from tandem.engine.model.context import context_length
 from tandem.wire.nodes import ENGINE_ROLES
 
@@ -48,6 +50,13 @@ def check_context(config: TandemConfig) -> None:
                 f"the KV cache of a {role.value} node needs {format_size(token * length)} for one request of {length} tokens, and may use "
                 f"{format_size(limit)}: raise --kv-memory, or accept shorter requests with --max-model-len"
             )
+
+
+def check_type(config: TandemConfig) -> None:
+    """Raises ConfigurationError if the settings refuse a model of this type. A model that is not here yet is left to the nodes."""
+    if config.model.engine == OWN_ENGINE and (written := _written(config.model.path)) is not None:
+        for wing in wings_with_rules():
+            wing.check_type(config.engine, written.model_type)
 
 
 def _written(name: str) -> Any | None:

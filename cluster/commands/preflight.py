@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tandem.api.text.chat_template import template_source
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.commands.model_checks import check_context, check_hub
+from tandem.cluster.commands.model_checks import check_context, check_hub, check_type
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.catalogue import PACKAGED
@@ -42,6 +42,7 @@ def check_before_start(config: TandemConfig, machine: LocalMachine) -> None:
         lambda: check_device(config.model.device, machine.gpus),
         lambda: check_cache_folder(config.model.path),
         lambda: check_context(config),
+        lambda: check_type(config),
         *_paths_on_this_machine(config),
         lambda: place_nodes(config, machine),
         lambda: check_machine_memory(config, machine),

@@ -25,7 +25,15 @@ _CODE = (
 )
 _CODE_OF_POOLS = ("env", "transfer_options")
 # Whatever is written there is a path.
-_PATHS = ("hidden_states_folder", "trace_folder", "disk", "api_keys_file", "tls_certificate", "tls_key")
+_PATHS = (
+    "hidden_states_folder",
+    "trace_folder",
+    "disk",
+    "api_keys_file",
+    "receipt_key_file",
+    "tls_certificate",
+    "tls_key",
+)
 _FREE = (("router", "api_keys"), ("router", "tracing", "otlp_headers"))  # texts that may look like paths
 # A command asks by a dry run under which of two paths the cluster knows its model.
 _ASKED = (("model", "path"), ("router", "tokenizer_path"))

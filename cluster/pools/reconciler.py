@@ -32,7 +32,7 @@ from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
 from tandem.cluster.pools.turn import LaterController, Turn
 from tandem.cluster.pools.view import pool_reports
 from tandem.cluster.tasks import Clock, Wakeup, first_of, has_ended
-from tandem.wire.nodes import NodeInfo, PoolReport
+from tandem.wire.nodes import COMPUTED_BY, NodeInfo, PoolReport
 
 logger = logging.getLogger(__name__)
 
@@ -289,12 +289,7 @@ class Reconciler:
         number = self.state.revision.number if record is None else record.revision
         content = self._contents.setdefault(number, self._kept_content(number) or info.content)
         if info.content != content:
-            raise ConfigurationError(
-                f"its model is not the one that this cluster serves: the weights, configuration or tokenizer in "
-                f"{self.fleet.config.model.path!r} on its machine have content {info.content[:12]}, and the other nodes' have "
-                f"{content[:12]}. Put the same files on every machine. To serve another model, give `tandem apply` another folder or "
-                "revision"
-            )
+            raise ConfigurationError(_why_other(info.content, content, self.fleet.config.model.path))
         self._check_tokenizer(info, number)
 
     async def record(self, what: str) -> None:
@@ -504,3 +499,20 @@ class Reconciler:
         )
         if self.roll_out is not None:
             self._tasks.spawn(self.roll_out(), "roll out")
+
+
+def _why_other(mine: str, theirs: str, path: str) -> str:
+    """What to say of a node whose content is not the other nodes'."""
+    files, _, way = mine.partition(COMPUTED_BY)
+    other_files, _, other_way = theirs.partition(COMPUTED_BY)
+    if files == other_files:
+        return (
+            f"it would not give the same bits as the other nodes, and model.exact is require: it computes by {way or 'any means'}, and they "
+            f"by {other_way or 'any means'}. Give the cluster machines whose processors, torch and native library are alike, or set "
+            "model.exact to auto"
+        )
+    return (
+        f"its model is not the one that this cluster serves: the weights, configuration or tokenizer in {path!r} on its machine have "
+        f"content {files[:12]}, and the other nodes' have {other_files[:12]}. Put the same files on every machine. To serve another "
+        "model, give `tandem apply` another folder or revision"
+    )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import reduce
+from typing import Protocol, cast
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.wings import is_there
+from tandem.base.wings import find_wings, is_there
 from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, PoolConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
 from tandem.cluster.settings.names import Path
-from tandem.engine.config import OWN_ENGINE
+from tandem.engine.config import OWN_ENGINE, EngineConfig
 from tandem.engine.wings import EngineWing, other_engines
 from tandem.node.config import refused_with_ranks
 from tandem.wire.adapters import MOST_ADAPTERS, check_name
@@ -26,14 +27,35 @@ Broken = tuple[Path, str]
 # Settings that a wing reads, and nothing else: where it was deleted, they would be ignored.
 OF_WINGS: Mapping[Path, str] = {
     ("cache", "events", "endpoint"): "tandem.node.kv_events",
+    ("model", "exact"): "tandem.engine.model.exact",
     ("model", "hidden_states_folder"): "tandem.engine.model.hidden_states",
     **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
     ("router", "other_models"): "tandem.router.other_models",
     ("router", "processes"): "tandem.router.processes",
+    ("router", "receipt_key_file"): "tandem.router.receipts",
     ("router", "tracing", "sample"): "tandem.router.tracing",
     ("router", "tracing", "otlp_endpoint"): "tandem.router.tracing",
     ("scheduler", "trace_folder"): "tandem.node.step_trace",
 }
+
+# Wings that refuse further settings of a node.
+RULES_OF_WINGS = ("tandem.engine.model.exact.settings",)
+
+
+class RulesWing(Protocol):
+    """What such a module has. Its imports are light."""
+
+    def refusals(self, engine: EngineConfig, ranks: int) -> Iterator[tuple[str, str]]:
+        """Yields each setting that is refused for nodes with so many ranks, such as `cache.dtype`, and the end of a sentence about it."""
+        ...
+
+    def check_type(self, engine: EngineConfig, model_type: str | None) -> None:
+        """Raises ConfigurationError if a model of this type is refused; None: the type is not known yet."""
+        ...
+
+
+def wings_with_rules() -> list[RulesWing]:
+    return [cast("RulesWing", module) for module in find_wings(RULES_OF_WINGS)]
 
 
 def broken_rules(config: TandemConfig) -> Iterator[Broken]:
@@ -53,6 +75,7 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     yield from _without_wings(config)
     yield from _pools(config)
     yield from _engine(config)
+    yield from _of_wings(config)
     yield from _environment(("router", "env"), config.router.env)
     yield from _environment(("controller", "env"), config.controller.env)
     yield from _together(config)
@@ -171,6 +194,18 @@ def _engine(config: TandemConfig) -> Iterator[Broken]:
     for role in serving:
         told |= {(tuple(name.split(".")), why) for name, why in other.refusals(config.engine_of(role))}
         yield from _pool_of_engine(other, role, config.pools.of(role))
+    yield from sorted(told)
+
+
+def _of_wings(config: TandemConfig) -> Iterator[Broken]:
+    if config.model.engine != OWN_ENGINE:  # it has refusals of its own
+        return
+    told: set[Broken] = set()
+    for role in ENGINE_ROLES:
+        pool = config.pools.of(role)
+        for wing in wings_with_rules() if pool.last_size else ():
+            engine = config.engine_of(role)
+            told |= {(tuple(name.split(".")), why) for name, why in wing.refusals(engine, pool.ranks)}
     yield from sorted(told)
 
 

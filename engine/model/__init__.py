@@ -26,4 +26,5 @@ lora/           LoRA adapters, several in one batch
 wide/           the general path on several ranks
 fused/          the general path with fewer, larger operations; pieces is their contract
 cuda/           what a CUDA device adds to the general path
+exact/          the same bits, required
 """

@@ -78,6 +78,9 @@ class Capability:
     masks: TokenMasks | None = None
     fuses = False  # it has `fuse`
 
+    def on_general_path(self, why: str) -> None:
+        """transformers will compute the model, for this reason. Raises a ConfigurationError if it must not."""
+
     def check(self, model: PreTrainedModel) -> None:
         """The model is loaded; raises a ConfigurationError if its attention cannot be found as it is. General path only."""
 

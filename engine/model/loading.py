@@ -116,16 +116,28 @@ def load_runner(
 
 def _load(loading: ModelLoad, capabilities: Sequence[Capability]) -> LoadedModel:
     """Loads the model by the native library if it may be, and otherwise by transformers."""
-    general = [each.general for each in capabilities if each.general]
-    if loading.native:
-        for why in general:
-            log.info("%s is computed by transformers: %s", loading.source.name, why)
-        # The native path keeps KV only in the model's own dtype.
-        if not general and loading.shard is None and loading.cache.dtype == "auto":
-            loaded = load_native(loading, capabilities)
-            if loaded is not None:
-                return loaded
+    reasons = list(_against_native(loading, capabilities))
+    if not reasons:
+        loaded = load_native(loading, capabilities)
+        if isinstance(loaded, LoadedModel):
+            return loaded
+        reasons.append(loaded)
+    for why in reasons:
+        log.info("%s is computed by transformers: %s", loading.source.name, why)
+    for each in capabilities:
+        each.on_general_path(" and ".join(reasons))
     return load_general(loading, capabilities)
+
+
+def _against_native(loading: ModelLoad, capabilities: Sequence[Capability]) -> Iterator[str]:
+    """Yields each reason why the native library may not compute the model, whatever the model is."""
+    if not loading.native:
+        yield "the caller asked for it"
+    yield from (each.general for each in capabilities if each.general)
+    if loading.shard is not None:
+        yield "the node has several ranks"
+    if loading.cache.dtype != "auto":
+        yield f"cache.dtype is {loading.cache.dtype}, and the native library keeps KV only in the model's own type"
 
 
 def _kv_dtype(loading: ModelLoad, loaded: LoadedModel) -> torch.dtype:

@@ -28,17 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> LoadedModel | None:
-    """Loads the model into the native library. Returns None, and logs why, if the library does not know the model or cannot be
-    compiled."""
+def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> LoadedModel | str:
+    """Loads the model into the native library. Returns the reason if the library does not know the model or cannot be compiled."""
     source, config, dtype, threads = loading.source, loading.config, loading.dtype, loading.threads
     may_lack_head = any(each.may_lack_head for each in capabilities)
     found = weight_format(source, config)
     plain = found.plain(config) if found is not None else config
     reason = supports(plain, dtype, loading.device)
     if reason is not None:
-        log.info("%s is computed by transformers, not by the native library: %s", source.name, reason)
-        return None
+        return reason
 
     def tell(share: float) -> None:
         loading.progress("loading weights", share)

@@ -18,6 +18,7 @@ ROWS = (
     "tandem.engine.structured.capability",
     "tandem.engine.model.fused.capability",
     "tandem.engine.model.cuda.capability",
+    "tandem.engine.model.exact.capability",
 )
 
 

@@ -33,6 +33,7 @@ _TAKEN: dict[str, tuple[type[msgspec.Struct], tuple[str, ...]]] = {
 }  # fmt: skip
 # What would be right instead of a setting that vLLM lacks, where there is something.
 _INSTEAD = {
+    "model.exact": "leave it out; vLLM's own mode is VLLM_BATCH_INVARIANT, an environment variable of the pools",
     "cache.block_size": "set model.engine_args: {block_size: 64}",
     "cache.dtype": "set model.engine_args: {kv_cache_dtype: fp8}",
     "scheduler.num_speculative_tokens": "set model.engine_args: {speculative_config: {...}}",

@@ -17,7 +17,12 @@ def make(context: PartContext) -> ServicePart | None:
         return None
     if not config.role.writes_answers or not config.transfer.canary_share:
         return None
-    engine.idle_check = checks = CanaryChecks(engine.scheduler, engine.runner, config.transfer.canary_share)
+    engine.idle_check = checks = CanaryChecks(
+        engine.scheduler,
+        engine.runner,
+        config.transfer.canary_share,
+        exact=config.engine.model.exact == "require",
+    )
     return CanaryPart(checks.findings)
 
 

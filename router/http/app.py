@@ -48,6 +48,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             "x-tandem-nodes",
             "x-tandem-decision",
             "x-tandem-ignored-fields",
+            "x-tandem-receipt",
             "retry-after",
         ],
     )

@@ -148,7 +148,9 @@ async def _read(
     if endpoint.translate is not None:
         request = endpoint.translate(request)
     request = services.model.named_by(request)
-    return request, await planned(endpoint.plan, services, exchange, request, arrived)
+    plan = await planned(endpoint.plan, services, exchange, request, arrived)
+    services.signer.check(exchange, plan, streams=bool(request.stream))
+    return request, plan
 
 
 async def _answer(
@@ -171,8 +173,8 @@ async def _answer(
         await Delivery(generation, choices, answer, stream, trace).run()
         return
     read = await read_all(generation, choices)
+    headers = routing_headers(generation) + services.signer.headers(exchange, plan, generation, read)
     whole = endpoint.whole(head, plan, request, read, tokenizer)
-    headers = routing_headers(generation)
     if isinstance(whole, bytes):
         await send_bytes(exchange.send, whole, b"application/json", headers=headers)
     else:

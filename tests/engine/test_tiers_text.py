@@ -11,7 +11,8 @@ import pytest
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.runner import ModelRunner
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
@@ -34,7 +35,7 @@ class Conversations:
     """Several conversations at once, each of a few turns; a turn's prompt repeats the conversation so far."""
 
     def __init__(
-        self, runner: ModelRunner, tiers: list[TierConfig], *, ahead: bool, blocks: int = BLOCKS
+        self, runner: TorchRunner, tiers: list[TierConfig], *, ahead: bool, blocks: int = BLOCKS
     ) -> None:
         config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)
         cache = CacheConfig(block_size=BLOCK, hash_seed="x", tiers=tiers, checkpoint_tokens=BLOCK)
@@ -61,6 +62,7 @@ class Conversations:
         )
         self.engine = Engine(self.scheduler, runner, mover, ahead=ahead, debug=True)
         self.answers: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
 
     def run(self, seed: int, sessions: int) -> None:
         draw = random.Random(seed)
@@ -71,9 +73,9 @@ class Conversations:
             while waiting and len(live) < AT_ONCE:
                 name = waiting.pop(0)
                 live[f"{name}.{turns[name]}"] = name
-                sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+                sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
                 request = made_request(f"{name}.{turns[name]}", talks[name], sampling)
-                self.answers[request.request_id] = []
+                self.answers[request.request_id], self.logprobs[request.request_id] = [], []
                 self.engine.add_request(request)
             for request_id in self.step():
                 name = live.pop(request_id)
@@ -92,6 +94,8 @@ class Conversations:
         for update in result.updates:
             assert update.error is None
             self.answers[update.request_id] += update.token_ids
+            if update.request_id in self.logprobs:
+                self.logprobs[update.request_id] += [each.logprob for each in update.logprobs or ()]
             if update.finish is not None:
                 ended.append(update.request_id)
         if not result.progressed and not self.scheduler.has_work():
@@ -114,7 +118,7 @@ class Conversations:
 
 
 @pytest.fixture(scope="module")
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     """A runner for one kind of model, on the native or on the general path."""
     kind, native = request.param
     model = tiny.save(kind, tmp_path_factory.mktemp("model"))
@@ -150,9 +154,9 @@ POLICIES = list(EvictionPolicy)
     indirect=["runner"],
 )
 def test_conversations_say_the_same_with_a_tier_and_without(
-    runner: ModelRunner, sessions: int, blocks: int, policy: EvictionPolicy
+    runner: TorchRunner, sessions: int, blocks: int, policy: EvictionPolicy
 ) -> None:
-    said = []
+    said, logprobs = [], []
     block_bytes = runner.kv_cache[0].nbytes
     ahead = policy is EvictionPolicy.ARC
     factor = 2 if ahead and len(runner.info.groups) == 1 and runner.info.groups[0].keeps_every_token else 1
@@ -164,6 +168,7 @@ def test_conversations_say_the_same_with_a_tier_and_without(
         talks.run(seed=7, sessions=sessions)
         talks.settle()
         said.append(talks.answers)
+        logprobs.append(talks.logprobs)
         stats = talks.scheduler.stats()
         computed.append(stats.prompt_tokens_computed)
         if tiers:
@@ -177,6 +182,7 @@ def test_conversations_say_the_same_with_a_tier_and_without(
             talks.engine.shutdown()
         runner.forget_requests()
     assert said[0] == said[1]
+    assert logprobs[0] == logprobs[1] or not isinstance(runner.forward, NativeLlamaForward)
     # With states in so small a pool, what is being loaded or copied makes others give way, who compute again.
     assert computed[1] < computed[0] or states
 
@@ -186,7 +192,7 @@ def test_conversations_say_the_same_with_a_tier_and_without(
     [(("llama", True), 30), (("qwen3.5", False), 10), (("recurrent-gemma", False), 10)],
     indirect=["runner"],
 )
-def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions: int, tmp_path: Path) -> None:
+def test_a_restarted_engine_goes_on_from_its_disk(runner: TorchRunner, sessions: int, tmp_path: Path) -> None:
     """Below a tier in host memory that is too small for all. The last start finds a file that was torn meanwhile."""
     block_bytes, states = runner.kv_cache[0].nbytes, runner.info.state_blocks
     tiers = [
@@ -219,7 +225,7 @@ def test_a_restarted_engine_goes_on_from_its_disk(runner: ModelRunner, sessions:
 
 @pytest.mark.parametrize("runner", [("llama", True)], indirect=True)
 def test_while_a_disk_hangs_every_request_is_answered_and_every_block_comes_back(
-    runner: ModelRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: TorchRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first read does not return before the end, in a pool so small that requests are preempted."""
     tier = TierConfig(disk=str(tmp_path), size=1000 * (runner.kv_cache[0].nbytes + 4096))
@@ -257,7 +263,7 @@ def tear(folder: Path, slot_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("runner", [("llama", True), ("llama", False)], indirect=["runner"])
-def test_decoding_after_a_prompt_that_nobody_computed(runner: ModelRunner) -> None:
+def test_decoding_after_a_prompt_that_nobody_computed(runner: TorchRunner) -> None:
     talks = Conversations(runner, [TierConfig(spec="synthetic")], ahead=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     talks.answers["long"] = []

@@ -62,6 +62,7 @@ OWN_CLUSTERS = {
     "test_serve_realtime.py",
     "test_serve_tiers.py",
     "test_two_deployments.py",
+    "test_verified_rollout.py",
     "test_versions_together.py",
 }
 

@@ -225,6 +225,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
         rule: TokenRule | None = None,
         vectors: VectorModel | None = None,
         door: str = "",
+        content: str = "",
         **settings: Any,
     ) -> RunningRouter:
         config = RouterConfig(tokenizer_path=model_folder, model_name="fake", port=0)
@@ -242,7 +243,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
             (aggregated, "a", Role.AGGREGATED),
         ):
             for index in range(count):
-                running.add(f"{name}{index}", role, vectors=vectors)
+                running.add(f"{name}{index}", role, vectors=vectors, content=content)
         running.wait_ready()
         return running
 

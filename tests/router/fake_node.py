@@ -96,6 +96,7 @@ class FakeNode:
         pin_seconds: float = 0.0,
         vectors: VectorModel | None = None,
         wire_version: int = WIRE_VERSION,
+        content: str = "",
     ) -> None:
         self.role = role
         self.board = board
@@ -129,6 +130,7 @@ class FakeNode:
         epoch = new_epoch()
         self._channel = NumberedChannel("127.0.0.1", epoch, name=node_id)
         self.info = NodeInfo(
+            content=content,
             node_id=node_id,
             role=role,
             epoch=epoch,

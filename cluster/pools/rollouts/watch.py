@@ -10,7 +10,8 @@ from tandem.cluster.pools.state import ClusterState
 from tandem.cluster.pools.supervisor import MAX_START_FAILURES
 from tandem.wire.nodes import Role
 
-# A new node or router has failed when it has this many errors of its own and they are more than this share of its finished requests.
+# A new node or router has failed when it has this many errors of its own and they are more than this share of its finished requests, and
+# when another node has found so many of its blocks wrong.
 LEAST_ERRORS, MOST_ERRORS = 3, 0.05
 
 
@@ -39,7 +40,7 @@ def rollout_facts(
             continue
         if node.since is not None and (record.revision != number or facts.now - node.since >= settle_s):
             ready.add(name)
-        if record.revision == number and (why := _why_failed(node)):
+        if record.revision == number and (why := _why_failed(node) or _why_convicted(name, facts)):
             failed[name] = why
     for role in Role:
         if not state.outdated(role) or any(host.could_have(role) for host in facts.hosts):
@@ -86,6 +87,17 @@ def _why_failed(node: NodeFacts) -> str:
     if _too_many(errors, finished):
         return f"{errors} of its {finished} requests ended with an error of its own"
     return ""
+
+
+def _why_convicted(name: str, facts: Facts) -> str:
+    """Returns which nodes have found the KV that a new node sent wrong, by a checksum or by computing it again; "" if none has. Where the
+    same bits are required (`model.exact`), a block is wrong by one bit."""
+    finders = [
+        finder
+        for finder, node in facts.nodes.items()
+        if node.status is not None and node.status.totals.wrong_kv.get(name, 0) >= LEAST_ERRORS
+    ]
+    return f"the KV that it sent to {', '.join(sorted(finders))} is wrong" if finders else ""
 
 
 def _why_failed_router(router: RouterFacts) -> str:

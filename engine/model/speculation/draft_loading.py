@@ -113,7 +113,8 @@ def load_draft_model(
     # Loading a model sets the number of torch's threads for it. The two models together need the larger number.
     threads_before = torch.get_num_threads()
     torch.set_num_threads(loading.threads)
-    loaded = (load_native(own) if loading.native else None) or load_general(own, capabilities_for(own))
+    found = load_native(own) if loading.native else ""
+    loaded = load_general(own, capabilities_for(own)) if isinstance(found, str) else found
     torch.set_num_threads(max(threads_before, torch.get_num_threads()))
     if loaded.states is not None or any(layer.window is not None for layer in loaded.layers):
         raise ConfigurationError(

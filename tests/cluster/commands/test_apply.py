@@ -39,12 +39,33 @@ class Told(DirectCluster):
 
     def __init__(self, *views: ClusterView | TandemError) -> None:
         self._views = list(views)
+        self.is_going_back = False
 
     async def view(self) -> ClusterView:
         told = self._views.pop(0)
         if isinstance(told, TandemError):
             raise told
         return told
+
+    async def go_back(self) -> None:
+        self.is_going_back = True
+
+
+class Answers:
+    """What requests are found to be answered during a rollout."""
+
+    def __init__(self, *found: str) -> None:
+        self._found = list(found)
+
+    def learn(self) -> int:
+        return 1
+
+    def ask_next(self) -> str:
+        return self._found.pop(0)
+
+    ask_all = ask_next
+
+    def close(self) -> None: ...
 
 
 class NoTime(FakeClock):
@@ -99,6 +120,25 @@ def test_it_says_why_a_rollout_was_taken_back() -> None:
         "going back (decode-1: no weights): 1 replaced, 1 left (decode-1)",
         "the rollout was taken back: decode-1: no weights",
     ]
+
+
+@pytest.mark.parametrize(
+    ("found", "taken_back", "last"),
+    [
+        (["", "", ""], False, "same bits as before"),
+        (["", "token 3"], True, "done: 1 node and 0 routers serve with this configuration"),
+        (["", "", "token 3"], False, "other bits: token 3. The rollout is done: apply the previous configuration to take it back"),
+    ],
+)  # fmt: skip
+def test_an_answer_with_other_bits_takes_a_rollout_back(
+    found: list[str], taken_back: bool, last: str
+) -> None:
+    said: list[str] = []
+    cluster = Told(view(UNDER_WAY), view(UNDER_WAY), view(None))
+    done = asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=Answers(*found)))  # type: ignore[arg-type]
+    assert cluster.is_going_back == taken_back == ("other bits: token 3" in said)
+    assert said[-1] == last
+    assert done == (taken_back or "same" in last)
 
 
 def test_a_line_says_what_it_waits_for() -> None:

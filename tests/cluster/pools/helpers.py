@@ -208,6 +208,7 @@ class FakeNode(FakeProcess):
         self.resets = 0
         self.finished: dict[str, int] = {}  # number of requests by how they ended
         self.client_errors = 0
+        self.wrong_kv: dict[str, int] = {}  # blocks that it found wrong, by their sender
         self.heard: list[str] = []  # the addresses of the routers that it has heard
         self.silent_s: float | None = None  # how long routers have not heard it; None: as for the controller
         self.admitted: list[list[str]] = []  # the keys of each `admit` call
@@ -293,7 +294,9 @@ class FakeNode(FakeProcess):
             transfers=0,
             held_blocks=0,
             step_age_s=self.step_age_s,
-            counters=NodeCounters(requests_finished=self.finished, client_errors=self.client_errors),
+            counters=NodeCounters(
+                requests_finished=self.finished, client_errors=self.client_errors, wrong_kv=self.wrong_kv
+            ),
             detail="out of luck" if self.state is NodeState.FAILED else "",
             sick=self.sick,
         )

@@ -37,6 +37,20 @@ async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> No
 
 
 @in_loop
+async def test_where_the_same_bits_are_required_a_node_that_computes_otherwise_is_left_out() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["prefill-0"] = with_content("files+avx512")
+        rig.launcher.prepare["decode-0"] = with_content("files+avx512")
+        await rig.controller.start()
+        rig.launcher.prepare["decode-0"] = with_content("files+avx2")
+        rig.launcher.node("decode-0").die()
+        await rig.clock.advance(100)
+        (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == ProcessPhase.LEFT_OUT]
+        assert "model.exact is require: it computes by avx2, and they by avx512" in node.detail
+        assert rig.routed == {"prefill-0"}
+
+
+@in_loop
 async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
     """The model's folder has changed. The controller tries the node again, because it has worked before."""
     async with Rig(*PD) as rig:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -24,7 +25,7 @@ PROMPT = [(7 * i + 3) % 90 + 5 for i in range(200)]
 class Node:
     """A real engine with a tiny model. KV that it computes itself takes the place of KV from a peer."""
 
-    def __init__(self, path: Path, native: bool, share: float = 1.0) -> None:
+    def __init__(self, path: Path, native: bool, share: float = 1.0, *, exact: bool = False) -> None:
         self.runner = load(path, native=native)
         info = self.runner.info
         self.scheduler = Scheduler(
@@ -35,7 +36,7 @@ class Node:
             info.max_model_len,
         )
         self.engine = Engine(self.scheduler, self.runner, None, debug=True)
-        self.checks = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, share)
+        self.checks = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, share, exact=exact)
         self.findings = self.checks.findings
         self.free = self.scheduler.stats().free_blocks
 
@@ -81,6 +82,21 @@ def test_wrong_kv_is_counted_named_and_no_longer_cached(node: Node, caplog: pyte
     assert node.cached_blocks(request) == []
     assert "the KV of r, received from a connector, is wrong in 1 of" in caplog.text
     assert node.scheduler.stats().free_blocks == node.free
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_where_the_same_bits_are_required_one_other_bit_is_wrong(
+    exact: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tiny.save("llama", tmp_path), native=True, exact=exact)
+    request = node.receive("r", PROMPT)
+    block, size = node.cached_blocks(request)[5], node.runner.info.groups[0].block_size
+    number = node.runner.kv_cache[block, 1, 0, 1, 3].view(torch.int32)
+    number[2] ^= 1
+    node.idle()
+    assert node.findings.wrong == ({"a connector": 1} if exact else {})
+    where = f"first in block 5 (token {5 * size + 3}) of layer 1: "
+    assert (where in caplog.text) == exact
 
 
 def test_kv_that_is_no_number_is_wrong(node: Node) -> None:

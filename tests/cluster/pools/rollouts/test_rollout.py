@@ -152,6 +152,22 @@ async def test_what_answers_with_errors_is_taken_back() -> None:
 
 
 @in_loop
+@pytest.mark.parametrize(("sender", "blocks"), [("prefill-1", 3), ("prefill-1", 2), ("prefill-0", 9)])
+async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, blocks: int) -> None:
+    """Fewer blocks may have been a link's fault, and those of an old node are no reason to keep it."""
+    is_taken_back = (sender, blocks) == ("prefill-1", 3)
+    async with Rig(pools=pools(1, 1)) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare["decode-1"] = lambda node, _: setattr(node, "wrong_kv", {sender: blocks})
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(LONG_S)
+        assert made_with(rig) == {rig.config.scheduler.max_num_seqs if is_taken_back else 77: 2}
+        decisions = (await rig.controller.view()).decisions
+        why = "prefill-1: the KV that it sent to decode-1 is wrong"
+        assert any(f"taken back: {why}" in one.text for one in decisions) == is_taken_back
+
+
+@in_loop
 async def test_what_clients_did_wrong_takes_nothing_back() -> None:
     """Requests with a bad grammar, a late deadline or a broken image end with an error on any node."""
     async with Rig(pools=pools(1, 2)) as rig:

@@ -1,0 +1,167 @@
+"""`tandem verify`: asks two servers the same requests, or one for an answer again, and compares bit by bit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from tandem.base.errors import ConfigurationError, TandemError
+from tandem.base.settings import LONGEST_S
+from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
+from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.verify.comparison import AnswerDifference, ComparedChoice, choices_of, first_difference
+from tandem.cluster.verify.questions import Question, built_in, of_file
+from tandem.cluster.verify.remaking import Remade, remake
+
+_SAME, _OTHER, _NOT_COMPARED = 0, 1, 2
+_MOST_AT_ONCE = 256
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    same: bool
+    requests: int
+    tokens: int  # of the first server's answers, and log-probabilities
+    differences: list[AnswerDifference]  # one of each request whose answers differ, in their order
+
+    def __str__(self) -> str:
+        asked = f"{self.requests} requests, {self.tokens} tokens with their log-probabilities"
+        if self.same:
+            return f"same bits: {asked}"
+        return f"other bits in {len(self.differences)} of {asked}. The first: {self.differences[0]}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE",
+        help="requests, one JSON object a line, each with a prompt or messages (default: a built-in set); with --request a receipt",
+    )  # fmt: skip
+    parser.add_argument(
+        "--url", action="append", default=[], metavar="URL",
+        help="a server; twice, to compare two, or one with itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--request", type=Path, metavar="BODY",
+        help="FILE is the receipt of the answer to this request, which is made again at one server",
+    )  # fmt: skip
+    parser.add_argument(
+        "--at-once", type=int, default=4, metavar="N",
+        help="requests at once at each server: they are each other's company (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=int, default=32, metavar="N", help="of each answer of the built-in set (%(default)s)"
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds for one answer (%(default)g)"
+    )
+    add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 0 for the same bits, 1 if answers differ, 2 if they could not be compared."""
+    try:
+        verdict = _compare(options) if options.request is None else _remake(options)
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return _NOT_COMPARED
+    if wants_json(options):
+        print_json(verdict)
+    else:
+        print(verdict)
+    return _SAME if verdict.same else _OTHER
+
+
+def _remake(options: argparse.Namespace) -> Remade:
+    if options.file is None or len(options.url) != 1:
+        raise ConfigurationError(
+            "--request needs a receipt and one server: tandem verify RECEIPT --request BODY --url URL"
+        )
+    _check_numbers(options)
+    server = _client(options.url[0])
+    try:
+        return remake(server, options.file, options.request, options.timeout)
+    finally:
+        server.close()
+
+
+def _compare(options: argparse.Namespace) -> Verdict:
+    if len(options.url) != 2:
+        raise ConfigurationError(
+            f"--url must be given twice, for the two servers to compare, not {len(options.url)} times"
+        )
+    _check_numbers(options)
+    servers = [_client(url) for url in options.url]
+    try:
+        contexts = [_context(server) for server in servers]
+        context = min((each for each in contexts if each is not None), default=None)
+        questions = built_in(context, options.max_tokens) if options.file is None else of_file(options.file)
+        one, other = _ask_all(servers, questions, options)
+    finally:
+        for server in servers:
+            server.close()
+    found = (first_difference(each.name, *both) for each, *both in zip(questions, one, other, strict=True))
+    differences = [difference for difference in found if difference is not None]
+    tokens = sum(len(choice.tokens) for answer in one for choice in answer)
+    return Verdict(not differences, len(questions), tokens, differences)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    if not 1 <= options.at_once <= _MOST_AT_ONCE:
+        raise ConfigurationError(f"--at-once must be from 1 to {_MOST_AT_ONCE}, not {options.at_once}")
+    if options.max_tokens < 1:
+        raise ConfigurationError(f"--max-tokens must be at least 1, not {options.max_tokens}")
+    if not 0 < options.timeout <= LONGEST_S:
+        raise ConfigurationError(
+            f"--timeout must be from 0 to {LONGEST_S:g} seconds, not {options.timeout:g}"
+        )
+
+
+def _client(url: str) -> ApiClient:
+    return ApiClient(url.rstrip("/").removesuffix("/v1"), key_from_environment())
+
+
+def _context(server: ApiClient) -> int | None:
+    """Also finds out that the server answers, before many requests wait for it."""
+    answer: Any = server.get("/v1/models").json()
+    try:
+        length = answer["data"][0].get("max_model_len")
+    except (LookupError, TypeError, AttributeError):
+        raise ConfigurationError(f"{server.url} does not list its models as a Tandem server does") from None
+    return length if isinstance(length, int) else None
+
+
+def _ask_all(
+    servers: Sequence[ApiClient], questions: Sequence[Question], options: argparse.Namespace
+) -> list[list[list[ComparedChoice]]]:
+    """Returns each server's answers. Both are asked at the same time."""
+    timeout = httpx.Timeout(ANSWER_S, read=options.timeout)
+
+    def ask(server: ApiClient, question: Question) -> list[ComparedChoice]:
+        try:
+            answer = server.post(question.path, msgspec.json.encode(question.body), timeout)
+            return choices_of(msgspec.json.decode(answer.content))
+        except TandemError as error:
+            raise type(error)(f"{question.name}: {error}") from error
+
+    pools = [ThreadPoolExecutor(options.at_once, thread_name_prefix="verify") for _ in servers]
+    try:
+        asked = [
+            [pool.submit(ask, server, question) for question in questions]
+            for pool, server in zip(pools, servers, strict=True)
+        ]
+        everything = [answer for of_server in asked for answer in of_server]
+        with Console(stderr=True).status("asking") as shown:
+            for done, answer in enumerate(as_completed(everything), 1):
+                answer.result()
+                shown.update(f"asking: {done} of {len(everything)} answers")
+        return [[answer.result() for answer in of_server] for of_server in asked]
+    finally:
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)

@@ -1,0 +1,48 @@
+"""Refuses to load what cannot promise the same bits, and adds how the node computes to its model's content."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from tandem.base.errors import ConfigurationError
+from tandem.engine.config import EngineConfig
+from tandem.engine.model.capabilities import Capability, ModelLoad
+from tandem.engine.model.exact.settings import INSTEAD, TYPES, is_required, refusals
+from tandem.engine.model.runner import ModelInfo
+from tandem.kernels import library
+from tandem.kernels.build import library_path
+from tandem.machine.digests import digest_of
+from tandem.wire.nodes import COMPUTED_BY
+
+
+def capability(loading: ModelLoad) -> Capability | None:
+    engine = EngineConfig(model=loading.model, cache=loading.cache, scheduler=loading.scheduler)
+    if not is_required(engine):
+        return None
+    for name, why in refusals(engine, 1 if loading.shard is None else loading.shard.size):
+        raise ConfigurationError(f"{name} {why}")
+    return RequiredBits(loading)
+
+
+class RequiredBits(Capability):
+    def __init__(self, loading: ModelLoad) -> None:
+        self._loading = loading
+
+    def on_general_path(self, why: str) -> None:
+        raise ConfigurationError(
+            f"{self._loading.source.name} cannot be served with model.exact: require. transformers computes it, because {why}; the "
+            f"order of its sums depends on the batch. Serve a model of type {', '.join(TYPES)} in float32 or bfloat16 on CPUs, {INSTEAD}"
+        )
+
+    def complete(self, info: ModelInfo) -> ModelInfo:
+        way = way_of_computing(self._loading.dtype)
+        return msgspec.structs.replace(info, content=f"{info.content}{COMPUTED_BY}{way}")
+
+
+def way_of_computing(dtype: torch.dtype) -> str:
+    """Names everything besides the model's content that decides in which order sums are made: equal names give equal bits. The library
+    is known by its content, because another compiler may contract products otherwise."""
+    name = str(dtype).removeprefix("torch.")
+    sampled_by = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+    return f"{library.instruction_set(dtype)}-{name}-{sampled_by}-{digest_of(library_path())[:12]}"

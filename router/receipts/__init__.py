@@ -1,0 +1,1 @@
+"""Receipts of answers, a wing of the router. README.md says what it is."""

@@ -1,0 +1,100 @@
+"""Receipts at a router's door: who gets none, and why. Answers that real nodes make again are in tests/integration/test_verify.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.base.errors import ConfigurationError
+from tandem.base.wings import is_there
+from tandem.router.receipts.receipt import read_receipt
+from tests.router.conftest import RunningRouter, StartRouter
+
+HEADER = "x-tandem-receipt"
+# Anthropic's API has no seed.
+MESSAGE = {"path": "/v1/messages", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    file = tmp_path / "receipts.key"
+    file.write_bytes(b"0123456789abcdef" * 2)
+    return str(file)
+
+
+def ask(
+    router: RunningRouter, receipt: str = "sign", path: str = "/v1/completions", **fields: Any
+) -> httpx.Response:
+    asked = {} if "messages" in fields else {"prompt": "the fox"}
+    body = {"model": "fake", "max_tokens": 5, **asked, **fields}
+    return router.client.post(path, json=body, headers={HEADER: receipt})
+
+
+def exact_router(start_router: StartRouter, key: str) -> RunningRouter:
+    """The fake nodes say what real ones say where the same bits are required."""
+    return start_router(content="files+way", receipt_key_file=key)
+
+
+def test_a_router_without_a_key_signs_nothing(start_router: StartRouter) -> None:
+    router = start_router()
+    answer = ask(router)
+    assert answer.status_code == 400
+    assert "its operator has not set router.receipt_key_file" in answer.json()["error"]["message"]
+    assert HEADER not in router.complete().headers
+
+
+def test_nodes_that_do_not_promise_the_same_bits_get_nothing_signed(
+    start_router: StartRouter, key: str
+) -> None:
+    answer = ask(start_router(receipt_key_file=key))
+    assert answer.status_code == 400
+    assert "the operator sets model.exact to require" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stream": True}, "not with stream"),
+        ({"n": 3}, "is of one answer, and this request has 3"),
+        ({"prompt": ["a", "b"]}, "is of one answer, and this request has 2"),
+        ({"receipt": "no receipt"}, "this cluster did not sign this receipt"),
+        *([(MESSAGE, "is of answers at /v1/completions")] if is_there("tandem.router.messages") else []),
+    ],
+)  # fmt: skip
+def test_what_a_receipt_is_not_of(
+    start_router: StartRouter, key: str, fields: dict[str, Any], said: str
+) -> None:
+    answer = ask(exact_router(start_router, key), **fields)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_receipt_says_what_the_answer_was_made_of(start_router: StartRouter, key: str) -> None:
+    router = exact_router(start_router, key)
+    first = ask(router, logprobs=1, logit_bias={"7": 2.5})
+    text = first.headers[HEADER]
+    receipt = read_receipt(text)
+    assert (receipt.path, receipt.content, receipt.adapter) == ("/v1/completions", "files+way", "")
+    assert receipt.answer.tokens == 5
+    assert receipt.sampling["logit_bias"] == {"7": 2.5}
+    # The router drew the seed; with it the request is the same again.
+    assert ask(router, text, logprobs=1, logit_bias={"7": 2.5}, seed=receipt.seed).headers[HEADER] == text
+    other = ask(router, text, logprobs=1, logit_bias={"7": 2.5}, seed=receipt.seed + 1)
+    assert other.status_code == 400
+    assert "which differs in its sampling" in other.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"short", "has 5 bytes"), (None, "cannot be read: No such file")]
+)
+def test_a_key_that_cannot_serve_is_refused_when_the_router_starts(
+    start_router: StartRouter, tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    file = tmp_path / "key"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=said):
+        start_router(receipt_key_file=str(file))
