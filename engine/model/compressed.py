@@ -15,6 +15,8 @@ from tandem.engine.model.attention.interface import AttentionStep
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 
 LATENTS = "tandem.engine.model.latents.attention"
+# The linear layer of an attention module that makes each head's keys and values of a latent. The absorbed form needs its matrix.
+EXPANDS = "kv_b_proj"
 
 Decodes = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, queries, out): attends the rows of decodes, and writes to `out`."""

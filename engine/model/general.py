@@ -45,6 +45,8 @@ def load_model(
     `loader` is transformers' class that loads it, if it is not the usual one. Raises a ConfigurationError for a checkpoint that does not fit."""
     options: dict[str, Any] = {"use_safetensors": True}
     found = weight_format(source, config)
+    if found is not None and not found.reads(device, in_parts=cut is not None):
+        found = None
     part: AbstractContextManager[dict[str, Any]] = nullcontext({})
     loader = loader or AutoModelForCausalLM
     if cut is not None:
@@ -110,7 +112,7 @@ def _left_to_transformers(config: Any) -> str:
         getattr(config, "quantization_config", None)
         or getattr(config.get_text_config(), "quantization_config", None)
     ) is not None
-    return "has quantized matrices, as experts, that only transformers reads" if is_quantized else ""
+    return "has quantized matrices that only transformers reads" if is_quantized else ""
 
 
 def _head_names(model: PreTrainedModel) -> set[str]:

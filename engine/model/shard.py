@@ -135,10 +135,11 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """The part of a linear layer's matrix that a rank has."""
+    """The part of a linear layer's matrix that a rank has, or of the matrices of a layer's experts."""
 
     outputs: range
     inputs: range
+    experts: range | None = None  # the experts of which it has that part
 
 
 class ModelCut(Protocol):
@@ -162,7 +163,8 @@ class ModelCut(Protocol):
         ...
 
     def part_of(self, model: PreTrainedModel, where: str) -> MatrixPart:
-        """This rank's part of the linear layer with this name, which has the whole layer's sizes."""
+        """This rank's part of the linear layer with this name, which has the whole layer's sizes, or of the tensor of experts with this
+        name, which was taken out of the model."""
         ...
 
     def finish(self, name: str, model: PreTrainedModel) -> None:

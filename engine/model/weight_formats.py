@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROWS = ("tandem.engine.model.gguf.format", "tandem.engine.model.quantized.format")
 
 PartOf = Callable[[str], MatrixPart]
-"""This rank's part of a linear layer, by the layer's name in the model."""
+"""This rank's part of a linear layer, by the layer's name in the model, or of a tensor of experts, by the tensor's name."""
 
 
 class WeightFormat:
@@ -25,6 +25,10 @@ class WeightFormat:
 
     uncut = ""  # what it is, and why several ranks cannot cut its matrices; "": they can
     always_has_head = False
+
+    def reads(self, device: torch.device, *, in_parts: bool) -> bool:
+        """Whether the format loads this checkpoint. If not, transformers does so by itself."""
+        return True
 
     def compute_dtype(self, stored: Callable[[], torch.dtype]) -> torch.dtype:
         """The dtype to compute in. `stored` finds the checkpoint's own."""

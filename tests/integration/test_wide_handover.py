@@ -91,13 +91,15 @@ def pair(
         yield engines[0], engines[1]
 
 
-# Two heads of keys and values: four ranks keep each of them twice. Phi 3 has all heads on every rank, Gemma 3 windows.
+# Two heads of keys and values: four ranks keep each of them twice. Phi 3 has all heads on every rank, Gemma 3 windows, and all
+# ranks keep DeepSeek's latents.
 Case = tuple[str, tuple[Width, Width], str, tuple[int, int]]
 CASES: list[Case] = [
     ("llama", (1, 2), "push", (4, 8)),
     ("llama", (4, 2), "push", (8, 4)),
     ("gemma3", (2, 1), "push", (4, 4)),
     ("mixtral", ((4, 2), 1), "pull", (4, 4)),
+    ("deepseek-v3", (2, 4), "push", (8, 4)),
 ]
 MORE_CASES: list[Case] = [
     ("llama", (1, 4), "pull", (4, 4)),
@@ -144,6 +146,7 @@ APART: list[ApartCase] = [
     # And their stage's layers.
     ("llama", (1, (2, 2)), (False, True), "pull", (4, 8)),
     ("qwen3-moe", ((2, 2), (4, 2)), (True, True), "pull", (4, 4)),
+    ("deepseek-v3", (4, 2), (True, True), "push", (4, 8)),
 ]
 MORE_APART: list[ApartCase] = [
     ("llama", (2, 4), (True, True), "push", (8, 4)),
@@ -165,6 +168,8 @@ MORE_APART: list[ApartCase] = [
     ("gemma3", ((4, 4), (3, 3)), (True, True), "push", (4, 4)),
     ("mixtral", (2, (2, 2)), (True, True), "pull", (4, 4)),
     ("phi3", ((4, 2), (2, 2)), (True, True), "push", (4, 4)),
+    ("deepseek-v2", (1, 2), (False, True), "pull", (4, 4)),
+    ("deepseek-v3", ((4, 2), 1), (True, False), "pull", (8, 4)),
 ]
 
 

@@ -21,7 +21,7 @@ from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCa
 from tandem.engine.model.attention.interface import AttentionCall, AttentionStep
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.compressed import Decodes, ProbedCall
+from tandem.engine.model.compressed import EXPANDS, Decodes, ProbedCall
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Expansion(msgspec.Struct, frozen=True):
     ) -> Expansion:
         """Makes the expansion of a layer from one run: `latent` and `rotary` were passed to its cache, `key` and `value` to attention."""
         dims = latent.shape[-1], rotary.shape[-1]
-        up: Any = getattr(module, "kv_b_proj", None)
+        up: Any = getattr(module, EXPANDS, None)
         heads, key_dim, value_dim = key.shape[1], key.shape[3] - dims[1], value.shape[3]
         plain = (
             isinstance(up, torch.nn.Linear)

@@ -31,6 +31,15 @@ class QuantizedMatrices(WeightFormat):
     def __init__(self, source: ModelSource, checkpoint: QuantizedCheckpoint) -> None:
         self._source, self._checkpoint = source, checkpoint
 
+    def reads(self, device: torch.device, *, in_parts: bool) -> bool:
+        # On a GPU transformers has kernels that keep the experts of one rank in FP8.
+        return in_parts or device.type == "cpu" or self._checkpoint.method != "fp8" or not self._has_experts()
+
+    def _has_experts(self) -> bool:
+        from tandem.engine.model.quantized.experts import experts_in
+
+        return bool(experts_in(self._checkpoint))
+
     def compute_dtype(self, stored: Callable[[], torch.dtype]) -> torch.dtype:
         # The kernels for quantized matrices compute in bfloat16, on a CPU and on a GPU.
         return torch.bfloat16 if (found := stored()) is torch.float16 else found

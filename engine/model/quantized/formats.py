@@ -92,8 +92,6 @@ def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint
     if problem is not None:
         raise ConfigurationError(f"{name} cannot be served: {problem}")
     layers = _layers(folder)
-    if any(re.search(r"\.experts\.\d+\.", layer) for layer in layers):
-        return None  # transformers joins the experts into one tensor
     known = QuantizedCheckpoint(
         method,
         int(written.get("bits") or written.get("w_bit") or 4),

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -17,8 +15,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tandem.base.errors import ConfigurationError
+from tandem.engine.model.compressed import EXPANDS
 from tandem.engine.model.kernel_linear import KernelLinear
-from tandem.engine.model.quantized import kernels
+from tandem.engine.model.quantized import experts, kernels
 from tandem.engine.model.quantized.formats import (
     QuantizedCheckpoint,
     TensorFacts,
@@ -27,7 +26,7 @@ from tandem.engine.model.quantized.formats import (
     sizes_of,
     tail_of,
 )
-from tandem.engine.model.quantized.parts import QuantizedPart, is_ordinary
+from tandem.engine.model.quantized.parts import CheckpointFiles, QuantizedPart, is_ordinary
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.weight_formats import PartOf
 
@@ -70,6 +69,7 @@ class _Config(QuantizationConfigMixin):  # type: ignore[misc]
 class _Quantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         checkpoint: QuantizedCheckpoint = self.quantization_config.checkpoint
+        experts.take_out(model, checkpoint)
         by_tail = {tail_of(layer): (layer, parts) for layer, parts in checkpoint.layers.items()}
         for name, module in list(model.named_modules()):
             found = by_tail.get(tail_of(name)) if isinstance(module, nn.Linear) else None
@@ -114,7 +114,8 @@ def loading_options(config: Any, checkpoint: QuantizedCheckpoint, in_parts: bool
 def unread(keys: list[str], model: PreTrainedModel) -> list[str]:
     """Those of the checkpoint's tensors of which `finish_loading` reads no part."""
     read = {tail_of(module.layer) for module in model.modules() if isinstance(module, QuantizedPart)}
-    return [key for key in keys if tail_of(key.rpartition(".")[0]) not in read]
+    of_experts = experts.reads(model)
+    return [key for key in keys if tail_of(key.rpartition(".")[0]) not in read and not of_experts(key)]
 
 
 def finish_loading(
@@ -127,7 +128,7 @@ def finish_loading(
     """Replaces each quantized matrix by a layer that computes with it, or with this rank's part of it."""
     kinds = (QuantizedLinear, QuantizedPart)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-    files = _files(source) if part_of is not None else {}
+    files = CheckpointFiles(source.folder)
     kept = 0
     refused: set[str] = set()
     for name, module in found:
@@ -141,7 +142,7 @@ def finish_loading(
                 f"{source.name} cannot be served: {name} has a bias in its checkpoint, and none by its configuration"
             )
         made = None
-        if _may_stay(device) and not is_ordinary(tensors):
+        if _may_stay(device) and not is_ordinary(tensors) and not name.endswith(EXPANDS):
             made, reason = kernels.kernel_for(tensors, module.checkpoint, dtype)
             if reason and reason not in refused:
                 refused.add(reason)
@@ -151,10 +152,20 @@ def finish_loading(
         if isinstance(module, QuantizedPart):
             replacing.out_features, replacing.in_features = module.out_features, module.in_features
         _put(model, name, replacing)
+    try:
+        of_experts = experts.put_back(model, files, dtype, device, part_of)
+    except ValueError as error:
+        raise ConfigurationError(f"{source.name} cannot be served: {error}") from None
+    if of_experts and _may_stay(device):
+        log.warning(
+            "%s: its experts take as much memory as in %s: no kernel for them is used here",
+            source.name,
+            dtype,
+        )
     log.info(
         "%s: %d matrices were quantized (%s), %d stay so",
         source.name,
-        len(found),
+        len(found) + of_experts,
         found[0][1].checkpoint.method if found else "none",
         kept,
     )
@@ -175,15 +186,6 @@ def _as_linear(
     if bias is not None:
         linear.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     return linear
-
-
-def _files(source: ModelSource) -> dict[str, Path]:
-    """The file of each tensor."""
-    found: dict[str, Path] = {}
-    for file in sorted(source.folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            found |= dict.fromkeys(opened.keys(), file)
-    return found
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,6 +21,21 @@ from tandem.engine.model.quantized.formats import (
     kind_of,
 )
 from tandem.engine.model.shard import MatrixPart
+
+
+class CheckpointFiles:
+    """Reads parts of a checkpoint's tensors. Files stay open, because a mixture has thousands of tensors in each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._of: dict[str, Any] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            opened = safe_open(file, framework="pt")
+            self._of |= dict.fromkeys(opened.keys(), opened)
+
+    def read(self, name: str, at: tuple[slice, ...], device: torch.device) -> torch.Tensor:
+        found: torch.Tensor = self._of[name].get_slice(name)[at if at else ...]
+        return found.to(device)
+
 
 Read = Callable[[str, tuple[slice, ...]], torch.Tensor]
 """Reads some rows and columns of one of a layer's tensors."""
@@ -57,16 +73,11 @@ class QuantizedPart(nn.Module):
         self.out_features, self.in_features = replaced.out_features, replaced.in_features
         self._facts = facts
 
-    def read(
-        self, files: Mapping[str, Path], part: MatrixPart, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def read(self, files: CheckpointFiles, part: MatrixPart, device: torch.device) -> dict[str, torch.Tensor]:
         """The tensors of a matrix that is this part of the layer's. See `is_ordinary`."""
 
         def from_file(name: str, at: tuple[slice, ...]) -> torch.Tensor:
-            key = f"{self.layer}.{name}"
-            with safe_open(files[key], framework="pt") as opened:
-                found: torch.Tensor = opened.get_slice(key)[at if at else ...]
-            return found.to(device)
+            return files.read(f"{self.layer}.{name}", at, device)
 
         tensors = part_of_matrix(
             self._facts, self.checkpoint, (self.out_features, self.in_features), part, from_file

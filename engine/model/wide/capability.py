@@ -58,10 +58,11 @@ class RankCut:
         return cut.part_of(model, where, self._shard.of_stage())
 
     def finish(self, name: str, model: PreTrainedModel) -> None:
-        from tandem.engine.model.wide import cut, stages
+        from tandem.engine.model.wide import cut, joint_sums, stages
 
         if self._shard.width > 1:
             cut.join_parts(name, model, self._shard.of_stage())
+            joint_sums.join_sums(model, self._shard.of_stage())
         if self._shard.stages > 1:
             stages.finish_stage(model, self._shard)
 
@@ -84,8 +85,6 @@ class OnePart(Capability):
             why = "keeps recurrent states"
         elif parts.own is not None:
             why = "has layers that attend by their own code"
-        elif parts.latents is not None:
-            why = "keeps latents, which are one head for all"
         else:
             return
         raise ConfigurationError(

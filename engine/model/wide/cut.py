@@ -25,6 +25,7 @@ from transformers.distributed import DistributedConfig
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.attention.layers import AttentionLayer
+from tandem.engine.model.compressed import EXPANDS
 from tandem.engine.model.shard import EmptyPart, MatrixPart, Shard, heads_of_rank
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.wide import plan
@@ -64,8 +65,11 @@ def loading_part(source: ModelSource, shard: Shard, device: torch.device) -> Ite
 
 
 def part_of(model: PreTrainedModel, where: str, shard: Shard) -> MatrixPart:
-    """This rank's part of a linear layer that is not read by transformers. The module there has the whole layer's sizes."""
+    """This rank's part of a linear layer, or of a tensor of experts, that is not read by transformers. The module has the whole layer's
+    sizes."""
     modules = dict(model.named_modules())
+    if where not in modules:
+        return _part_of_experts(model, where, modules[where.rpartition(".")[0]], shard)
     module = modules[where]
     outputs, inputs = range(int(module.out_features)), range(int(module.in_features))
     style = model.tp_plan.get(_NUMBER.sub(".*", where)) if shard.size > 1 else None
@@ -79,6 +83,20 @@ def part_of(model: PreTrainedModel, where: str, shard: Shard) -> MatrixPart:
             kept = heads_of_rank(len(outputs) // dimension, shard.rank, shard.size)
             outputs = range(kept.start * dimension, kept.stop * dimension)
     return MatrixPart(outputs, inputs)
+
+
+def _part_of_experts(model: PreTrainedModel, where: str, module: Any, shard: Shard) -> MatrixPart:
+    """Whole experts, or a part of each, as the plan says."""
+    style = model.tp_plan.get(_NUMBER.sub(".*", where)) if shard.size > 1 else None
+    experts, inner, hidden = (
+        range(int(total)) for total in (module.num_experts, module.intermediate_dim, module.hidden_dim)
+    )
+    if style in plan.EXPERTS:
+        experts = range(*_share(len(experts), shard))
+    elif style in plan.PACKED | plan.INPUTS:
+        inner = range(*_share(len(inner), shard))
+    joins = where.endswith("down_proj")
+    return MatrixPart(hidden if joins else inner, inner if joins else hidden, experts)
 
 
 def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
@@ -123,7 +141,7 @@ def _join(module: nn.Module, style: str, shard: Shard) -> None:
             module.bias = None  # type: ignore[assignment]  # only rank 0 adds the bias, so that the sum has it once
         if getattr(module, "_is_expert_parallel", False):
             module.register_forward_pre_hook(_Routing(shard, int(module.num_experts)))  # type: ignore[arg-type]
-        module.register_forward_hook(_Adding(shard))
+        module.register_forward_hook(AddingUp(shard))
 
 
 def _share(total: int, shard: Shard) -> tuple[int, int]:
@@ -132,7 +150,9 @@ def _share(total: int, shard: Shard) -> tuple[int, int]:
     return min(shard.rank * size, total), min((shard.rank + 1) * size, total)
 
 
-class _Adding:
+class AddingUp:
+    """A forward hook: sums the module's result over all ranks."""
+
     def __init__(self, shard: Shard) -> None:
         self._collectives = shard.collectives
 
@@ -227,23 +247,33 @@ def heads_kept(
     return HeadShare(*kept.pop()) if len(kept) == 1 else None
 
 
-def place_heads(
-    name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
-) -> tuple[AttentionLayer, ...]:
-    """Sets the places of this rank's heads in a cache that all ranks share. A layer whose keys are not cut has all heads on every rank, and
-    each rank writes the same there."""
+def _heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
+    """The heads of keys that all ranks together have in each layer where they are cut."""
     totals: dict[int, int] = {}
     modules = dict(model.named_modules())
     for where, module in modules.items():
         attention = modules[where.rpartition(".")[0]]
         index, dimension = getattr(attention, "layer_idx", None), getattr(attention, "head_dim", None)
-        if where.endswith("k_proj") and isinstance(index, int) and isinstance(dimension, int):
+        if not isinstance(index, int):
+            continue
+        if where.endswith("k_proj") and isinstance(dimension, int):
             totals[index] = int(module.out_features) // dimension
+        if where.endswith(EXPANDS) and model.tp_plan.get(_NUMBER.sub(".*", where)) in plan.OUTPUTS:
+            totals[index] = int(model.config.get_text_config().num_attention_heads)
+    return totals
+
+
+def place_heads(
+    name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
+) -> tuple[AttentionLayer, ...]:
+    """Sets the places of this rank's heads in a cache that all ranks share. A layer whose keys are not cut has all heads on every rank, and
+    each rank writes the same there."""
+    totals = _heads_of_layers(model)
     placed: dict[int, AttentionLayer] = {}
     for layer in layers:
         if layer.reads_of is not None:
             continue
-        total = totals.get(layer.index, layer.num_kv_heads)
+        total = layer.num_kv_heads if layer.latent else totals.get(layer.index, layer.num_kv_heads)
         kept = range(total) if layer.num_kv_heads == total else heads_of_rank(total, shard.rank, shard.size)
         if len(kept) != layer.num_kv_heads:
             raise ConfigurationError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -184,17 +186,55 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, t
 }
 
 
-def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Path, Path]:
-    """Saves both, and returns the folders of the quantized and of the ordinary checkpoint."""
+# Mixtures of experts whose checkpoints name an expert's matrices in either way, one with latents.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 192}),
+    "three-experts": ("Qwen3MoeConfig", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "head_dim": 32}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 128,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}  # fmt: skip
+
+
+def mixture(name: str) -> Any:
+    kind, more = MIXTURES[name]
+    described = {key: value for key, value in config().to_dict().items() if key in _SHARED}
+    return getattr(transformers, kind)(**(described | more))
+
+
+_SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SHARED += ("max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+_QUANTIZED = re.compile(r"(_proj|experts\.\d+\.w[123])\.weight$")
+
+
+def save(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, of: str = "", **options: Any
+) -> tuple[Path, Path]:
+    """Saves both, and returns the folders of the quantized and of the ordinary checkpoint. `of`: one of MIXTURES instead of a Llama."""
     torch.manual_seed(0)
     written, quantize = FORMATS[name]
-    model = AutoModelForCausalLM.from_config(config(**options)).to(dtype)
+    described = mixture(of) if of else config(**options)
+    model = AutoModelForCausalLM.from_config(described).to(dtype)
     ordinary, quantized = folder / "ordinary", folder / "quantized"
     model.save_pretrained(ordinary)
     tensors: Parts = {}
     right: Parts = {}
     for key, tensor in load_file(ordinary / "model.safetensors").items():
-        if not key.endswith("_proj.weight"):
+        if not _QUANTIZED.search(key):
             tensors[key] = right[key] = tensor
             continue
         parts, numbers = quantize(tensor.float())
@@ -203,6 +243,6 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
     save_file(right, ordinary / "model.safetensors", metadata={"format": "pt"})
     quantized.mkdir()
     save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((ordinary / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps(described | {"quantization_config": written}))
+    read = json.loads((ordinary / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(read | {"quantization_config": written}))
     return quantized, ordinary

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tandem.engine.model.fused.find import Fused, fuse
 from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.quantized import kernels, loading
+from tandem.engine.model.quantized.experts import UnreadExperts
 from tandem.engine.model.quantized.formats import QuantizedCheckpoint, dense, read_checkpoint
 from tandem.engine.model.quantized.parts import is_ordinary, part_of_matrix
 from tandem.engine.model.shard import MatrixPart, Shard
@@ -176,13 +179,91 @@ def test_a_kernel_takes_a_part(name: str, tmp_path: Path) -> None:
         assert made is not None, reason
 
 
-def test_experts_that_only_transformers_reads_are_refused(tmp_path: Path) -> None:
-    path, _ = files.save("fp8-tensor", tmp_path)
+def test_latents_of_a_quantized_checkpoint_are_attended_to_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, where the other matrices stay quantized."""
+    path, _ = files.save("awq", tmp_path, torch.bfloat16, of="deepseek-v3")
+    monkeypatch.setattr(loading, "_may_stay", lambda device: True)
+    monkeypatch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
+    forward: Any = load(path, dtype="bfloat16").forward
+    assert any(isinstance(one, KernelLinear) for one in forward._model.modules())
+    assert all(forward.parts.latents[layer].to_keys is not None for layer in range(2))
+
+
+# Whole experts, or a part of each where the ranks do not divide them; the layers of two stages; and one rank.
+@pytest.mark.parametrize(
+    ("of", "name", "width", "stages"),
+    [
+        ("mixtral", "awq", 2, 1),
+        ("mixtral", "compressed-fp8-rows", 1, 1),
+        ("three-experts", "gptq-act-order", 2, 1),
+        ("three-experts", "fp8-blocks", 4, 2),
+        ("deepseek-v3", "fp8-blocks", 4, 1),
+        ("deepseek-v3", "compressed-4bit", 1, 1),
+    ],
+)
+def test_ranks_give_the_tokens_of_the_experts_numbers(
+    of: str, name: str, width: int, stages: int, tmp_path: Path
+) -> None:
+    quantized, ordinary = files.save(name, tmp_path, of=of)
+    with ranks_here(width, functools.partial(load, quantized), stages) as runner:
+        tokens, logprobs = answer(runner)
+    right, expected = answer(load(ordinary))
+    assert tokens == right
+    assert logprobs == pytest.approx(expected, abs=2e-4)
+
+
+def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = files.save("awq", tmp_path, of="mixtral")
+    read: list[tuple[int, str]] = []
+    take = UnreadExperts._matrix
+
+    def noted(unread: UnreadExperts, layer: str, *given: Any) -> torch.Tensor:
+        read.append((threading.get_ident(), layer))
+        return take(unread, layer, *given)
+
+    monkeypatch.setattr(UnreadExperts, "_matrix", noted)
+    with ranks_here(2, functools.partial(load, path)):
+        pass
+    by_rank = [{layer for who, layer in read if who == rank} for rank in {who for who, _ in read}]
+    assert [len(layers) for layers in by_rank] == [2 * 2 * 3] * 2  # two of four experts in each of two layers
+    assert not by_rank[0] & by_rank[1]
+
+
+@pytest.mark.parametrize("what", ["missing", "more", "size", "bias"])
+def test_experts_that_do_not_fit_are_refused(what: str, tmp_path: Path) -> None:
+    path, _ = files.save("fp8-tensor", tmp_path, of="mixtral")
     tensors = files.load_file(path / "model.safetensors")
-    for part in ("weight", "weight_scale"):
-        tensors[f"model.layers.0.mlp.experts.0.up_proj.{part}"] = tensors.pop(
-            f"model.layers.0.mlp.up_proj.{part}"
-        )
+    layer = "model.layers.1.block_sparse_moe.experts.2.w1"
+    if what == "missing":
+        tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].float()
+        del tensors[f"{layer}.weight_scale"]
+    elif what == "more":
+        tensors |= {
+            key.replace("experts.2", "experts.4"): each.clone()
+            for key, each in tensors.items()
+            if "1.block_sparse_moe.experts.2" in key
+        }
+    elif what == "size":
+        tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"][:-1].contiguous()
+    else:
+        tensors[f"{layer}.bias"] = torch.ones(192)
     files.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigurationError, match="several ranks: it has quantized matrices, as experts"):
+    why = {
+        "missing": r"layers.1.mlp.experts has experts that are quantized, and some that are not \(2\)",
+        "more": "layers.1.mlp.experts has 4 experts by the configuration, and 5 in the checkpoint",
+        "size": r"experts.2.w1 is \(191, 128\) in the checkpoint, and \(192, 128\)",
+        "bias": r"experts.2.w1 has a bias in the checkpoint",
+    }[what]
+    with pytest.raises(ConfigurationError, match=why):
+        load(path)
+
+
+def test_matrices_that_only_transformers_reads_are_refused(tmp_path: Path) -> None:
+    path, _ = files.save("fp8-tensor", tmp_path)
+    described = json.loads((path / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigurationError, match="several ranks: it has quantized matrices that only"):
         load(path, Shard(0, 2, None))  # type: ignore[arg-type]  # refused before it communicates

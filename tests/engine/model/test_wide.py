@@ -26,7 +26,7 @@ from tandem.engine.model.fused.find import Fused, fuse
 from tandem.engine.model.loading import load_runner
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.model.wide import cut
+from tandem.engine.model.wide import cut, joint_sums
 from tandem.engine.model.wide.forward import LeadingForward
 from tandem.node.ranks.group import GroupCollectives
 from tandem.wire.pooling import Pooling, PoolingKind
@@ -42,6 +42,8 @@ EITHER = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral")
 WIDE = [
     *((name, 2 + 2 * (number % 2)) for number, name in enumerate(EITHER)),
     *(("qwen3-moe", 2), ("phi3", 2), ("llama4", 2)),
+    # Latents, which all ranks keep: transformers' plan cuts V2's heads, and leaves V3's whole.
+    *(("deepseek-v2", 2), ("deepseek-v3", 4)),
     *(
         pytest.param((name, 4 - 2 * (number % 2)), marks=pytest.mark.more)
         for number, name in enumerate(EITHER)
@@ -101,7 +103,8 @@ def wide(
     path, prompts, answers = saved[name]
     config = transformers.AutoConfig.from_pretrained(path)
     with ranks_here(width, functools.partial(load, path)) as runner:
-        yield WideCase(runner, path, config.num_key_value_heads, prompts, answers)
+        kv_heads = 1 if hasattr(config, "kv_lora_rank") else config.num_key_value_heads
+        yield WideCase(runner, path, kv_heads, prompts, answers)
 
 
 def test_mixed_batches_in_chunks_on_ranks(wide: WideCase) -> None:
@@ -138,6 +141,32 @@ def test_a_rank_has_some_experts_whole(
     shapes = {tuple(one.shape) for key, one in whole.named_parameters() if "experts" in key}
     with ranks_here(width, functools.partial(load, path)):
         assert set(joined) == {(experts, *shape[1:]) for shape in shapes}
+
+
+@pytest.mark.parametrize("adds_alone", [True, False])
+def test_routed_and_shared_experts_are_summed_once(
+    adds_alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that does more than add the two keeps two sums."""
+    path, prompt = tiny.save("deepseek-v3", tmp_path), [5, 9, 11]
+    (answer,) = tiny.reference(path, [prompt], NUM_TOKENS)
+    if not adds_alone:
+        monkeypatch.setattr(joint_sums, "agrees", lambda *_: False)
+    counted: collections.Counter[int] = collections.Counter()
+    add_up = GroupCollectives.sum
+
+    def counting(group: GroupCollectives, tensor: torch.Tensor) -> None:
+        counted[threading.get_ident()] += 1
+        add_up(group, tensor)
+
+    with ranks_here(2, functools.partial(load, path)) as runner:
+        monkeypatch.setattr(GroupCollectives, "sum", counting)
+        driver = Driver(runner)
+        driver.add("r", prompt)
+        driver.step({"r": 3})
+        # The embedding's, attention's in two layers, a dense layer's, and the experts'.
+        assert set(counted.values()) == {1 + 2 + 1 + (1 if adds_alone else 2)}
+        assert driver.generate(NUM_TOKENS)["r"] == answer.tokens
 
 
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
@@ -368,7 +397,7 @@ def test_all_ranks_compute_a_step_in_the_same_shape(
             2,
             "6 heads of queries and 3 of keys and values cannot be shared equally.* 1, 3, 6",
         ),
-        ("deepseek-v3", 2, "keeps latents"),
+        ("deepseek-v3", 3, "4 heads of queries.* cannot be shared equally.* 1, 2, 4"),
         ("qwen3.5", 2, "cannot be served on .* ranks"),
     ],
 )

@@ -36,6 +36,21 @@ def _config(kind: str, **options: Any) -> Callable[[], Any]:
 
 _HYBRID = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "llama": _config("LlamaConfig", tie_word_embeddings=True),
     "llama-untied-odd-heads": _config(
@@ -121,21 +136,8 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         eos_token_id=2,
         alibi=False,
     ),
-    "deepseek-v3": _config(
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-    ),
+    "deepseek-v2": _config("DeepseekV2Config", **{**_LATENT, "q_lora_rank": None}),
+    "deepseek-v3": _config("DeepseekV3Config", **_LATENT),
 }
 
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
