@@ -37,6 +37,8 @@ class Storage:
         self._schedule = schedule
         self.rng = rng = _drawing(schedule.outcome.seed)
         self.tiers = drawn_tiers(rng)
+        if schedule.features.has_states:
+            self.tiers.block_factor = 1  # others are refused for such a model
         self._is_shared = rng.random() < 0.3  # all nodes have their files in one folder
         self._disks: dict[str, WorldDisk] = {}
         self._asked: list[Asked] = []
