@@ -7,6 +7,7 @@ changes, over_http                which settings a running cluster can change; w
 reconciler                        the recorded state, and the one task that makes processes as it says
 facts, plan                       what is known of machines and processes; from it and the state, the next change
 departures                        nodes and routers that are draining before they end
+revision_configs                  the configurations that a recorded state names
 turn                              of two controllers only the later one records and acts
 state, view                       what the next controller must know and what routers are told; what commands are shown
 placement                         which machine, cores, device and share of memory a node gets; this machine as the only one

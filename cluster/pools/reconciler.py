@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +25,12 @@ from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
+from tandem.cluster.pools.revision_configs import (
+    RevisionConfigs,
+    as_in_this_process,
+    at_commit,
+    resolve,
+)
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
@@ -41,20 +46,6 @@ T = TypeVar("T")
 _DECISIONS_KEPT = 20
 _AS_CONFIGURED: Mapping[str, float] = {}
 _LOOK_AGAIN_S = 5.0  # how often the machines are looked at without an announced change
-
-
-@dataclass(frozen=True, slots=True)
-class _Resolved:
-    """The configurations of a recorded state, with their models fixed."""
-
-    config: TandemConfig  # as the operator wants it
-    fixed: TandemConfig  # for what starts from now on
-    by_revision: dict[int, TandemConfig]
-    commit: str  # of the current revision's model, "" if it has none
-
-
-def _at_commit(state: ClusterState, commit: str) -> ClusterState:
-    return msgspec.structs.replace(state, revision=msgspec.structs.replace(state.revision, commit=commit))
 
 
 class Reconciler:
@@ -137,7 +128,7 @@ class Reconciler:
                     self._refused = None
                     self.decisions.clear()
                     self.decisions.extend(self.state.decisions)
-                    self.config = self._in_this_process(self.state.revision.config or self._given)
+                    self.config = as_in_this_process(self.state.revision.config, self._given)
             except state.UnknownState as error:
                 self._refused = error
                 raise
@@ -172,31 +163,14 @@ class Reconciler:
     async def _fix_the_model(self) -> None:
         """Replaces the model's name on the hub by the commit for which it stands now, so that every node loads the same, however late
         it starts. Requires `writing`."""
-        resolved = await self._resolve(self.state)
+        resolved = await resolve(self.state, self._given, self.fix_model)
         self._use(resolved)
         if resolved.commit:
             if resolved.commit != self.state.revision.commit:
-                await self.keep(_at_commit(self.state, resolved.commit))
+                await self.keep(at_commit(self.state, resolved.commit))
             self.note(f"serves {self.config.model.path} at commit {resolved.commit}")
 
-    async def _resolve(self, kept: ClusterState) -> _Resolved:
-        """Returns the configurations that this state names, each with its model fixed. Whatever can fail about a configuration fails
-        here: call it before the state is recorded."""
-        revision, rollout = kept.revision, kept.rollout
-        config = self._in_this_process(revision.config or self._given)
-        fixed, commit = await self.fix_model(config, revision.commit)
-        configs = {revision.number: fixed}
-        if rollout is not None:
-            before = rollout.before
-            configs[before.number], _ = await self.fix_model(before.config or self._given, before.commit)
-            if not rollout.going_back:
-                # A router that starts during the rollout uses the tokenizer of the nodes that serve.
-                path = configs[before.number].router.tokenizer_path
-                router = msgspec.structs.replace(fixed.router, tokenizer_path=path)
-                fixed = msgspec.structs.replace(fixed, router=router)
-        return _Resolved(config, fixed, configs, commit)
-
-    def _use(self, resolved: _Resolved) -> None:
+    def _use(self, resolved: RevisionConfigs) -> None:
         """Uses the recorded configuration from now on."""
         self.config = resolved.config
         self.fleet.use(resolved.fixed, resolved.by_revision)
@@ -205,14 +179,9 @@ class Reconciler:
 
     async def keep_and_use(self, new: ClusterState) -> None:
         """Records a state with another configuration and uses it, or raises and changes nothing. Requires `writing`."""
-        resolved = await self._resolve(new)
-        await self.keep(_at_commit(new, resolved.commit))
+        resolved = await resolve(new, self._given, self.fix_model)
+        await self.keep(at_commit(new, resolved.commit))
         self._use(resolved)
-
-    def _in_this_process(self, config: TandemConfig) -> TandemConfig:
-        """Returns the configuration with the environment that this process has as the controller's."""
-        controller = msgspec.structs.replace(config.controller, env=self._given.controller.env)
-        return msgspec.structs.replace(config, controller=controller)
 
     async def _machines_of(self, known: ClusterState) -> list[Host]:
         """Returns the machines that exist. Waits up to `timeouts.unresponsive_s` for those with nodes on them: after a restart of
