@@ -24,7 +24,7 @@ hidden_states/  prompts' hidden states, in files
 speculation/    drafts from the text, from a small model or from an EAGLE head
 lora/           LoRA adapters, several in one batch
 wide/           the general path on several ranks
-fused/          the general path with fewer, larger operations; pieces is their contract
+fused/          the general path with fewer, larger operations; pieces and sums are their contract
 cuda/           what a CUDA device adds to the general path
 exact/          the same bits, required
 """

@@ -75,6 +75,8 @@ class Pieces(Protocol):
     adds_updates: bool
     # Whether norms of queries and keys can wait until attention with the rotary embedding.
     turns_norms: bool
+    # Whether norms add up what is put off until then: see tandem.engine.model.sums.
+    norms_add: bool
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
         """x times all the matrices, with the results side by side. Raises NotOneMatrix."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tandem.engine.model.cuda import triton_ops
 from tandem.engine.model.pieces import Activation, Matrix, NotOneMatrix, Piece
+from tandem.engine.model.sums import take_sum
 
 
 class DevicePieces:
@@ -17,6 +18,7 @@ class DevicePieces:
     copies = False
     adds_updates = False
     turns_norms = True
+    norms_add = True
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
         kernels = [matrix.kernel for matrix in matrices if matrix.kernel is not None]
@@ -43,7 +45,10 @@ class DevicePieces:
 
     def norm(self, weight: torch.Tensor, offset: float, eps: float) -> Piece:
         def run(x: torch.Tensor) -> torch.Tensor:
-            return triton_ops.norm(x, weight, offset, eps)
+            parts = take_sum(x)
+            if parts is None:
+                return triton_ops.norm(x, weight, offset, eps)
+            return triton_ops.add_and_norm(*parts, weight, offset, eps)
 
         return run
 

@@ -16,6 +16,9 @@ from tandem.engine.model.pieces import Activation, Rotary, activate, rms_norm, r
 
 _LIBRARY: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float offset, float eps) -> Tensor")
+_LIBRARY.define(
+    "add_rms_norm(Tensor x, Tensor y, Tensor(a!) total, Tensor weight, float offset, float eps) -> Tensor"
+)
 _LIBRARY.define("gated(Tensor x, str activation) -> Tensor")
 _LIBRARY.define(
     "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor? cosines, Tensor? sines, Tensor? query_norm, "
@@ -26,6 +29,14 @@ _LIBRARY.define(
 def norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension."""
     out: torch.Tensor = torch.ops.tandem.rms_norm(x, weight, offset, eps)
+    return out
+
+
+def add_and_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, offset: float, eps: float
+) -> torch.Tensor:
+    """Writes x + y to `total`, which is contiguous, and returns its RMSNorm. The sum is rounded as an ordinary sum is."""
+    out: torch.Tensor = torch.ops.tandem.add_rms_norm(x, y, total, weight, offset, eps)
     return out
 
 
@@ -69,6 +80,13 @@ _LARGEST_FP8 = 448.0
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: float) -> torch.Tensor:
     return rms_norm(x, weight, offset, eps)
+
+
+def _plain_add_and_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, offset: float, eps: float
+) -> torch.Tensor:
+    torch.add(x, y, out=total)
+    return rms_norm(total, weight, offset, eps)
 
 
 def _plain_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -203,6 +221,20 @@ def kernels() -> Any:
         tl.store(out + row.to(tl.int64) * n + columns, (v * scale * w).to(out.dtype.element_ty), mask=there)
 
     @triton.jit  # type: ignore[untyped-decorator]
+    def add_and_norm_rows(x, y, total, weight, out, n, offset, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        start = tl.program_id(0).to(tl.int64) * n
+        columns = tl.arange(0, BLOCK)
+        there = columns < n
+        one = tl.load(x + start + columns, mask=there, other=0.0).to(tl.float32)
+        other = tl.load(y + start + columns, mask=there, other=0.0).to(tl.float32)
+        rounded = (one + other).to(total.dtype.element_ty)
+        tl.store(total + start + columns, rounded, mask=there)
+        v = rounded.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / n + eps)
+        w = tl.load(weight + columns, mask=there, other=0.0).to(tl.float32) + offset
+        tl.store(out + start + columns, (v * scale * w).to(out.dtype.element_ty), mask=there)
+
+    @triton.jit  # type: ignore[untyped-decorator]
     def gate_rows(x, out, stride, n, GELU: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -217,6 +249,7 @@ def kernels() -> Any:
 
     return SimpleNamespace(
         norm_rows=norm_rows,
+        add_and_norm_rows=add_and_norm_rows,
         gate_rows=gate_rows,
         turn_and_write=_turning_kernel(),
         power=triton.next_power_of_2,
@@ -236,6 +269,20 @@ def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: floa
     if rows:
         found.norm_rows[(rows,)](
             x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK=found.power(n)
+        )
+    return out
+
+
+def _launch_add_and_norm(
+    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor, weight: torch.Tensor, offset: float, eps: float
+) -> torch.Tensor:
+    found = kernels()
+    n = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.numel() // n
+    if rows:
+        found.add_and_norm_rows[(rows,)](
+            x.contiguous(), y.contiguous(), total, weight, out, n, offset, eps, BLOCK=found.power(n)
         )
     return out
 
@@ -299,6 +346,7 @@ def _launch_rotate_and_write(
 
 for _name, _plain, _launch in (
     ("rms_norm", _plain_norm, _launch_norm),
+    ("add_rms_norm", _plain_add_and_norm, _launch_add_and_norm),
     ("gated", _plain_gated, _launch_gated),
     ("rotate_and_write", _plain_rotate_and_write, _launch_rotate_and_write),
 ):

@@ -74,6 +74,7 @@ class CpuPieces:
     copies = True
     adds_updates = True
     turns_norms = False
+    norms_add = False
 
     def __init__(self, dtype: torch.dtype, threads: int) -> None:
         self.native = library.load()

@@ -6,13 +6,15 @@ Nothing needs to be known about an architecture. The model runs once over a few 
 - a module that agrees with down(activation(gate(x)) * up(x)) in float32 is a gated activation;
 - a module that agrees with RMSNorm is one;
 - if attention gets the same tensors that rotary embedding returned, rotary embedding can be applied there, together with the norms of
-  queries and keys before it.
+  queries and keys before it;
+- a sum of a module's output and another tensor that a norm gets can be made in the norm.
 
 Each piece must then give its module's output, or the module stays unchanged. In the end the whole model must give the same logits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -26,6 +28,7 @@ from transformers import PreTrainedModel
 
 from tandem.engine.model.attention.interface import attention_options, attention_through
 from tandem.engine.model.attention.kernel import attend
+from tandem.engine.model.fused.residual import SumWatch
 from tandem.engine.model.fused.rotary import RotaryWatch
 from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.pieces import (
@@ -63,6 +66,7 @@ class Fused(msgspec.Struct):
     merged: int = 0  # products of several linear layers
     products: int = 0  # products of one linear layer
     rotary: int = 0
+    sums: int = 0  # modules whose results norms add up
     left: int = 0  # weights in linear layers that were not fused
 
     def __str__(self) -> str:
@@ -71,6 +75,7 @@ class Fused(msgspec.Struct):
             "norms": self.norms,
             "merged products": self.merged,
             "rotary embeddings": self.rotary,
+            "sums": self.sums,
         }
         return ", ".join(f"{count} {what}" for what, count in found.items() if count) or "nothing"
 
@@ -91,10 +96,13 @@ def fuse(
     with torch.inference_mode():
         rotary = RotaryWatch(model)
         seen = _Seen(model)
-        expected = seen.run(rotary)
+        sums = SumWatch()
+        with sums if pieces.norms_add else contextlib.nullcontext():
+            expected = seen.run(rotary)
         consumed: set[nn.Module] = set()
         known: dict[type[nn.Module], int | None] = {}
         norms: dict[int, tuple[nn.Module, Norm]] = {}  # by the address of their result
+        normed: list[torch.Tensor] = []
         in_parts = agree is not None
         for module, given in seen.modules():
             if isinstance(module, _LINEAR):
@@ -112,10 +120,12 @@ def fuse(
             _give_up(found.uses, left_to)
             if found.norm is not None:
                 norms[given.made_at] = module, found.norm
+                normed.append(given.x)
             fused.gated += bool(found.uses)
             fused.norms += not found.uses
         _take_products(seen, pieces, consumed, fused, left_to, in_parts)
         fused.rotary = rotary.put_off(norms if pieces.turns_norms else {})
+        fused.sums = sums.put_off(((module, given.made) for module, given in seen.modules()), normed)
         if pieces.copies:
             _release(model, consumed)
         fused.left = sum(
@@ -134,11 +144,11 @@ def fuse(
 class _Given:
     def __init__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self.x, self.out = x, out.clone()
-        self._made = out  # kept alive, so that no other tensor gets its address
+        self.made = out  # kept alive, so that no other tensor gets its address
 
     @property
     def made_at(self) -> int:
-        return self._made.untyped_storage().data_ptr()
+        return self.made.untyped_storage().data_ptr()
 
 
 class _Seen:

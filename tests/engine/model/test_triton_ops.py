@@ -46,6 +46,13 @@ for dtype in wide:
         weight = torch.randn(x.shape[-1]).to(dtype)
         for offset in (0.0, 1.0):
             same(ops._launch_norm(x, weight, offset, 1e-5), ops._plain_norm(x, weight, offset, 1e-5), "norm")
+    for x in (torch.randn(1, 6, 33).to(dtype), torch.randn(7, 40).to(dtype), whole[:, :, :40]):
+        y, weight, totals, normed = torch.randn(x.shape).to(dtype), torch.randn(x.shape[-1]).to(dtype), [], []
+        for work in (ops._launch_add_and_norm, ops._plain_add_and_norm):
+            totals.append(torch.empty(x.shape, dtype=dtype))
+            normed.append(work(x, y, totals[-1], weight, 1.0, 1e-5))
+        same(*normed, "norm of a sum")
+        same(*totals, "sum")
     for x in (torch.randn(1, 5, 2 * 48).to(dtype), torch.randn(3, 2 * 1500).to(dtype), whole[:, :, :64]):
         for activation in Activation:
             same(ops._launch_gated(x, activation.value), ops._plain_gated(x, activation.value), "gated")
@@ -131,6 +138,8 @@ bf16, f16, f32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8
 for dtype in (bf16, f16) if all_of_them else (bf16,):
     for rows, n in ((1, 4096), (3, 576), (2, 8192)):
         ops._launch_norm(torch.ones(1, rows, n, dtype=dtype), torch.ones(n, dtype=dtype), 0.0, 1e-5)
+        x = torch.ones(1, rows, n, dtype=dtype)
+        ops._launch_add_and_norm(x, x, x, torch.ones(n, dtype=dtype), 0.0, 1e-5)
     heads = torch.ones(7, 6144, dtype=dtype)[:, :4096].view(1, 7, 32, 128)
     for x in (heads, heads.transpose(1, 2)):
         ops._launch_norm(x, torch.ones(128, dtype=dtype), 1.0, 1e-6)
@@ -155,7 +164,7 @@ for dtype, kept in kinds if all_of_them else kinds[:1]:
                     torch.arange(tokens) + 16, cache[:, 1, 0], cache[:, 1, 1], pads,
                 )
 assert all(size > 0 for _, size, _ in compiled.values())
-assert {name for name, *_ in compiled.values()} >= {"norm_rows", "gate_rows", "turn_and_write"}
+assert {name for name, *_ in compiled.values()} >= {"norm_rows", "add_and_norm_rows", "gate_rows", "turn_and_write"}
 assert all(metadata.num_warps == 1 for name, _, metadata in compiled.values() if name == "turn_and_write")
 print(len(compiled))
 """
