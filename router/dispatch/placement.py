@@ -177,7 +177,8 @@ class Alarms:
     """The deadlines of all requests. One timer of the event loop serves all alarms of a tick, because nearly
     every request ends before its alarm rings, and a timer for each would cost several times as much."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._due: dict[int, dict[Ring, None]] = {}  # by tick; they ring in the order in which they were set
 
     def set(self, when: float, ring: Ring) -> dict[Ring, None]:
@@ -187,7 +188,8 @@ class Alarms:
         due = self._due.get(tick)
         if due is None:
             due = self._due[tick] = {}
-            asyncio.get_running_loop().call_at(tick * TICK_S, self._ring, tick)
+            # Not at a time of the loop's own clock: an alarm that rings early would be set again at once, and again.
+            asyncio.get_running_loop().call_later(tick * TICK_S - self._clock(), self._ring, tick)
         due[ring] = None
         return due
 
@@ -227,7 +229,7 @@ class Placement(Generic[L]):
         self._pool = pool
         self._chooser = chooser
         self.sent_reports: SentReports | None = None  # None when no other process shares the port
-        self.alarms = Alarms()
+        self.alarms = Alarms(clock)
         self._answers = AnswerLengthMeter()
         self._by_request_id: dict[str, L] = {}
         # In the order in which they came: when a node is lost, who waited longest looks for another first.

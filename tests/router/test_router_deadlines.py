@@ -56,7 +56,7 @@ def test_no_place_in_time(start_router: StartRouter) -> None:
 
 def test_an_alarm_rings_when_its_time_has_come_whatever_others_do() -> None:
     async def scenario() -> None:
-        loop, alarms, rung = asyncio.get_running_loop(), Alarms(), asyncio.Event()
+        loop, alarms, rung = asyncio.get_running_loop(), Alarms(time.monotonic), asyncio.Event()
         loop.set_exception_handler(lambda loop, context: None)
         when, stopped = time.monotonic() + 0.05, list[float]()
 
@@ -74,5 +74,27 @@ def test_an_alarm_rings_when_its_time_has_come_whatever_others_do() -> None:
         async with asyncio.timeout(10):
             await rung.wait()
         assert not stopped
+
+    asyncio.run(scenario())
+
+
+def test_an_alarm_of_a_slow_clock_is_set_again_a_few_times_only() -> None:
+    """A loop's clock and a router's may drift apart."""
+
+    async def scenario() -> None:
+        alarms, rung, began = Alarms(lambda: 0.9 * time.monotonic()), list[float](), 0.9 * time.monotonic()
+        done = asyncio.Event()
+
+        def ring() -> None:
+            rung.append(0.9 * time.monotonic())
+            if rung[-1] < began + 0.1:
+                alarms.set(began + 0.1, ring)
+            else:
+                done.set()
+
+        alarms.set(began + 0.1, ring)
+        async with asyncio.timeout(10):
+            await done.wait()
+        assert len(rung) < 20
 
     asyncio.run(scenario())

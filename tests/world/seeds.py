@@ -9,6 +9,7 @@ FOUND = {
     4090531134: "a request had left each decode node once, because blocks were kept there, and so stayed on the last such node",
     3753319020: "an idle node's status seemed old, so a router counted what another had sent there until the next step",
     4239387055: "a node was restarted right after a reset, and a reader whose link had failed never heard of it",
+    910027: "a router whose clock is slower than its loop's set an alarm again and again",
     2000252: "a preempted request stayed on such a node, though another had room",
 }
 
