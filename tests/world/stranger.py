@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tandem.wire.lines import Letter
 from tests.world.process import Process
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 STRANGER = "stranger"  # what a schedule may leave out
 SHARE = 0.3
 REMEMBERED = 300
+_LETTER = len(Letter.__struct_fields__)
+_NUMBER, _SENT = (Letter.__struct_fields__.index(name) for name in ("number", "sent"))
 
 
 def _drawing(seed: int) -> random.Random:
@@ -46,19 +49,26 @@ class Stranger:
         rng, network = self._rng, self._schedule.network
         if not network.seen:
             return
-        endpoint, frame = rng.choice(network.seen)
+        endpoint, frame = network.seen[-1] if rng.random() < 0.5 else rng.choice(network.seen)
         if rng.random() < 0.6:
             frame = altered(frame, rng)
         for _ in range(rng.choice([1, 1, 5])):
-            network.send_after(self._process, endpoint, frame, rng.uniform(0.0001, 0.5))
+            network.send_after(
+                self._process, endpoint, frame, rng.choice([0.004, 0.5]) * rng.uniform(0.5, 1.0)
+            )
             self._schedule.outcome.forged += 1
 
 
 def altered(frame: bytes, rng: random.Random) -> bytes:
-    """The message with another number, text or truth in one place."""
+    """The message with another number, text or truth in some places. Of a line, it may become the next letter."""
     message = msgspec.msgpack.decode(frame)
-    if leaves := list(_leaves(message)):
-        within, at = rng.choice(leaves)
+    if isinstance(message, list) and len(message) == _LETTER and rng.random() < 0.7:
+        message[_NUMBER] += 1
+        message[_SENT] = max(message[_NUMBER], message[_SENT])
+        leaves = list(_leaves(message[-1]))
+    else:
+        leaves = list(_leaves(message))
+    for within, at in rng.sample(leaves, min(len(leaves), rng.choice([1, 1, 3]))):
         within[at] = _other(within[at], rng)
     return msgspec.msgpack.encode(message)
 
