@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from tandem.encode_node import service
+from tandem.engine.cache import hashing
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.model.lora.slots import AdapterSlots
-from tandem.engine.request import Request
-from tandem.engine.scheduling.encoding.budget import EncoderCache
 from tandem.engine.scheduling.pins.pins import Pins
 from tandem.node.answers import KeptAnswers
 from tandem.node.encoders.client import EncoderClient
@@ -21,7 +21,7 @@ from tandem.node.service import NodeService
 from tandem.wire.adapters import name_of
 from tandem.wire.curve import ProcessKeys
 
-Patch = tuple[type, str, Callable[[Any], Any]]
+Patch = tuple[Any, str, Callable[[Any], Any]]
 
 
 def _stranger_heard(right: Any) -> Any:
@@ -45,7 +45,11 @@ def _kept_without_its_beginning(right: Any) -> Any:
 
 
 def _adapter_by_name(right: Any) -> Any:
-    return property(lambda self: None if self.facts.lora is None else name_of(self.facts.lora))
+    def extra_keys(request: Any, start: int, end: int) -> Any:
+        keys = right(request, start, end)
+        return tuple(("lora", name_of(request.lora).encode()) if key[0] == "lora" else key for key in keys)
+
+    return extra_keys
 
 
 def _replaced_at_once(right: Any) -> Any:
@@ -58,15 +62,15 @@ def _replaced_at_once(right: Any) -> Any:
 
 
 def _image_not_named(right: Any) -> Any:
-    return property(lambda self: ())
+    return lambda request, start, end: tuple(key for key in right(request, start, end) if key[0] != "media")
 
 
 def _encoder_waited_for(right: Any) -> Any:
     return lambda self, now: None
 
 
-def _rows_not_waited_for(right: Any) -> Any:
-    return lambda self, request, at: False
+def _rows_by_image(right: Any) -> Any:
+    return lambda identifier, salt: right(identifier.partition("/")[0], salt)
 
 
 def _pinned_by_the_time_of_day(right: Any) -> Any:
@@ -96,7 +100,7 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "adapter-by-name": (
         "KV of an adapter's earlier weights is found under its name",
-        ((Request, "lora", _adapter_by_name),),
+        ((hashing, "extra_keys", _adapter_by_name),),
     ),
     "replaced-at-once": (
         "requests that were planned with an adapter's earlier weights find none",
@@ -104,7 +108,7 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "image-not-named": (
         "KV of another image with as many placeholders is found",
-        ((Request, "media", _image_not_named),),
+        ((hashing, "extra_keys", _image_not_named),),
     ),
     "encoder-waited-for": (
         "rows of an encoder node that is gone are waited for",
@@ -113,9 +117,9 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
             (EncoderClient, "seconds_until_due", _encoder_waited_for),
         ),
     ),
-    "rows-not-waited-for": (
-        "a prompt is computed while its rows are on their way",
-        ((EncoderCache, "awaits", _rows_not_waited_for),),
+    "rows-by-image": (
+        "an encoder node finds one part's rows for another part of the image",
+        ((service, "rows_name", _rows_by_image),),
     ),
     "state-not-copied": (
         "a prompt begins from a checkpoint, and its states are those of another request",
@@ -136,7 +140,7 @@ FEATURE_NEEDS = {
     "replaced-at-once": "adapters",
     "image-not-named": "images",
     "encoder-waited-for": "images",
-    "rows-not-waited-for": "images",
+    "rows-by-image": "images",
     "state-not-copied": "states",
     "pinned-by-the-time-of-day": "jobs",
 }

@@ -15,10 +15,10 @@ from tests.world.process import Process
 class WorldLine:
     """The node's end of the lines to routers: `wire.lines.Lines` over the world's network."""
 
-    malformed = 0
     died = None
 
     def __init__(self, network: Network, process: Process, epoch: int, after_s: Callable[[], float]) -> None:
+        self.malformed = 0
         self._decoder = msgspec.msgpack.Decoder(LetterToNode)
         self.lines: Lines[ToNode] = Lines(
             epoch,
@@ -29,11 +29,19 @@ class WorldLine:
             meets_strangers=True,
             clock=process.clock,
         )
-        self.endpoint = network.open(process, lambda frame: self.lines.receive(self._decoder.decode(frame)))
+        self.endpoint = network.open(process, self._receive)
         self.lines.endpoint = self.endpoint
         self.deliver: Callable[[ToNode], None]
         self.begun: Callable[[str], None]
         self.replaced: Callable[[str], None]
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            letter = self._decoder.decode(frame)
+        except msgspec.DecodeError:
+            self.malformed += 1
+            return
+        self.lines.receive(letter)
 
     @property
     def gaps(self) -> int:

@@ -59,7 +59,7 @@ class Network:
         self._held: dict[
             int, deque[tuple[Process, str, bytes]]
         ] = {}  # what came from strangers, by the number of whose it is
-        self.seen: deque[tuple[str, bytes]] | None = None  # the latest frames, for who forges some
+        self.on_sent: Callable[[str, bytes], None] | None = None  # is told of every frame, and where it goes
         self.frames = 0
         self.on_frame: OnFrame | None = None
         self.digest = hashlib.blake2b(digest_size=8)  # of all frames that were sent, with their times
@@ -95,8 +95,8 @@ class Network:
         if self.on_frame is not None:
             there = self._open.get(endpoint)
             self.on_frame(process.loop.time(), process.name, there.process.name if there else endpoint, frame)
-        if self.seen is not None:
-            self.seen.append((endpoint, frame))
+        if self.on_sent is not None:
+            self.on_sent(endpoint, frame)
         rng, weather = self.rng, self.weather
         if rng.random() < weather.lost:
             return

@@ -168,12 +168,13 @@ class WorldNode:
             BLOCK_SIZE,
             transfer,
             mailbox.wake,
+            state_blocks=model.info.state_blocks,
             groups=model.info.groups,
             sources=NodeSources(process.clock),
         )
         if role is not Role.AGGREGATED:
             transport = WorldTransport(fabric, process)
-            half = WatchedHalf(BLOCK_SIZE)
+            half = WatchedHalf(BLOCK_SIZE, model.info.state_blocks)
             fabric.num_free_among[transport.memory_name] = lambda blocks: half.tables.pool.num_free_among(
                 blocks
             )

@@ -21,7 +21,6 @@ from tests.world.process import Process, Timer
 
 
 class _Inbox:
-    malformed = 0
     handler_errors = 0
 
     def __init__(
@@ -29,7 +28,8 @@ class _Inbox:
     ) -> None:
         decoder = msgspec.msgpack.Decoder(message_type)
         self._waiting: list[bytes] | None = []
-        self._receive = lambda frame: on_message(decoder.decode(frame))
+        self.malformed = 0
+        self._decoder, self._on_message = decoder, on_message
         self.endpoint = network.open(process, self._take)
 
     def _take(self, frame: bytes) -> None:
@@ -37,6 +37,14 @@ class _Inbox:
             self._waiting.append(frame)
         else:
             self._receive(frame)
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.DecodeError:
+            self.malformed += 1
+            return
+        self._on_message(message)
 
     def listen(self) -> None:
         waiting, self._waiting = self._waiting or [], None
