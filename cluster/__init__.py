@@ -14,6 +14,7 @@
     adapters/, trace/, replay/, bench/, chaos/, verify/, foreign_flags/   wings: adapters that change while it serves; where one request's
                   time went; what a node's scheduler decided, step by step; any server measured; processes killed by a plan, and the
                   effect; two servers' answers compared bit by bit; flags of vLLM and SGLang
+    chat/, doctor/   wings: a conversation in the terminal; what is wrong with a machine
 
 Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports
 it, whose commands are found by a row in wings.

@@ -104,7 +104,7 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "replay": {"commands"},
     "bench": {"commands", "models", "trace"},
     "chaos": {"commands", "on_ray"},
-    "doctor": {"commands", "pools"},
+    "doctor": {"commands", "models", "pools"},
     "chat": {"commands"},
     "verify": {"commands"},
 }
