@@ -29,7 +29,7 @@ class CheckpointFiles:
     def __init__(self, folder: Path) -> None:
         self._of: dict[str, Any] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            opened = safe_open(file, framework="pt")
+            opened: Any = safe_open(file, framework="pt")
             self._of |= dict.fromkeys(opened.keys(), opened)
 
     def read(self, name: str, at: tuple[slice, ...], device: torch.device) -> torch.Tensor:
