@@ -66,13 +66,13 @@ class PutOffSum(_Marked):
         made._parts = one, other
         return made
 
-    def take(self) -> Parts | None:
+    def take_parts(self) -> Parts | None:
         """The parts for a caller who writes their sum to `total` at once; None if it is there."""
         parts, self._parts = self._parts, None
         return None if parts is None else Parts(*parts, self.plain)
 
     def read(self) -> torch.Tensor:
-        if (parts := self.take()) is not None:
+        if (parts := self.take_parts()) is not None:
             torch.add(parts.one, parts.other, out=parts.total)
         return self.plain
 
@@ -97,5 +97,5 @@ def _ordinary(value: Any) -> Any:
 
 
 def take_sum(x: torch.Tensor) -> Parts | None:
-    """The parts of a sum that was put off; None for any other tensor. See PutOffSum.take."""
-    return x.take() if isinstance(x, PutOffSum) else None
+    """The parts of a sum that was put off; None for any other tensor. See PutOffSum.take_parts."""
+    return x.take_parts() if isinstance(x, PutOffSum) else None

@@ -25,7 +25,7 @@ KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED | EXPE
 
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 # Types of models with latents whose plan in transformers leaves attention whole. The paths of the layers that have a part for each head.
-_WHOLE_LATENTS = ("deepseek_v3", "axk1", "mistral4", "youtu")
+_WHOLE_LATENTS = ("deepseek_v3", "axk1", "youtu")
 _ATTENTION = "layers.*.self_attn."
 _SETTING = "pools.<pool>.tensor_parallel"
 
