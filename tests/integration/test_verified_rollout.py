@@ -11,32 +11,28 @@ import pytest
 from tandem.cluster.cli import main
 
 START_S = 180.0
+KEY = "an-operators-key"
 SERVED = (
-    "--model",
-    "smollm2",
-    "--aggregated",
-    "1",
-    "--kv-memory",
-    "256MiB",
-    "--max-model-len",
-    "512",
-    "--set",
-    "model.exact=require",
-)
+    "--model", "smollm2", "--aggregated", "1", "--kv-memory", "256MiB", "--max-model-len", "512", "--set", "model.exact=require",
+    "--set", f"router.api_keys=[{{name: operator, key: {KEY}, operator: true}}]",
+)  # fmt: skip
 REQUEST = {"prompt": "Once upon a time", "max_tokens": 6}
 
 
 @pytest.mark.timeout(600)
 def test_a_rollout_that_answers_otherwise_is_taken_back(
-    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", KEY)
     file = tmp_path / "asked.jsonl"
     file.write_text("\n".join(json.dumps({**REQUEST, "temperature": float(seed)}) for seed in range(2)))
     url = serve(*SERVED).until(r"^API: +(http://\S+)/v1$", START_S)[1]
 
     def apply(setting: str) -> tuple[int, str]:
         words = ("apply", "--port", "0", *SERVED, "--set", setting, "--url", url, "--verify", str(file))
-        return main(words), capsys.readouterr().out
+        status = main(words)
+        said = capfd.readouterr()
+        return status, said.out + said.err
 
     status, said = apply("scheduler.max_num_seqs=64")
     assert status == 0, said

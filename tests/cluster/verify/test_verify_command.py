@@ -15,7 +15,7 @@ NOWHERE = "http://127.0.0.1:9"
     ("words", "said"),
     [
         (["--url", NOWHERE], "--url must be given twice, for the two servers to compare, not 1 times"),
-        (["--url", NOWHERE, "--url", NOWHERE], "http://127.0.0.1:9 does not answer"),
+        (["--url", NOWHERE, "--url", NOWHERE, "-o", "json"], "http://127.0.0.1:9 does not answer"),
         (["--url", NOWHERE, "--url", NOWHERE, "--at-once", "0"], "--at-once must be from 1 to 256, not 0"),
         (["--url", NOWHERE, "--url", NOWHERE, "--max-tokens", "0"], "--max-tokens must be at least 1, not 0"),
         (["--url", NOWHERE, "--url", NOWHERE, "--timeout", "0"], "--timeout must be from 0 to 1e+06 seconds"),

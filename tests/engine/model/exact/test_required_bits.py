@@ -66,7 +66,10 @@ def test_what_cannot_promise_it_is_not_loaded(
         ("cache.dtype=fp8", "the native path keeps no such KV: set it to auto"),
         ("model.device=cuda", "the order of sums on GPUs depends on the batch: set it to cpu"),
         ("scheduler.max_loras=3", "transformers computes a model with adapters"),
-        ("pools.decode.tensor_parallel=2", "a node has 2 ranks, whose sums depend on their number"),
+        (
+            "pools.decode.tensor_parallel=2",
+            "a node has 2 ranks, and transformers computes a model on several",
+        ),
     ],
 )
 def test_settings_that_cannot_have_it_are_refused_by_every_command(

@@ -1,0 +1,45 @@
+"""Two bugs that other kernels have, put into ours: the test of the same bits finds both.
+
+The mutants are compiled from a changed copy of the sources, for processors of any kind.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.kernels import build, library
+from tests.engine.native import test_same_bits
+
+_LOOP = "for (int i = 0; i < k; i++) {\n    vf a, b;"
+_TURNED = "for (int n = 0; n < k; n++) {\n    const int i = (n + (%s ? k / 2 : 0)) %% k;\n    vf a, b;"
+# When a product is summed from its middle on.
+MUTANTS = {"a split by batch size": "g.m > 8", "a reduction by thread": "g.threads > 1"}
+
+
+@pytest.fixture(params=MUTANTS)
+def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native library of this process is a mutant meanwhile."""
+    sources = tmp_path / "kernels"
+    shutil.copytree(build._SOURCES, sources, ignore=shutil.ignore_patterns("compiled", "__pycache__"))
+    file = sources / "gemm_fma.h"
+    text = file.read_text(encoding="utf-8")
+    assert text.count(_LOOP) == 1, "the product's loop has changed: change this test, too"
+    file.write_text(text.replace(_LOOP, _TURNED % MUTANTS[request.param]), encoding="utf-8")
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setattr(build, "_SHIPPED", sources / "compiled")
+    monkeypatch.setattr(build, "left_out", lambda: frozenset(build._UNIT_FLAGS))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_outcome", [])
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("mutant")
+def test_a_mutant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_same_bits, "RUNS", 3)
+    with pytest.raises(AssertionError, match="has other bits"):
+        test_same_bits.test_no_company_changes_a_bit((torch.float32, "portable"), "llama")
