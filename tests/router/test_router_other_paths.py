@@ -40,7 +40,7 @@ def post(router: RunningRouter, path: str, **body: Any) -> Any:
         ("/pooling", "/v1/embeddings"),
         ("/classify", "no classification"),
         ("/server_info", "/cluster"),
-        ("/v1/files/file-1/content", "no batches"),
+        ("/v1/chat/completions/batch", "/v1/batches"),
         ("/sleep", "/admin/pause"),
     ],
 )
