@@ -33,11 +33,11 @@ Form = Literal["openai", "anthropic"]
 
 
 class FileNotHere(NotHere):
-    code = "file_not_found"
+    code = "not_found"
 
 
 class BatchNotHere(NotHere):
-    code = "batch_not_found"
+    code = "not_found"
 
 
 class ClaimedLine(msgspec.Struct, frozen=True):

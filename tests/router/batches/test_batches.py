@@ -116,7 +116,11 @@ def test_openais_client_has_a_file_of_requests_answered(router: RunningRouter, t
     assert client.files.retrieve(file.id).filename == "in.jsonl"
     assert client.files.delete(file.id).deleted
     assert router.client.get(f"/v1/files/{file.id}").status_code == 404
-    assert router.metric("tandem_batch_lines_total", outcome="answered") == 70
+    assert router.client.get(f"/v1/files/{batch.output_file_id}").json()["purpose"] == "batch_output"
+    assert (
+        'tandem_batch_lines_total{model_name="fake",outcome="answered"} 70.0'
+        in router.client.get("/metrics").text
+    )
     router.wait_for(router.idle, "nothing is left behind")
 
 
@@ -410,3 +414,23 @@ def test_anthropics_client_has_messages_answered(router: RunningRouter) -> None:
     until(lambda: client.messages.batches.retrieve(late.id).processing_status == "ended", 10)
     kinds = {each.custom_id: each.result.type for each in client.messages.batches.results(late.id)}
     assert (kinds["n0"], kinds["n1"]) == ("canceled", "canceled")
+
+
+def test_batches_of_messages_are_asked_for_over_http(router: RunningRouter) -> None:
+    http, path = router.client, "/v1/messages/batches"
+    params = {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    twice = {"requests": [{"custom_id": "a", "params": params}] * 2}
+    refused = http.post(path, json=twice)
+    assert refused.json()["error"]["message"].startswith("requests[1].custom_id")
+    made = http.post(path, json={"requests": [{"custom_id": "a", "params": params}]}).json()
+    one = f"{path}/{made['id']}"
+    until(lambda: http.get(one).json()["processing_status"] == "ended", 15)
+    assert http.post(f"{one}/cancel").status_code == 400, "it has ended"
+    assert json.loads(http.get(f"{one}/results").text)["result"]["type"] == "succeeded"
+    assert [each["id"] for each in http.get(path).json()["data"]] == [made["id"]]
+    assert http.get(f"{path}?before_id={made['id']}").status_code == 400
+    assert http.delete(one).json()["type"] == "message_batch_deleted"
+    assert http.get(one).json()["error"]["type"] == "not_found_error"
+    router.nodes["p0"].set(pause_at=0)
+    late = http.post(path, json={"requests": [{"custom_id": "a", "params": params}]}).json()
+    assert http.post(f"{path}/{late['id']}/cancel").json()["processing_status"] == "canceling"
