@@ -16,13 +16,12 @@ from tandem.api.batches.messages import (
     MessageBatchRequest,
 )
 from tandem.router.batches import messages
-from tandem.router.batches.answering import Query, refuse_when_draining, send_file
+from tandem.router.batches.answering import Query, read_own, refuse_when_draining, send_file
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.uploads import upload
 from tandem.router.http.api_document import operation
-from tandem.router.http.body import read_body
 from tandem.router.http.exchange import HttpExchange, send_json
 from tandem.router.http.services import Services
 from tandem.router.wings import RouteRow, RouterWing, WingDocument
@@ -123,7 +122,7 @@ async def batches(wing: Batches, services: Services, exchange: HttpExchange) -> 
     if exchange.scope["method"] == "POST":
         refuse_when_draining(services)
         with services.bodies.share() as share:
-            request = await read_body(exchange, BatchRequest, services.config, share)
+            request = await read_own(services, exchange, BatchRequest, share)
         request.check(wing.endpoints)
         made = await wing.thread.do(lambda store: store.add_job(owner, request))
         wing.runner.wake()
@@ -166,25 +165,13 @@ Batches.document = WingDocument(
     paths={
         "/v1/files": {
             "get": operation("The files of this key", None, FileList, _ERRORS),
-            "post": {
-                "summary": "Keep a file, such as the requests of a batch",
-                "requestBody": {
-                    "required": True,
-                    "content": {
-                        "multipart/form-data": {
-                            "schema": {
-                                "type": "object",
-                                "required": ["file", "purpose"],
-                                "properties": {
-                                    "file": {"type": "string", "format": "binary"},
-                                    "purpose": {"type": "string"},
-                                },
-                            }
-                        }
-                    },
-                },
-                "responses": operation("", None, FileObject, (*_ERRORS, "408", "413"))["responses"],
-            },
+            # Its body is multipart/form-data, of which the page to try the API has no form.
+            "post": operation(
+                "Keep a file, sent as a form with `file` and `purpose`",
+                None,
+                FileObject,
+                (*_ERRORS, "408", "413"),
+            ),
         },
         "/v1/files/{file_id}": {
             "get": operation("One file's name and size", None, FileObject, _ERRORS, parameter="file_id"),
@@ -222,7 +209,17 @@ Batches.document = WingDocument(
             "post": operation("Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id")
         },
     },
-    examples={"/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions"}},
+    examples={
+        "/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions"},
+        "/v1/messages/batches": {
+            "requests": [
+                {
+                    "custom_id": "a",
+                    "params": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60},
+                }
+            ]
+        },
+    },
 )
 
 WING = Batches

@@ -14,8 +14,6 @@ _WINGS = (
     "tandem.api.responses.responses_request",
     "tandem.api.anthropic.messages_request",
     "tandem.api.vectors.vector_request",
-    "tandem.api.batches.batch_request",
-    "tandem.api.batches.messages",
 )
 
 FIELDS = FieldTable(
