@@ -25,6 +25,7 @@ What the router's paths import:
 
     responses/  OpenAI's Responses API, and the answers that are kept for it
     anthropic/  Anthropic's API for the same chats
+    batches/    files of requests, and the jobs made of them
     vectors/    vectors of texts, and what is compared by them
     realtime/   OpenAI's realtime events: a conversation whose prompt may arrive in parts
 """

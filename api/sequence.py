@@ -38,3 +38,8 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     arrived: float | None = None  # when the HTTP request arrived; None means now
     keep: KeptAnswer | None = None
     reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its times say how long users wait. No one waits for what runs when nothing else does."""
+        return not (self.reads_ahead or self.facts.when_idle)

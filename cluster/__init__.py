@@ -10,10 +10,11 @@
     on_ray/       implements the contracts on Ray: machines, processes, kept state, and the controller as an actor
     static_hosts/ makes pools of machines that exist already, for `ray up`
     models/       turns a model's name into a folder that a node can open
+    offline/      models in a Python program: `from tandem import LLM`
     commands/     the commands that operators type, and their output
-    adapters/, trace/, replay/, bench/, chaos/, verify/, foreign_flags/   wings: adapters that change while it serves; where one request's
-                  time went; what a node's scheduler decided, step by step; any server measured; processes killed by a plan, and the
-                  effect; two servers' answers compared bit by bit; flags of vLLM and SGLang
+    adapters/, trace/, replay/, bench/, batches/, chaos/, verify/, foreign_flags/   wings: adapters that change while it serves; where one
+                  request's time went; what a node's scheduler decided, step by step; any server measured; files of requests answered;
+                  processes killed by a plan, and the effect; two servers' answers compared bit by bit; flags of vLLM and SGLang
     chat/, doctor/   wings: a conversation in the terminal; what is wrong with a machine
 
 Only on_ray/ and static_hosts/ import `ray` here. Floor 6: may import every package below; only the simulator imports

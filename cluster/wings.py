@@ -22,6 +22,7 @@ ROWS = (
     "tandem.cluster.replay.commands",
     "tandem.cluster.adapters.commands",
     "tandem.cluster.bench.commands",
+    "tandem.cluster.batches.commands",
     "tandem.simulator.commands",
     "tandem.cluster.chaos.commands",
     "tandem.cluster.verify.commands",

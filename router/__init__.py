@@ -13,7 +13,8 @@ Floor 3: it imports api, http_server, wire and base. It knows neither engine nor
     links       the sockets to the nodes, on the event loop
     server      the whole router: started, drained and stopped
     hosting     the router as its process sees it
-    wings       what a deployment may never use: messages/, other_models/, processes/, realtime/, receipts/, responses/, tracing/, vectors/
+    wings       what a deployment may never use: batches/, messages/, other_models/, processes/, realtime/, receipts/, responses/,
+                tracing/, vectors/
     tracer      where a request's time went, as the rest of the router notes it
     signer      what an answer carries so that it can be made again, as the rest of the router knows it
     metrics     the router's own metrics

@@ -429,6 +429,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     tls_key: Annotated[str | None, about("the file with the certificate's key")] = None
+    batches_folder: Annotated[
+        str,
+        about(
+            "where [batches](batches.md) and their files are kept. All routers of the machine share it. Empty: a folder of the "
+            "model's name in `~/.local/state/tandem/batches`"
+        ),
+    ] = ""
     env: Annotated[
         dict[str, str],
         about(

@@ -236,6 +236,10 @@ class KeyRing:
         for tenant in self._tenants:
             tenant.share(siblings)
 
+    def named(self, name: str) -> Tenant | None:
+        """Returns the account of this name; None also where there are no keys."""
+        return next((tenant for tenant in self._tenants if tenant.name == name), None)
+
     def find(self, key: bytes) -> Tenant | None:
         """Finds a key's tenant in constant time: compares every key, by digests of equal length."""
         digest = hashlib.sha256(key).digest()

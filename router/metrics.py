@@ -249,6 +249,9 @@ class RouterMetrics:
         self.sequences_paused = made.counter(
             "tandem_sequences_paused", "Sequences that gave their place to another key, to go on later"
         )
+        self.batch_lines = made.labelled(
+            "tandem_batch_lines", "Lines of batches that ended, by how", "outcome"
+        )
         self.slow_readers_cut = made.counter(
             "tandem_slow_readers_cut", "Answers whose client stopped reading"
         )

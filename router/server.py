@@ -302,6 +302,8 @@ class RouterServer:
         services = self.services
         services.draining = True
         deadline = time.monotonic() + timeout_s
+        for wing in self.wings:
+            await wing.ending()
         idle = await services.dispatcher.wait_idle(deadline)
         if not idle:
             services.dispatcher.fail_all(Unavailable("the router is shutting down"))
@@ -332,6 +334,8 @@ class RouterServer:
         self._never_accept()
         if self._door is not None:
             self._door.close()
+        for wing in self.wings:
+            await wing.ending()
         is_quiet = self._http is None or await self._http.leave(deadline)
         # Background requests have no connection, so they are waited for apart.
         is_idle = await self.services.dispatcher.wait_idle(deadline)

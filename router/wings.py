@@ -19,6 +19,7 @@ ROWS = (
     "tandem.router.responses.wing",
     "tandem.router.messages.wing",
     "tandem.router.realtime.wing",
+    "tandem.router.batches.wing",
     "tandem.router.other_models.wing",
     "tandem.router.tracing.wing",
     "tandem.router.receipts.wing",
@@ -55,6 +56,9 @@ class RouterWing:
 
     async def start(self) -> None:
         """Called before the router accepts."""
+
+    async def ending(self) -> None:
+        """Called when the router begins to end. What the wing does by itself ends; its requests go on."""
 
     async def leave(self) -> None:
         """Called when the router's requests have ended, before it does."""

@@ -127,6 +127,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
     failures: dict[str, int]  # requests that failed later, by error code
     misses: dict[str, int]  # requests by the limit that they missed, or "refused" or "failed"
     given_up: bool  # the run was ended early, because too many requests had missed the limits
+    lines: int = 0  # of a batch beside the traffic, answered
 
     @property
     def hit_rate(self) -> float:

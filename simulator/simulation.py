@@ -14,6 +14,7 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import ConfigurationError, InternalError, TandemError, WireError
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import Distribution, ServiceLevel
+from tandem.loadgen.traces import TraceRow
 from tandem.router.dispatch import Dispatcher
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
@@ -23,7 +24,7 @@ from tandem.simulator.costs import CostModel
 from tandem.simulator.network import Network
 from tandem.simulator.outcome import AnswerLog, AnswerTimes, SimulationReport
 from tandem.simulator.pools import SimulatedPools
-from tandem.simulator.traffic import PlayedTraffic
+from tandem.simulator.traffic import OWN_TEXT, PlayedTraffic
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, Role
 from tandem.wire.requests import Cancel, Holding, RequestFacts, Submit, TokenBatch, TurnEnded
@@ -37,6 +38,8 @@ OnAnswer = Callable[[int, float, float], None]
 PROGRESS_S = 0.2
 # After the last arrival: simulated seconds between two checks whether to give the run up.
 LOOK_S = 10.0
+# As GROUP and TURN_S in router/batches/runner.py.
+LINES_AT_ONCE, LINES_LOOK_S = 32, 1.0
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
@@ -106,6 +109,8 @@ class SimulationSetup(msgspec.Struct, frozen=True):
     machines: int | None = None
     by_steps: bool = False
     one_machine: bool = False
+    # What a line of an endless batch asks for: as many as are idle run beside the traffic. None: there is no batch.
+    line: TraceRow | None = None
     # Give the run up when it is certain that a smaller share of the requests than this will keep the service level.
     give_up_below: float = 0.0
 
@@ -169,6 +174,8 @@ class _Simulation:
         self._on_answer = on_answer
         self._shown_at = 0.0
         self._came = 0
+        self._lines_begun = self._lines_answered = 0
+        self._line_tasks: set[asyncio.Task[None]] = set()
 
     def _assemble(self) -> None:
         setup, config = self._setup, self._config.router
@@ -214,14 +221,17 @@ class _Simulation:
         background = [self._loop.create_task(self._heartbeat())]
         if autoscaler is not None:
             background.append(self._loop.create_task(autoscaler.run()))
+        if self._setup.line is not None:
+            background.append(self._loop.create_task(self._answer_lines(self._setup.line)))
         try:
             async with asyncio.TaskGroup() as requests:
                 guard = requests.create_task(self._guard(background))
                 await self._arrive(requests, guard)
         finally:
-            for task in background:
+            ended = [*background, *self._line_tasks]
+            for task in ended:
                 task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await asyncio.gather(*ended, return_exceptions=True)
             await self._pools.stop()
         return self._report()
 
@@ -253,6 +263,44 @@ class _Simulation:
         for task in under_way:
             task.cancel()
         guard.cancel()
+
+    async def _answer_lines(self, line: TraceRow) -> None:
+        """Begins lines as `router.batches.runner` does: as many as are idle, looking again when one ends, or after a while."""
+        while True:
+            for _ in range(min(LINES_AT_ONCE, self._dispatcher.idle_room() - len(self._line_tasks))):
+                task = self._loop.create_task(self._answer_line(line, self._lines_begun))
+                self._lines_begun += 1
+                self._line_tasks.add(task)
+                task.add_done_callback(self._line_tasks.discard)
+            if self._line_tasks:
+                await asyncio.wait(
+                    self._line_tasks, timeout=LINES_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
+            else:
+                await asyncio.sleep(LINES_LOOK_S)
+
+    async def _answer_line(self, line: TraceRow, index: int) -> None:
+        seed = len(self._setup.traffic.rows) + index
+        facts = RequestFacts(
+            prompt_token_ids=[OWN_TEXT + seed] * line.input_tokens,
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=line.output_tokens, ignore_eos=True, seed=seed
+            ),
+            when_idle=True,
+        )
+        spec = SequenceSpec(f"line {index}", facts, self._loop.time() + self._config.router.timeouts.total)
+        try:
+            generation = await self._dispatcher.generate([spec], TENANT, eager=False)
+        except TandemError:
+            await asyncio.sleep(LINES_LOOK_S / 2)
+            return
+        (life,) = generation.lives
+        try:
+            while not life.ended:
+                await generation.news()
+        finally:
+            generation.cancel()
+        self._lines_answered += life.error is None
 
     def _is_hopeless(self) -> bool:
         return self._outcome.bad > (1.0 - self._setup.give_up_below) * len(self._setup.traffic.rows)
@@ -293,6 +341,8 @@ class _Simulation:
     # --- between the router and the nodes
 
     def _on_submit(self, submit: Submit) -> None:
+        if submit.when_idle:
+            return  # no one waits for it
         index = submit.sampling.seed or 0
         times = AnswerTimes(self._setup.traffic.rows[index].arrival_s, len(submit.prompt_token_ids))
         self._outcome.live.setdefault(submit.request_id, times)
@@ -342,6 +392,7 @@ class _Simulation:
             failures=dict(outcome.failures),
             misses=dict(outcome.misses),
             given_up=self._is_hopeless(),
+            lines=self._lines_answered,
             seconds=seconds,
             prompt_tokens=outcome.prompt_tokens,
             cached_tokens=outcome.cached_tokens,

@@ -103,6 +103,8 @@ WITHIN_CLUSTER: dict[str, set[str]] = {
     "trace": {"commands"},
     "replay": {"commands"},
     "bench": {"commands", "models", "trace"},
+    "offline": set(),
+    "batches": {"commands", "offline"},
     "chaos": {"commands", "on_ray"},
     "doctor": {"commands", "models", "pools"},
     "chat": {"commands"},

@@ -227,6 +227,10 @@ WINGS: dict[str, Wing] = {
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),
+    "batches": Wing(
+        ("router/batches/", "api/batches/", "cluster/batches/"),
+        ("tests/router/batches/", "tests/cluster/batches/", "tests/integration/test_serve_batch.py"),
+    ),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
     "encoder nodes": Wing(
         ("encode_node/", "node/encoders/", "wire/encoding.py"),

@@ -97,6 +97,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     job_id: str | None = None
     is_last_step: bool = False  # the job has no further turn
     embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
+    # It computes only in steps in which no other request could, and gives its blocks to any other: a line of a batch.
+    when_idle: bool = False
 
 
 class Submit(RequestFacts, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import msgspec
 from tandem.api.sequence import TraceNotes
 from tandem.api.text.tenant_cache import CacheOwner
 
+LEAST_URGENT = 2**31 - 1  # the highest number that a request may name
 _LONGEST_FOLDER = 200  # file systems take names of 255 bytes
 
 
@@ -27,6 +28,7 @@ class Caller(msgspec.Struct, frozen=True):
     trace: TraceNotes | None = None
     arrived: float | None = None
     key: str | None = None  # its key's name; None: it needs none
+    when_idle: bool = False  # its sequences run while nothing else does
 
     def file(self, name: str | None) -> str | None:
         """The path of a file that the caller names. Each key's files are in a folder of its own, so that no key replaces another's."""
@@ -39,6 +41,8 @@ class Caller(msgspec.Struct, frozen=True):
         return CacheOwner(self.cache_salt(None) or "", self.cache_salt(cache_salt) or "")
 
     def priority(self, asked: int | None) -> int:
+        if self.when_idle:
+            return LEAST_URGENT
         wanted = asked or 0
         return wanted if self.most_urgent is None else max(wanted, self.most_urgent)
 

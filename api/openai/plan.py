@@ -189,6 +189,7 @@ def _facts(
                 # otherwise there is no single answer that the next turn continues
                 job_id=caller.job_id if is_alone else None,
                 is_last_step=caller.is_last_step,
+                when_idle=caller.when_idle,
             )
         )
     return facts

@@ -98,10 +98,11 @@ async def _plan(
                 facts=RequestFacts(
                     prompt_token_ids=await _token_ids(text, param, request, model, owner, special=special),
                     sampling=_NO_TOKENS,
-                    priority=request.priority or 0,
+                    priority=caller.priority(request.priority),
                     cache_salt=caller.cache_salt(request.cache_salt),
                     lora=model.adapter_of(request.model),
                     pooling=pooling,
+                    when_idle=caller.when_idle,
                 ),
                 deadline=caller.deadline,
                 session=caller.session,

@@ -103,6 +103,8 @@ class RunningPhase:
                 # The open step may end a request and free its blocks, so no request is preempted before it is booked.
                 step.ran_short = True
                 return None, index, regained
+            if self._lifecycle.take_blocks_of_idle_work(request, step):
+                continue
             victim_index = state.policy.victim(state.running)
             victim = state.running[victim_index]
             if (
@@ -174,6 +176,9 @@ class AdmissionPhase:
             request = state.waiting.head()
             if request is None:
                 break
+            if request.facts.when_idle and state.idle_work.yields:
+                state.waiting.pass_over(request)
+                continue
             if not self._has_room_for_lora(request, loras):
                 state.waiting.pass_over(request)
                 continue
@@ -319,6 +324,8 @@ class AdmissionPhase:
             # While a request runs, it will free blocks. When none runs, waiting requests may hold the blocks that the head
             # needs, while each waits for another. So pinned turns lose their blocks first, then the least urgent waiting
             # request.
+            if self._lifecycle.take_blocks_of_idle_work(request, step):
+                continue
             if self._state.running:
                 return False
             if (pins := self._state.pins) is not None and pins.give_way(request.facts.job_id):

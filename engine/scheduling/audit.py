@@ -22,7 +22,7 @@ def check_integrity(state: SchedulerState) -> None:
 def _check_places(state: SchedulerState) -> None:
     """Each unfinished request is in exactly one place, and its status agrees with it."""
     waiting = list(state.waiting)
-    placed = [*state.running, *waiting]
+    placed = [*state.running, *waiting, *state.idle_work]
     if len({request.request_id for request in placed}) != len(placed) or len(waiting) != len(state.waiting):
         raise InternalError("a request is in two places")
     if {request.request_id for request in placed} != state.requests.keys():
@@ -30,13 +30,18 @@ def _check_places(state: SchedulerState) -> None:
     for request in placed:
         if state.requests[request.request_id] is not request:
             raise InternalError(f"{request!r} stands in for another of its id")
-    for request in state.running:
+    for request in (*state.running, *state.idle_work.resting):
         if request.status is not RequestStatus.RUNNING:
             raise InternalError(f"{request!r} is among the running")
     for request in waiting:
         blocked = request.request_id in state.waiting.blocked
         if blocked != request.status.is_blocked or request.is_finished or request in state.running:
             raise InternalError(f"{request!r} is among the waiting")
+    for request in state.idle_work.line:
+        if request.is_finished or request.status is RequestStatus.RUNNING or request.num_computed_tokens:
+            raise InternalError(f"{request!r} is in the line of idle work")
+    if state.idle_work.count != sum(request.facts.when_idle for request in state.requests.values()):
+        raise InternalError("idle work is counted wrongly")
     for request_id, request in state.held.items():
         if not request.is_finished or request_id in state.requests:
             raise InternalError(f"{request!r} is held and has not ended")

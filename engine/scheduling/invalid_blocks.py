@@ -64,11 +64,12 @@ class InvalidBlocks:
         state = self._state
         updates: list[TokenChunk] = []
         # The request admitted last goes first. Each goes to the front of the line, so they end up in the old order.
-        for request in reversed(state.running):
+        for request in reversed([*state.running, *state.idle_work.resting]):
             if request.request_id in affected:
                 valid = min(affected[request.request_id], request.num_computed_tokens)
                 updates += self._interrupt(request, valid, policy)
         state.running = [request for request in state.running if request.status is RequestStatus.RUNNING]
+        state.idle_work.drop_ended()
         for request in list(state.waiting.holders.values()):
             # Requests that were interrupted above are among the holders, and are rewound already.
             if affected.get(request.request_id, request.num_computed_tokens) < request.num_computed_tokens:

@@ -14,7 +14,7 @@ from tandem.base.errors import (
     TandemError,
 )
 from tandem.engine.request import Request, RequestStatus
-from tandem.engine.scheduling.state import SchedulerState, leave_steps
+from tandem.engine.scheduling.state import Eviction, SchedulerState, StepPlan, leave_steps
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
@@ -40,7 +40,12 @@ class Lifecycle:
         state = self._state
         request.limit(state.max_model_len, self._eos_token_ids)
         state.requests[request.request_id] = request
-        state.waiting.add(request)
+        if request.facts.when_idle:
+            state.idle_work.count += 1
+        if request.facts.when_idle and not request.status.is_blocked:
+            state.idle_work.add(request)
+        else:
+            state.waiting.add(request)
         state.totals.requests_started += 1
         state.settled = False
         if state.connector is not None:
@@ -157,7 +162,29 @@ class Lifecycle:
         leave_steps(state, request)
         if state.encoded is not None:
             state.encoded.release(request.request_id)
-        state.waiting.put_back(request)
+        if request.facts.when_idle and not request.num_computed_tokens:
+            # Not into the scheduler's line: its head must stay the request that these blocks are for.
+            state.idle_work.put_back(request)
+        else:
+            state.waiting.put_back(request)
+
+    def take_blocks_of_idle_work(self, wanted_by: Request, step: StepPlan) -> bool:
+        """Preempts the last request that rests. Returns False when none does."""
+        state = self._state
+        victim = state.idle_work.last_resting() if state.open_step is None else None
+        if victim is None:
+            return False
+        step.evictions.append(
+            Eviction(
+                victim.request_id,
+                wanted_by.request_id,
+                state.cache.num_blocks_of(victim.request_id),
+                victim.num_computed_tokens,
+            )
+        )
+        self.preempt(victim)
+        step.moved = True
+        return True
 
     def take_blocks_of_waiting(self, besides: Request) -> bool:
         """Frees the blocks of the least urgent waiting request that has any, other than `besides`. Returns False when there is
@@ -188,8 +215,9 @@ class Lifecycle:
             state.running = [request for request in state.running if request.request_id not in running]
         for request in found:
             was_running = request.status is RequestStatus.RUNNING
+            was_idle = request.facts.when_idle and state.idle_work.remove(request)
             self.end(request, status, error)
-            if not was_running:
+            if not (was_running or was_idle):
                 state.waiting.remove(request)
         return [request.request_id for request in found]
 
@@ -210,6 +238,7 @@ class Lifecycle:
             state.encoded.release(request_id)
             state.encoded.forget(request_id)
         del state.requests[request_id]
+        state.idle_work.count -= request.facts.when_idle
         state.finished_req_ids.add(request_id)
         state.settled = False
         if status in ANSWERED and request.facts.pooling is None:

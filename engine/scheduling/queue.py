@@ -218,6 +218,11 @@ class WaitingRequests:
         if request.num_computed_tokens:
             self.holders[request.request_id] = request
 
+    def ready(self) -> Iterator[Request]:
+        """The requests that could be admitted in the next step, in no particular order."""
+        yield from self._waiting.requests()
+        yield from self._skipped.requests()
+
     def head(self) -> Request | None:
         queue = self._policy.choose(self._waiting, self._skipped)
         return queue.peek() if queue is not None else None
@@ -227,8 +232,11 @@ class WaitingRequests:
         self._pop(request)
 
     def pass_over(self, request: Request) -> None:
-        """Takes the head out until the step's end: it cannot be admitted in this step, but the next one in line may be."""
+        """Takes the head out until the step's end: it cannot be admitted in this step, but the next one in line may be, also
+        with the blocks that this one has."""
         self._passed_over.append((self._pop(request), request))
+        if request.num_computed_tokens:
+            self.holders[request.request_id] = request
 
     def block(self, request: Request) -> None:
         """Blocks a request until `wake`. It is the head, or is not queued."""
@@ -283,7 +291,6 @@ class WaitingRequests:
 
     def __iter__(self) -> Iterator[Request]:
         """All waiting requests, in no particular order, but for those passed over in the current step."""
-        yield from self._waiting.requests()
-        yield from self._skipped.requests()
+        yield from self.ready()
         for _, request in self.blocked.values():
             yield request

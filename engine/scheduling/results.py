@@ -95,6 +95,7 @@ class ModelResults:
         state.totals.output_tokens += num_tokens
         if ended:
             state.running = [request for request in state.running if request.status is _RUNNING]
+            state.idle_work.drop_ended()
         for request_id, of_prompt in prompt_logprobs.items():
             # A request that moved here from another node has output tokens to compute after its prompt, so a step may finish
             # the prompt and sample no token.

@@ -46,6 +46,9 @@ from tandem.wire.kv_events import KVEvent
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import TokenChunk
 
+# How long a step of idle work should take, as a part of `step_target_ms`.
+IDLE_STEP = 0.5
+
 
 class Scheduler:
     """Only the step thread uses it. A step is `schedule`, then the model, then `update_from_output`; requests are added and
@@ -195,6 +198,8 @@ class Scheduler:
         # Overdue pins end before the step is planned, so that their blocks count as free in it.
         if state.pins is not None and state.pins.sweep():
             state.waiting.put_in_order()
+        if state.idle_work.count:
+            state.idle_work.begin_step(state)
         budget = state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
         if state.watcher is not None:
@@ -244,10 +249,13 @@ class Scheduler:
 
     def _budget_of_prompts(self, budget: int) -> int:
         """Returns how many prompt tokens this step may compute: the whole budget, or fewer if that would take longer than
-        `step_target_ms`. While requests decode, each of them waits for the step, so it keeps to the target. Otherwise the first
+        `step_target_ms`. While requests decode, each of them waits for the step, so it keeps to the target. A step of
+        idle work is shorter, because a request that comes waits for its end. Otherwise the first
         prompt may use the whole budget, and others join its step only while it stays short, because each of them gets its first
         token only when the step ends."""
         state, fitting = self._state, self._pace.tokens
+        if state.idle_work.count and not state.idle_work.yields and state.config.chunked_prefill:
+            return min(budget, state.idle_work.prompt_tokens.most)
         if fitting >= budget or not state.config.chunked_prefill:
             return budget
         if self._decodes():
@@ -339,6 +347,12 @@ class Scheduler:
             self._state.totals.decoded(1, seconds)
         if self._judge is not None:
             self._judge.took(step, seconds)
+        work = self._state.idle_work
+        if work.count and not work.yields and not step.encoder_inputs:
+            bound, count = work.rows, step.total_num_scheduled_tokens
+            if step.num_prompt_tokens:
+                bound, count = work.prompt_tokens, step.num_prompt_tokens
+            bound.took(count, seconds, IDLE_STEP * self._state.config.step_target_ms / 1000)
 
     def update_from_output(
         self,
@@ -421,7 +435,7 @@ class Scheduler:
             return True
         if state.connector is not None and state.connector.has_pending_work():
             return True
-        return not state.settled and bool(state.running or state.waiting.num_ready)
+        return not state.settled and bool(state.running or state.waiting.num_ready or state.idle_work)
 
     def reset_prefix_cache(self) -> None:
         """Begins a new generation of the cache, here and where peers have copied from it."""

@@ -27,6 +27,7 @@ from tandem.engine.cache.manager import KVCacheManager, Tables
 from tandem.engine.cache.pool import ResidencyTotals
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
+from tandem.engine.scheduling.idle_work import IdleWork
 from tandem.engine.scheduling.output import EncoderInput, SchedulerOutput
 from tandem.engine.scheduling.queue import QueuePolicy, WaitingRequests
 from tandem.kvtransfer.base import SchedulerConnector
@@ -293,7 +294,7 @@ class StepWatcher(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class SchedulerState:
-    """Each unfinished request is in `requests` and in exactly one of `running` and `waiting`. A finished request whose blocks
+    """Each unfinished request is in `requests` and in exactly one of `running`, `waiting` and `idle_work`. A finished request whose blocks
     the connector still needs is only in `held`; one that keeps its blocks for its job's next turn is only in `pins`."""
 
     config: SchedulerConfig
@@ -307,6 +308,7 @@ class SchedulerState:
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)
     running: list[Request] = dataclasses.field(default_factory=list)  # in order of admission
     held: dict[str, Request] = dataclasses.field(default_factory=dict)
+    idle_work: IdleWork = dataclasses.field(default_factory=IdleWork)
     pins: TurnPins | None = None  # None: turns are not pinned
     encoded: EncodedImages | None = None  # None: the model reads no images
     judge: DraftLimits | None = None  # None: no drafts
@@ -324,6 +326,7 @@ class SchedulerState:
     def owners(self) -> Iterator[Request]:
         """Unfinished requests that have blocks: those that run, those that load their KV, and those in line that kept it."""
         yield from self.running
+        yield from self.idle_work.resting
         yield from self.waiting.holders.values()
         for _, request in self.waiting.blocked.values():
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -336,7 +339,7 @@ class SchedulerState:
         uncomputed = 0
         for request in self.running:
             left = request.num_prompt_tokens - request.num_computed_tokens
-            if left > 0:
+            if left > 0 and not request.facts.when_idle:
                 uncomputed += left
         if self.encoded is not None:
             totals.encoder_tokens = self.encoded.encoded_tokens
@@ -344,7 +347,7 @@ class SchedulerState:
             totals.encoder_tokens_received = self.encoded.received_tokens
         return SchedulerStats(
             **totals.values(),
-            running=len(self.running),
+            running=len(self.running) + len(self.idle_work.resting),
             waiting=len(self.waiting),
             blocked=len(self.waiting.blocked),
             waiting_tokens=uncomputed + self.waiting.num_uncomputed_tokens,
@@ -370,6 +373,7 @@ class SchedulerState:
                 + self.answers.rest(request.num_output_tokens, request.length_limit - request.num_tokens),
             )
             for request in self.requests.values()
+            if not request.facts.when_idle  # which gives way
         )
 
 

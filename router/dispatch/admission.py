@@ -9,6 +9,9 @@ A tenant alone may have all places. When others wait, those with fewer places go
 most gives places up until each has an even part: its latest sequences pause, and go on later from where they
 were. Background answers never pause, because other routers may be reading them from their node. So one
 tenant's have at most as many places as they leave free, which is a half.
+
+What runs when nothing else does (the lines of batches) never stands in line. It gets places while no request waits, at most
+half of them, and gives one up as soon as a request waits for a place.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Slots:
         priority: int,
         *,
         background: bool = False,
+        when_idle: bool = False,
     ) -> None:
         self._admission = admission
         self._on_place: Callable[[], None] | None = None
@@ -59,6 +63,7 @@ class Slots:
         self._on_give_way: Callable[[], bool] | None = None
         self.tenant = tenant
         self.background = background  # a background answer, which has a line of its own within its tenant's
+        self.when_idle = when_idle  # it runs when nothing else does
         self.wanted = wanted  # places that it still waits for
         self.paused = 0  # how many of these are for sequences that gave their place to another tenant
         # The expected length of its longest sequence, which decides how many blocks it needs.
@@ -216,6 +221,8 @@ class Admission:
         # By tenant, background answers apart, in the order of their turns.
         self._queues: OrderedDict[tuple[str, bool], deque[Slots]] = OrderedDict()
         self._places: dict[str, TenantPlaces] = {}  # by tenant, while it holds any
+        self._idle_work = TenantPlaces()  # what runs when nothing else does
+        self._resting: deque[Slots] = deque()  # those of it that gave places up
         self._paused_at = -math.inf  # when a sequence was last paused
         self._going_on = False  # a call of `pump` is due in the next pass of the event loop
         self._between_ends = Average()
@@ -281,6 +288,32 @@ class Admission:
         self._metrics.router_queue_time.observe(self._clock() - began)
         return slots
 
+    def acquire_idle(self, count: int, tokens: int = 0) -> Slots:
+        """Returns all `count` places for what runs when nothing else does, if as many blocks stay free as it may take. Raises
+        QueueFull when they are not idle."""
+        work = self._idle_work
+        fits = self._has_room(2 * tokens, self.promised) or not self.held
+        if not (fits and self.idle_room >= (count if work.held else 1)):
+            raise QueueFull(
+                "every place is taken or wanted by requests that are waited for", MIN_RETRY_AFTER_S
+            )
+        slots = Slots(self, "", count, tokens, 0, when_idle=True)
+        for _ in range(count):
+            self._grant(slots)
+        return slots
+
+    @property
+    def idle_room(self) -> int:
+        """How many places are idle now, for what runs when nothing else does; those that it has do not count."""
+        if self._queues or self._resting:
+            return 0
+        capacity = self._capacity()
+        return max(0, min(capacity - self.held, math.ceil(capacity / 2) - self._idle_work.held))
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._queues or self._resting)
+
     def _refuse_a_long_wait(self, tenant: str) -> None:
         """Raises QueueFull when the request would begin too late: its work would delay others and then be
         thrown away."""
@@ -331,6 +364,12 @@ class Admission:
         """Takes `count` of its sequences out of the line."""
         if count == 0:
             return
+        if slots.when_idle:
+            slots.wanted -= count
+            slots.paused = slots.wanted
+            if slots.wanted == 0:
+                self._resting.remove(slots)
+            return
         self._line.take(slots.tenant, -min(count, slots.wanted - slots.paused))
         slots.wanted -= count
         slots.paused = min(slots.paused, slots.wanted)
@@ -356,6 +395,10 @@ class Admission:
         """A sequence has paused for another tenant. The place is passed on by who asked for it."""
         self._free(slots, 1)
         self._metrics.sequences_paused.inc()
+        if slots.when_idle:
+            if slots not in self._resting:
+                self._resting.append(slots)
+            return
         self.queued += 1
         queue = self._queues.setdefault(slots.line, deque())
         if slots in queue:
@@ -364,11 +407,17 @@ class Admission:
 
     def _grant(self, slots: Slots) -> None:
         self.held += 1
-        self._places.setdefault(slots.tenant, TenantPlaces()).add(slots, 1)
+        if slots.when_idle:
+            self._idle_work.add(slots, 1)
+        else:
+            self._places.setdefault(slots.tenant, TenantPlaces()).add(slots, 1)
         slots.grant(1)
 
     def _free(self, slots: Slots, count: int) -> None:
         self.held -= count
+        if slots.when_idle:
+            self._idle_work.add(slots, -count)
+            return
         places = self._places[slots.tenant]
         places.add(slots, -count)
         if not places.held:
@@ -382,6 +431,8 @@ class Admission:
         for queue in list(self._queues.values()):
             for slots in list(queue):
                 slots.refuse(error)
+        for slots in list(self._resting):
+            slots.refuse(error)
 
     def pump(self) -> None:
         """Gives out the free places. Called when a place is given back or a pool changes."""
@@ -390,6 +441,7 @@ class Admission:
             if line is None and self._make_way():
                 line = self._next_line()
             if line is None:
+                self._wake_resting()
                 return
             queue = self._queues[line]
             slots = queue.popleft()
@@ -409,6 +461,17 @@ class Admission:
         if self._queues and not self._going_on:
             self._going_on = True
             asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _wake_resting(self) -> None:
+        """Gives places back to what runs when nothing else does, once no request waits."""
+        for _ in range(GRANTS_A_PASS):
+            if self._queues or not self._resting or self.held >= self._capacity():
+                return
+            slots = self._resting.popleft()
+            slots.paused -= 1
+            if slots.wanted > 1:
+                self._resting.append(slots)
+            self._grant(slots)
 
     def _go_on(self) -> None:
         self._going_on = False
@@ -452,6 +515,8 @@ class Admission:
         if not self._queues:
             return False
         capacity, now = self._capacity(), self._clock()
+        if capacity and self._idle_work.held and self._send_to_rest(now, for_a_place=self.held >= capacity):
+            return True
         # Where places are free, blocks are missing. Those of a paused sequence are free with a node's next status.
         if not capacity or (self.held != capacity and now < self._paused_at + BETWEEN_PAUSES_S):
             return False
@@ -467,6 +532,18 @@ class Admission:
                     self._paused_at = now
                     return True
         return False
+
+    def _send_to_rest(self, now: float, *, for_a_place: bool) -> bool:
+        """Pauses sequences of what runs when nothing else does, for the first request in line: one for its place, or as many as
+        have the blocks that it lacks, which are free with their nodes' next statuses. Returns whether a place is free now."""
+        if not for_a_place and now < self._paused_at + BETWEEN_PAUSES_S:
+            return False
+        wanted = 1 if for_a_place else self._turns()[0].tokens
+        for slots in reversed(list(self._idle_work.requests)):
+            while wanted > 0 and slots.give_way():
+                self._paused_at = now
+                wanted -= 1 if for_a_place else slots.tokens
+        return for_a_place and self.held < self._capacity()
 
     def retry_after_s(self, tenant: str) -> int:
         """About how long the tenant's line takes, in whole seconds from MIN_RETRY_AFTER_S to

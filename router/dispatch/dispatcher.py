@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.admission import Admission
+from tandem.router.dispatch.admission import Admission, Slots
 from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import RequestLife
@@ -142,14 +142,7 @@ class Dispatcher:
         trace = specs[0].trace
         came = self._clock()
         hashes = await self._hashed(specs)
-        slots = await (self.vectors if makes_vectors else self.admission).acquire(
-            tenant,
-            len(specs),
-            specs[0].deadline,
-            max(map(self._placement.expected_tokens, specs)),
-            specs[0].facts.priority,
-            background=specs[0].keep is not None,
-        )
+        slots = await self._places_for(specs, tenant)
         if trace is not None:
             trace.span(TracePhase.WAIT, came, self._clock())
         placed = self._clock()
@@ -168,8 +161,23 @@ class Dispatcher:
             trace.span(TracePhase.ROUTE, placed, self._clock())
         return generation
 
+    async def _places_for(self, specs: list[SequenceSpec], tenant: str) -> Slots:
+        facts = specs[0].facts
+        line = self.admission if facts.pooling is None else self.vectors
+        tokens = max(map(self._placement.expected_tokens, specs))
+        if facts.when_idle:
+            return line.acquire_idle(len(specs), tokens)
+        background = specs[0].keep is not None
+        return await line.acquire(
+            tenant, len(specs), specs[0].deadline, tokens, facts.priority, background=background
+        )
+
+    def idle_room(self) -> int:
+        """How many further sequences could run because nothing else needs their places."""
+        return max(self.admission.idle_room, self.vectors.idle_room)
+
     def _note_generation(self, lives: list[RequestLife]) -> None:
-        if lives[0].spec.reads_ahead:
+        if not lives[0].spec.is_measured:
             return
         self.metrics.request_choices.observe(len(lives))
         if lives[0].spec.facts.pooling is not None:
@@ -325,7 +333,7 @@ class Dispatcher:
     def on_pool_change(self) -> None:
         if waiting := self._placement.waiting:
             self._tell(waiting, RequestLife.try_again)
-        if self.admission.queued:
+        if self.admission.has_waiting:
             self.admission.pump()
-        if self.vectors.queued:
+        if self.vectors.has_waiting:
             self.vectors.pump()

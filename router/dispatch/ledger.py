@@ -147,7 +147,7 @@ class RequestTimings:
     def tokens(self, count: int) -> float:
         """Notes that `count` more tokens have arrived. Returns the time."""
         now = self._clock()
-        if self._spec.reads_ahead:
+        if not self._spec.is_measured:
             self._first_token_at = self._last_token_at = now
             return now
         self._metrics.generation_tokens.inc(count)
@@ -165,7 +165,7 @@ class RequestTimings:
         return now
 
     def ended(self, finish: FinishReason, output_tokens: int) -> None:
-        if self._spec.reads_ahead:
+        if not self._spec.is_measured:
             return
         now, metrics = self._clock(), self._metrics
         metrics.requests_finished.inc(finish.value)

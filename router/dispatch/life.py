@@ -232,7 +232,7 @@ class RequestLife:
 
     def _note_tokens(self, attempt: Attempt, count: int) -> None:
         attempt.alive_at = now = self.timings.tokens(count)
-        if attempt.first_token_at is None and not self.spec.reads_ahead:
+        if attempt.first_token_at is None and self.spec.is_measured:
             attempt.first_token_at = now
             computed = len(self.spec.facts.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
             self._placement.on_first_token(attempt, computed, self.timings.node_wait_s)
@@ -549,7 +549,7 @@ class RequestLife:
     def _note_end(self, finish: FinishReason) -> None:
         tokens = len(self.ledger.tokens)
         self.timings.ended(finish, tokens)
-        if not self.spec.reads_ahead:
+        if self.spec.is_measured:
             decision = self.decisions[-1] if self.decisions else None
             time_of_day = self._placement.time_of_day()
             account = self.timings.account(time_of_day, finish, tokens, decision, self.failovers)

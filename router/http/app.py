@@ -86,6 +86,8 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         ("/ui/decisions", ui_routes.decisions, ["GET"]),
         *(row for wing in wings for row in wing.routes()),
     ]
+    services.handlers = {path: handler for path, handler, methods in table if "POST" in methods}
+    services.error_forms = [wing.error_form for wing in wings if wing.error_form is not None]
     instead = partial(_answer_instead, wings)
     routes = [
         Route(path, HttpRoute(path, partial(handler, services), instead), methods=methods)
@@ -102,6 +104,6 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         hosts,
         services.dispatcher.recent,
         right,
-        [wing.error_form for wing in wings if wing.error_form is not None],
+        services.error_forms,
     )
     return _with_cors(gate, services.config.cors_origins)

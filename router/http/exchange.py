@@ -88,6 +88,7 @@ class HttpExchange:
         self.request_id = request_id
         self.trace_id = trace_id
         self.tenant: Tenant | None = None
+        self.when_idle = False  # a line of a batch: its sequences run while nothing else does
         self.is_counted = False  # among the requests in progress of its key
         self.route = "other"  # a metric's label; never a path that a client chose
         self.notes = ""  # for the log: nodes and token counts
@@ -106,8 +107,9 @@ class HttpExchange:
 
     @property
     def owner(self) -> str:
-        """The name of the request's key; "" where there are no keys."""
-        return self.tenant.name if self.tenant is not None else ""
+        """The name of the request's key; "" where there are no keys. What runs when nothing else does has no part in its
+        key's shares."""
+        return self.tenant.name if self.tenant is not None and not self.when_idle else ""
 
     def header(self, name: bytes) -> bytes | None:
         """Returns the first header of this name."""

@@ -23,6 +23,7 @@ from tandem.api.openai.served_model import ServedModel
 from tandem.api.sequence import SequenceSpec
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.dispatch import Generation, RequestLife
+from tandem.router.http.answer_notes import notes_of, routing_headers
 from tandem.router.http.body import (
     PARSED_TIMES,
     SMALL_BODY,
@@ -40,7 +41,7 @@ from tandem.router.keys import Reservation
 from tandem.router.tracer import GrowingTrace
 from tandem.wire.tracing import TracePhase
 
-LOGGED_IDS = 8
+WHEN_IDLE_S = 86400.0  # how long what runs when nothing else does may take; its batch ends it sooner
 # How many bytes are written at once while an answer has more tokens than were read.
 WRITE_BYTES = 64 << 10
 
@@ -282,7 +283,8 @@ def enter(services: Services, exchange: HttpExchange) -> Reservation | None:
     tenants."""
     if services.draining:
         raise RouterDraining("this router is shutting down and takes no new requests")
-    return exchange.tenant.enter() if exchange.tenant is not None else None
+    # What runs when nothing else does uses no quota: a key's batches would keep its own users out.
+    return exchange.tenant.enter() if exchange.tenant is not None and not exchange.when_idle else None
 
 
 async def planned(
@@ -327,7 +329,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
         is_last_step = is_last_step if request.is_last_step is None else request.is_last_step
     return Caller(
         label=exchange.request_id,
-        deadline=arrived + services.config.timeouts.total,
+        deadline=arrived + (WHEN_IDLE_S if exchange.when_idle else services.config.timeouts.total),
         cache_salt=tenant.salted if tenant is not None else _unsalted,
         session=session[:256] if session else None,
         job_id=(tenant.salted(job_id) if tenant is not None else job_id) if job_id else None,
@@ -336,6 +338,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
         trace=exchange.trace,
         arrived=arrived,
         key=tenant.name if tenant is not None else None,
+        when_idle=exchange.when_idle,
     )
 
 
@@ -358,35 +361,3 @@ def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:
 
 def asked_tokens(plan: GenerationPlan) -> list[int | None]:
     return [spec.facts.sampling.max_tokens for spec in plan.specs]
-
-
-def notes_of(generation: Generation, tokens: int) -> str:
-    """Returns the notes for the request's line in the log."""
-    failovers = sum(life.failovers for life in generation.lives)
-    return f" nodes={_nodes(generation)} tokens={tokens} failovers={failovers} requests={_node_requests(generation)}"
-
-
-def _node_requests(generation: Generation) -> str:
-    """Returns the first LOGGED_IDS of the ids under which the nodes know the request."""
-    names = [name for life in generation.lives for name in life.request_ids]
-    more = len(names) - LOGGED_IDS
-    return ",".join(names[:LOGGED_IDS]) + (f",… and {more} more" if more > 0 else "")
-
-
-def _nodes(generation: Generation) -> str:
-    """Returns every attempt's nodes in order. Choices with the same nodes are named once."""
-    ways = ["|".join([decision.node_names for decision in life.decisions]) for life in generation.lives]
-    return ";".join(dict.fromkeys(ways))
-
-
-def routing_headers(generation: Generation) -> list[tuple[bytes, bytes]]:
-    reasons = dict.fromkeys([life.decisions[-1].reason for life in generation.lives if life.decisions])
-    return [
-        (b"x-tandem-nodes", _header_value(_nodes(generation))),
-        (b"x-tandem-decision", _header_value("; ".join(reasons))),
-    ]
-
-
-def _header_value(text: str) -> bytes:
-    """Cuts a value to a kilobyte. It strips a space at the cut, because a header must not end in one."""
-    return text.encode("ascii", "replace")[:1024].strip()

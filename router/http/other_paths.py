@@ -10,9 +10,7 @@ from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
 
-_BATCHES = (
-    "there are no batches: send the requests one by one, with a higher `priority` number than others have"
-)
+_BATCHES = "POST /v1/files and /v1/batches have a file of requests answered, unless this server was installed without batches"
 _TEXT_ONLY = "this server reads text and images, and answers in text"
 _PROFILE = "`x-tandem-trace: 1` traces a request, and GET /traces/{id} shows where its time went"
 _PAUSE = "an operator's POST /admin/pause and /admin/resume hold back new requests"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client.registry import Collector
@@ -13,6 +13,7 @@ from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.http.body import BodyBudget, KeptMemory
+from tandem.router.http.exchange import ErrorForm, HttpExchange
 from tandem.router.http.hosts import is_loopback
 from tandem.router.keys import KeyRing
 from tandem.router.links import NodeLinks
@@ -64,6 +65,12 @@ class Services:
     siblings: Siblings = dataclasses.field(default_factory=Siblings)
     add_pages: Callable[[PageState], Awaitable[PageState]] = _own_page
     all_figures: Callable[[], Awaitable[Collector | None]] = _own_figures
+    # By path: what answers requests that are posted there.
+    handlers: Mapping[str, Callable[[Services, HttpExchange], Awaitable[None]]] = dataclasses.field(
+        default_factory=dict
+    )
+    # How errors are written, by the beginning of a path, where an API has its own way.
+    error_forms: Sequence[tuple[str, ErrorForm]] = ()
     control: ClusterControl | None = None  # None when the router belongs to no cluster
     draining: bool = False
 

@@ -44,10 +44,11 @@ from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InvalidRequest, TandemError
 from tandem.http_server.websocket import GOING_AWAY, WebSocket
 from tandem.router.dispatch import Generation
+from tandem.router.http.answer_notes import notes_of
 from tandem.router.http.body import INLINE_BYTES, KeptShare, answer_size, inputs_size
 from tandem.router.http.errors import BodyTooLarge, body_of
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.generate_routes import begin_trace, caller_of, enter, notes_of
+from tandem.router.http.generate_routes import begin_trace, caller_of, enter
 from tandem.router.http.services import Services
 from tandem.router.keys import QuotaExceeded, Reservation
 from tandem.router.tracer import GrowingTrace

@@ -27,10 +27,11 @@ from tandem.api.vectors.vectors import (
 )
 from tandem.base.errors import Unavailable
 from tandem.router.dispatch import Generation
+from tandem.router.http.answer_notes import notes_of, routing_headers
 from tandem.router.http.api_document import GENERATION_ERRORS, operation
 from tandem.router.http.body import PARSED_TIMES, SEQUENCE_BYTES, TOKEN_BYTES, BodyShare, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
-from tandem.router.http.generate_routes import enter, notes_of, planned, routing_headers
+from tandem.router.http.generate_routes import enter, planned
 from tandem.router.http.services import Services
 from tandem.router.wings import RouteRow, RouterWing, WingDocument
 

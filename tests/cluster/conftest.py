@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tandem.cluster.settings import rules
+from tests.router.conftest import end_token, start_router
+
+__all__ = ["end_token", "start_router"]  # a router with fake nodes, for commands that ask one
 
 
 @pytest.fixture(autouse=True)

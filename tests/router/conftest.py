@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -20,6 +21,7 @@ from tandem.router.server import RouterServer
 from tandem.router.wings import RouterWing
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.pooling import VectorModel
+from tandem.wire.requests import new_id
 from tests.router.event_reader import EventReader
 from tests.router.fake_node import Board, FakeNode, TokenRule, hashed_token
 
@@ -192,6 +194,7 @@ def bombarded(
         heartbeat=Heartbeat(ping_interval=0.1, silence=5),
         local_prefill=LocalPrefill.NEVER,
         unknown_fields=unknown_fields,
+        batches_folder=str(Path(model_folder).parent / f"batches-{new_id()}"),
     )
     running = RunningRouter(config, LETTERS, end_token)
     running.add("p0", Role.PREFILL, **node)
@@ -214,7 +217,9 @@ def end_token(tokenizer: Tokenizer) -> int:
 
 
 @pytest.fixture
-def start_router(model_folder: str, end_token: int, request: pytest.FixtureRequest) -> Iterator[StartRouter]:
+def start_router(
+    model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartRouter]:
     """Starts routers with `prefill` and `decode` (or `aggregated`) fake nodes and waits until they are ready; stops them at the end."""
     started: list[RunningRouter] = []
 
@@ -232,6 +237,7 @@ def start_router(model_folder: str, end_token: int, request: pytest.FixtureReque
         defaults = {
             "heartbeat": Heartbeat(ping_interval=0.1, silence=1.5),
             "local_prefill": LocalPrefill.NEVER,
+            "batches_folder": str(tmp_path_factory.getbasetemp() / f"batches-{new_id()}"),
         }
         running = RunningRouter(
             msgspec.structs.replace(config, **(defaults | settings)), rule or LETTERS, end_token, door

@@ -59,15 +59,35 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
         assert name[1] in document["components"]["schemas"]
 
 
+def kept_batches(router: RunningRouter) -> dict[str, str]:
+    """A file, and a batch of either kind; empty names where there are none."""
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    file = router.client.post(
+        "/v1/files", files={"file": ("in.jsonl", json.dumps(line).encode())}, data={"purpose": "batch"}
+    )
+    asked = {"input_file_id": file.json().get("id", ""), "endpoint": "/v1/completions"}
+    message = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    messages = {"requests": [{"custom_id": "a", "params": message}]}
+    batch, messages_batch = (
+        router.client.post(path, json=body).json().get("id", "")
+        for path, body in (("/v1/batches", asked), ("/v1/messages/batches", messages))
+    )
+    return {"file": file.json().get("id", ""), "batch": batch, "messages": messages_batch}
+
+
 def test_it_documents_what_there_is(router: RunningRouter, document: dict[str, Any]) -> None:
     asked = {"x-tandem-trace": "1", "x-request-id": "traced"}
     prompt = {"model": "fake", "prompt": "x", "max_tokens": 1}
     assert router.client.post("/v1/completions", json=prompt, headers=asked).status_code == 200
     kept = router.client.post("/v1/responses", json={"input": "x", "background": True}).json().get("id", "")
+    for node in router.nodes.values():
+        node.set(pause_at=0)  # what is asked for in a batch does not end
+    batch_of = kept_batches(router)
     for path, verbs in document["paths"].items():
         for verb, about in verbs.items():
             named = path.replace("{model}", "fake").replace("{request_id}", "traced")
-            named = named.replace("{response_id}", kept)
+            named = named.replace("{response_id}", kept).replace("{file_id}", batch_of["file"])
+            named = named.replace("{batch_id}", batch_of["messages" if "messages" in path else "batch"])
             answer = router.client.request(verb, named, json={} if verb == "post" else None)
             assert answer.status_code not in (404, 405), path
             assert str(answer.status_code) in about["responses"], (path, answer.status_code)

@@ -100,6 +100,7 @@ def run(
     images = random.Random(number + 2) if with_images else None
     draw, of_jobs, seconds = random.Random(number), random.Random(number + 1), 0.0
     now = (lambda: seconds) if jobs else None
+    of_idle_work = random.Random(number + 3) if number % 5 == 3 else None
     world = random_world(number, draw, ahead=ahead, states=states, now=now, images=images)
     if draw.random() < 0.5 and not ahead:
         world.model.propose = lambda request_id, tokens: [
@@ -125,6 +126,7 @@ def run(
                 lora=draw.choice([None, None, "x", "y", "z"]),
                 cache_salt=draw.choice([None, None, "s"]),
                 **fields,
+                **({"when_idle": of_idle_work.random() < 0.5} if of_idle_work else {}),
                 **(
                     {"job_id": of_jobs.choice([None, "x", "y", "z"]), "is_last_step": of_jobs.random() < 0.1}
                     if jobs

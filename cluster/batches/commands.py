@@ -1,0 +1,12 @@
+"""The command of this folder, as `tandem` finds it."""
+
+from tandem.cluster.commands.parser import LOOK, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.batches.command",
+        "batch",
+        "have a file of requests answered when the cluster is idle",
+        LOOK,
+    ),
+)

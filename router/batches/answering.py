@@ -1,0 +1,94 @@
+"""What the routes of files and batches share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from tandem.api.batches import batch_request, messages
+from tandem.api.field_table import FieldTable
+from tandem.api.json_body import parse_object, read_request
+from tandem.base.errors import InvalidRequest
+from tandem.router.batches.store import FileNotHere
+from tandem.router.batches.store_thread import StoreThread
+from tandem.router.config import UnknownFields
+from tandem.router.http.body import INLINE_BYTES, BodyShare, read_bytes
+from tandem.router.http.errors import RouterDraining
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.services import Services
+
+READ_BYTES = 256 << 10
+# Apart from the fields of requests that are answered: none of those belongs here.
+_FIELDS = FieldTable((*batch_request.FIELDS, *messages.FIELDS))
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+async def read_own(services: Services, exchange: HttpExchange, request_type: type[R], share: BodyShare) -> R:
+    """Reads the body of a request for a batch. Large ones are parsed by a thread."""
+    config = services.config
+    body = await read_bytes(exchange, config, share)
+
+    def parsed() -> tuple[R, list[str]]:
+        refuse_unknown = config.unknown_fields is UnknownFields.REFUSE
+        value = parse_object(body, config.limits)
+        return read_request(value, request_type, _FIELDS, refuse_unknown=refuse_unknown)
+
+    if len(body) <= INLINE_BYTES:
+        request, exchange.ignored_fields = parsed()
+    else:
+        async with share.parsing:
+            request, exchange.ignored_fields = await asyncio.to_thread(parsed)
+    return request
+
+
+async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, owner: str) -> None:
+    about = await thread.do(lambda store: store.file(file_id, owner))
+    try:
+        file = await thread.do(lambda store: store.path_of(file_id).open("rb"))
+    except FileNotFoundError:
+        raise FileNotHere(f"there is no file {file_id} any more") from None
+    headers = [
+        (b"content-type", b"application/octet-stream"),
+        (b"content-length", str(about.bytes).encode()),
+    ]
+
+    async def write() -> None:
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
+        left = about.bytes
+        while left:
+            data = await thread.do(lambda _: file.read(READ_BYTES))
+            left -= len(data)
+            await exchange.send(
+                {"type": "http.response.body", "body": data, "more_body": left > 0 and bool(data)}
+            )
+            if not data:
+                return
+
+    try:
+        await exchange.until_disconnect(write)
+    finally:
+        file.close()
+
+
+def refuse_when_draining(services: Services) -> None:
+    if services.draining:
+        raise RouterDraining("this router is shutting down and takes no new requests")
+
+
+class Query:
+    def __init__(self, exchange: HttpExchange) -> None:
+        self._values = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name, [None])[0] or None
+
+    def number(self, name: str, usual: int, most: int) -> int:
+        text = self.text(name)
+        if text is None:
+            return usual
+        if not text.isdigit() or len(text) > 6 or not 1 <= int(text) <= most:
+            raise InvalidRequest(f"{name}: must be from 1 to {most}, not {text[:40]!r}", name)
+        return int(text)

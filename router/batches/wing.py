@@ -1,0 +1,225 @@
+"""/v1/files and /v1/batches: OpenAI's files and batches."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+from tandem.api.batches.answer_types import Batch, BatchList, FileDeleted, FileList, FileObject
+from tandem.api.batches.batch_request import BatchRequest
+from tandem.api.batches.messages import (
+    MessageBatch,
+    MessageBatchDeleted,
+    MessageBatchList,
+    MessageBatchRequest,
+)
+from tandem.router.batches import messages
+from tandem.router.batches.answering import Query, read_own, refuse_when_draining, send_file
+from tandem.router.batches.runner import BatchRunner
+from tandem.router.batches.store import BatchStore
+from tandem.router.batches.store_thread import StoreThread
+from tandem.router.batches.uploads import upload
+from tandem.router.http.api_document import operation
+from tandem.router.http.exchange import HttpExchange, send_json
+from tandem.router.http.services import Services
+from tandem.router.wings import RouteRow, RouterWing, WingDocument
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+MOST_IN_PAGE, USUAL_PAGE = 10_000, 20
+MOST_BATCHES_IN_PAGE = 100
+
+
+def state_folder(folder: str, model_name: str) -> Path:
+    """Returns `router.batches_folder`, or the default: a folder of this model in the user's folder for state."""
+    if folder:
+        return Path(folder).expanduser()
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "tandem" / "batches" / quote(model_name, safe="")
+
+
+class Batches(RouterWing):
+    document = WingDocument()
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        folder = state_folder(services.config.batches_folder, services.config.model_name)
+        self.thread = StoreThread(BatchStore(folder))
+        self.runner = BatchRunner(services, self.thread)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The paths whose requests a batch may have: those that this server has."""
+        return [path for path in ENDPOINTS if path in self.services.handlers]
+
+    def routes(self) -> list[RouteRow]:
+        return [
+            ("/v1/files", partial(files, self), ["GET", "POST"]),
+            ("/v1/files/{file_id}", partial(one_file, self), ["GET", "DELETE"]),
+            ("/v1/files/{file_id}/content", partial(content, self), ["GET"]),
+            ("/v1/batches", partial(batches, self), ["GET", "POST"]),
+            ("/v1/batches/{batch_id}", partial(one_batch, self), ["GET"]),
+            ("/v1/batches/{batch_id}/cancel", partial(cancel, self), ["POST"]),
+            ("/v1/messages/batches", partial(messages.batches, self.thread, self.runner), ["GET", "POST"]),
+            (
+                "/v1/messages/batches/{batch_id}",
+                partial(messages.one_batch, self.thread),
+                ["GET", "DELETE"],
+            ),
+            (
+                "/v1/messages/batches/{batch_id}/cancel",
+                partial(messages.cancel, self.thread, self.runner),
+                ["POST"],
+            ),
+            ("/v1/messages/batches/{batch_id}/results", partial(messages.results, self.thread), ["GET"]),
+        ]
+
+    async def start(self) -> None:
+        self.runner.start()
+
+    async def ending(self) -> None:
+        await self.runner.stop()
+
+    async def close(self) -> None:
+        await self.runner.stop()
+        await self.thread.close()
+
+
+async def files(wing: Batches, services: Services, exchange: HttpExchange) -> None:
+    if exchange.scope["method"] == "POST":
+        refuse_when_draining(services)
+        await send_json(exchange.send, await upload(wing.thread, services, exchange))
+        return
+    query = Query(exchange)
+    after, limit = query.text("after"), query.number("limit", USUAL_PAGE, MOST_IN_PAGE)
+    purpose, newest_first = query.text("purpose"), query.text("order") != "asc"
+    owner = exchange.owner
+    found, more = await wing.thread.do(
+        lambda store: store.files(owner, after, limit, purpose, newest_first=newest_first)
+    )
+    ids = [each.id for each in found]
+    await send_json(exchange.send, FileList(found, ids[0] if ids else None, ids[-1] if ids else None, more))
+
+
+async def one_file(wing: Batches, services: Services, exchange: HttpExchange) -> None:
+    file_id, owner = exchange.scope["path_params"]["file_id"], exchange.owner
+    if exchange.scope["method"] == "DELETE":
+        await wing.thread.do(lambda store: store.delete_file(file_id, owner))
+        await send_json(exchange.send, FileDeleted(file_id))
+    else:
+        await send_json(exchange.send, await wing.thread.do(lambda store: store.file(file_id, owner)))
+
+
+async def content(wing: Batches, services: Services, exchange: HttpExchange) -> None:
+    """Sends the file in pieces, as fast as the client reads."""
+    file_id, owner = exchange.scope["path_params"]["file_id"], exchange.owner
+    await send_file(wing.thread, exchange, file_id, owner)
+
+
+async def batches(wing: Batches, services: Services, exchange: HttpExchange) -> None:
+    owner = exchange.owner
+    if exchange.scope["method"] == "POST":
+        refuse_when_draining(services)
+        with services.bodies.share() as share:
+            request = await read_own(services, exchange, BatchRequest, share)
+        request.check(wing.endpoints)
+        made = await wing.thread.do(lambda store: store.add_job(owner, request))
+        wing.runner.wake()
+        await send_json(exchange.send, made)
+        return
+    query = Query(exchange)
+    after, limit = query.text("after"), query.number("limit", USUAL_PAGE, MOST_BATCHES_IN_PAGE)
+    found, more = await wing.thread.do(lambda store: store.jobs(owner, after, limit))
+    ids = [each.id for each in found]
+    await send_json(exchange.send, BatchList(found, ids[0] if ids else None, ids[-1] if ids else None, more))
+
+
+async def one_batch(wing: Batches, services: Services, exchange: HttpExchange) -> None:
+    batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
+    await send_json(exchange.send, await wing.thread.do(lambda store: store.job(batch_id, owner)))
+
+
+async def cancel(wing: Batches, services: Services, exchange: HttpExchange) -> None:
+    batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
+    cancelled = await wing.thread.do(lambda store: store.cancel(batch_id, owner))
+    wing.runner.wake()
+    await send_json(exchange.send, cancelled)
+
+
+_ERRORS = ("400", "401", "404", "503", "507")
+
+Batches.document = WingDocument(
+    types=(
+        BatchRequest,
+        Batch,
+        BatchList,
+        FileObject,
+        FileList,
+        FileDeleted,
+        MessageBatchRequest,
+        MessageBatch,
+        MessageBatchList,
+        MessageBatchDeleted,
+    ),
+    paths={
+        "/v1/files": {
+            "get": operation("The files of this key", None, FileList, _ERRORS),
+            # Its body is multipart/form-data, of which the page to try the API has no form.
+            "post": operation(
+                "Keep a file, sent as a form with `file` and `purpose`",
+                None,
+                FileObject,
+                (*_ERRORS, "408", "413"),
+            ),
+        },
+        "/v1/files/{file_id}": {
+            "get": operation("One file's name and size", None, FileObject, _ERRORS, parameter="file_id"),
+            "delete": operation("Delete it", None, FileDeleted, _ERRORS, parameter="file_id"),
+        },
+        "/v1/batches": {
+            "get": operation("The batches of this key, the newest first", None, BatchList, _ERRORS),
+            "post": operation(
+                "Have a file of requests answered when the cluster is idle",
+                BatchRequest,
+                Batch,
+                (*_ERRORS, "408", "413", "415"),
+            ),
+        },
+        "/v1/batches/{batch_id}": {
+            "get": operation("One batch, as it is now", None, Batch, _ERRORS, parameter="batch_id")
+        },
+        "/v1/batches/{batch_id}/cancel": {
+            "post": operation("Answer no more of its lines", None, Batch, _ERRORS, parameter="batch_id")
+        },
+        "/v1/messages/batches": {
+            "get": operation("The batches of messages, the newest first", None, MessageBatchList, _ERRORS),
+            "post": operation(
+                "Have messages answered when the cluster is idle",
+                MessageBatchRequest,
+                MessageBatch,
+                (*_ERRORS, "408", "413", "415"),
+            ),
+        },
+        "/v1/messages/batches/{batch_id}": {
+            "get": operation("One batch of messages", None, MessageBatch, _ERRORS, parameter="batch_id"),
+            "delete": operation("Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id"),
+        },
+        "/v1/messages/batches/{batch_id}/cancel": {
+            "post": operation("Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id")
+        },
+    },
+    examples={
+        "/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions"},
+        "/v1/messages/batches": {
+            "requests": [
+                {
+                    "custom_id": "a",
+                    "params": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60},
+                }
+            ]
+        },
+    },
+)
+
+WING = Batches

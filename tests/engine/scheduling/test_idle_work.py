@@ -1,0 +1,115 @@
+"""Requests that run when nothing else does: they have no part in a step while another could compute, and give their blocks."""
+
+from __future__ import annotations
+
+from tandem.engine.request import RequestStatus
+from tests.engine.scheduling.driving import Driver, FakeConnector, consume, received
+from tests.engine.scheduling.model import alone
+
+
+def scheduled(driver: Driver) -> list[str]:
+    return list(driver.step()[0].num_scheduled_tokens)
+
+
+def test_they_rest_while_others_compute_and_go_on_where_they_were() -> None:
+    driver = Driver()
+    idle = driver.add("idle", prompt=6, max_tokens=6, when_idle=True)
+    assert scheduled(driver) == ["idle"]
+    assert scheduled(driver) == ["idle"]
+    driver.add("asked", prompt=6, max_tokens=3)
+    driver.add("late", prompt=6, max_tokens=2, when_idle=True)
+    for _ in range(3):
+        assert scheduled(driver) == ["asked"]
+    stats = driver.scheduler.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens) == (1, 0, 0)
+    step, _ = driver.step()
+    assert set(step.num_scheduled_tokens) == {"idle", "late"}
+    assert step.num_scheduled_tokens["idle"] == 1  # it kept its blocks
+    driver.run()
+    assert idle.output_token_ids == alone(idle.prompt_token_ids, 6)
+    assert idle.num_preemptions == 0
+
+
+def test_a_prompt_that_is_half_read_rests_too() -> None:
+    driver = Driver(max_num_batched_tokens=4)
+    idle = driver.add("idle", prompt=10, max_tokens=1, when_idle=True)
+    driver.step()
+    driver.add("asked", prompt=3, max_tokens=2)
+    assert scheduled(driver) == ["asked"]
+    assert idle.num_computed_tokens == 4
+    driver.run()
+    assert idle.output_token_ids == alone(idle.prompt_token_ids, 1)
+
+
+def test_the_last_that_rests_gives_its_blocks_to_a_request_in_line() -> None:
+    driver = Driver(num_blocks=10, caching=False)  # nine blocks
+    kept = driver.add("kept", prompt=7, max_tokens=6, when_idle=True)
+    lost = driver.add("lost", prompt=7, max_tokens=6, when_idle=True)
+    driver.steps(2)
+    asked = driver.add("asked", prompt=21, max_tokens=6)
+    assert scheduled(driver) == ["asked"]
+    assert (kept.num_preemptions, lost.num_preemptions, lost.status) == (0, 1, RequestStatus.PREEMPTED)
+    for _ in range(5):
+        assert scheduled(driver) == ["asked"]
+    driver.run()
+    for request in (kept, lost, asked):
+        assert request.output_token_ids == alone(request.prompt_token_ids, 6)
+
+
+def test_a_running_request_that_grows_takes_their_blocks_before_anothers() -> None:
+    driver = Driver(num_blocks=8, caching=False)  # seven blocks
+    idle = driver.add("idle", prompt=7, max_tokens=4, when_idle=True)
+    driver.steps(2)  # it has three blocks
+    first = driver.add("first", prompt=7, max_tokens=4)
+    second = driver.add("second", prompt=7, max_tokens=4)
+    driver.steps(3)
+    assert (idle.num_preemptions, first.num_preemptions, second.num_preemptions) == (1, 0, 0)
+    driver.run()
+    for request in (idle, first, second):
+        assert request.output_token_ids == alone(request.prompt_token_ids, 4)
+
+
+def test_one_that_is_not_begun_leaves_the_line_when_it_is_aborted() -> None:
+    driver = Driver()
+    driver.add("asked", max_tokens=3)
+    driver.add("waits", when_idle=True)
+    driver.step()
+    assert driver.abort("waits") == ["waits"]
+    driver.run()
+    rests = driver.add("rests", max_tokens=9, when_idle=True)
+    driver.steps(2)
+    driver.add("other", max_tokens=3)
+    driver.step()
+    assert driver.abort("rests") == ["rests"]
+    assert rests.num_computed_tokens
+    driver.run()
+    assert driver.scheduler.stats().free_blocks == 99
+
+
+def test_they_rest_while_a_requests_kv_is_on_its_way() -> None:
+    connector = FakeConnector()
+    connector.offers["asked"] = (6, True)
+    driver = Driver(connector=connector)
+    idle = driver.add("idle", max_tokens=5, when_idle=True)
+    driver.step()
+    request = driver.add("asked", prompt=6, max_tokens=3, transfer=consume())
+    assert scheduled(driver) == []
+    assert scheduled(driver) == []
+    assert not driver.scheduler.has_work()
+    driver.arrive(request, 0, 6)
+    driver.step(received("asked", alone(request.prompt_token_ids, 1)[0], 6))
+    assert scheduled(driver) == ["asked"]
+    driver.run()
+    assert idle.output_token_ids == alone(idle.prompt_token_ids, 5)
+
+
+def test_their_steps_stay_short_because_a_request_may_come() -> None:
+    driver = Driver(step_target_ms=10, max_num_batched_tokens=2000, max_model_len=4000, num_blocks=2000)
+    driver.add("idle", prompt=3000, max_tokens=1, when_idle=True)
+    for seconds, tokens in ((0.001, 256), (0.001, 512), (0.01, 1024), (0.004, 512)):
+        step = driver.schedule()
+        assert (
+            step.total_num_scheduled_tokens == tokens
+        )  # at most twice as many, and as fit into half of the target
+        driver.scheduler.took(step, seconds)
+        driver.finish(step)

@@ -1,0 +1,436 @@
+"""OpenAI's files and batches, by its own client, on a router with fake nodes."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.router.batches import uploads
+from tandem.router.batches.store import BatchStore
+from tandem.router.batches.wing import Batches
+from tandem.router.config import ApiKey, Limits
+from tandem.wire.nodes import Role
+from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
+from tests.router.conftest import RunningRouter, StartRouter
+from tests.router.test_router_several import die, revive
+from tests.waiting import until
+
+CHAT = "/v1/chat/completions"
+
+
+def line(
+    custom_id: str, prompt: str = "the fox", url: str = "/v1/completions", **fields: Any
+) -> dict[str, Any]:
+    body = {"model": "fake", "prompt": prompt, "max_tokens": 4, "seed": 1, **fields}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def put(router: RunningRouter, content: bytes, key: str = "", **fields: str) -> httpx.Response:
+    return router.client.post(
+        "/v1/files",
+        files={"file": ("in.jsonl", content)},
+        data={"purpose": "batch", **fields},
+        headers={"authorization": f"Bearer {key}"} if key else {},
+    )
+
+
+def begin(router: RunningRouter, content: bytes, **fields: Any) -> dict[str, Any]:
+    asked = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}
+    made = router.client.post(
+        "/v1/batches", json={"input_file_id": put(router, content).json()["id"], **asked}
+    )
+    assert made.status_code == 200, made.text
+    found: dict[str, Any] = made.json()
+    return found
+
+
+def look(router: RunningRouter, batch: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = router.client.get(f"/v1/batches/{batch['id']}").json()
+    return found
+
+
+def ended(router: RunningRouter, batch: dict[str, Any]) -> dict[str, Any]:
+    until(lambda: look(router, batch)["status"] in ("completed", "failed", "expired", "cancelled"), 15)
+    return look(router, batch)
+
+
+def lines_of(router: RunningRouter, file_id: str) -> list[dict[str, Any]]:
+    return [json.loads(each) for each in router.client.get(f"/v1/files/{file_id}/content").text.splitlines()]
+
+
+@pytest.fixture
+def router(start_router: StartRouter, tmp_path: Path) -> RunningRouter:
+    return start_router(batches_folder=str(tmp_path / "batches"))
+
+
+def test_openais_client_has_a_file_of_requests_answered(router: RunningRouter, tmp_path: Path) -> None:
+    client = router.official_client()
+    given = tmp_path / "in.jsonl"
+    given.write_bytes(
+        jsonl(
+            [
+                *(line(f"n{index}", f"number {index}", seed=index) for index in range(70)),
+                line("bad", max_tokens=-1),
+                line("streamed", stream=True),
+            ]
+        )
+    )
+    with given.open("rb") as content:
+        file = client.files.create(file=content, purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"of": "tests"},
+    )
+    assert batch.status == "validating"
+    until(lambda: client.batches.retrieve(batch.id).status == "completed", 20)
+    batch = client.batches.retrieve(batch.id)
+    counts = batch.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (72, 70, 2)
+    assert batch.metadata == {"of": "tests"}
+    assert batch.output_file_id is not None
+    assert batch.error_file_id is not None
+    answers = [json.loads(each) for each in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [each["custom_id"] for each in answers] == [f"n{index}" for index in range(70)]
+    for index, each in enumerate(answers):
+        text = each["response"]["body"]["choices"][0]["text"]
+        assert text == router.expected(f"number {index}", 4, seed=index)
+    errors = lines_of(router, batch.error_file_id)
+    assert [each["response"]["status_code"] for each in errors] == [400, 400]
+    assert "max_tokens" in errors[0]["response"]["body"]["error"]["message"]
+    assert [each.id for each in client.batches.list()] == [batch.id]
+    assert {each.id for each in client.files.list()} == {file.id, batch.output_file_id, batch.error_file_id}
+    assert [each.id for each in client.files.list(purpose="batch")] == [file.id]
+    assert client.files.retrieve(file.id).filename == "in.jsonl"
+    assert client.files.delete(file.id).deleted
+    assert router.client.get(f"/v1/files/{file.id}").status_code == 404
+    assert router.client.get(f"/v1/files/{batch.output_file_id}").json()["purpose"] == "batch_output"
+    assert (
+        'tandem_batch_lines_total{model_name="fake",outcome="answered"} 70.0'
+        in router.client.get("/metrics").text
+    )
+    router.wait_for(router.idle, "nothing is left behind")
+
+
+def test_chats_and_vectors_are_answered_too(start_router: StartRouter, tmp_path: Path) -> None:
+    router = start_router(vectors=VectorModel(Pooling(PoolingKind.MEAN), 8), batches_folder=str(tmp_path))
+    messages = [{"role": "user", "content": "hi"}]
+    chat = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": CHAT,
+        "body": {"model": "fake", "messages": messages, "max_tokens": 3},
+    }
+    vector = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/embeddings",
+        "body": {"model": "fake", "input": "hi"},
+    }
+    for asked, kind in ((chat, "chat.completion"), (vector, "list")):
+        batch = ended(router, begin(router, jsonl([asked]), endpoint=asked["url"]))
+        (answer,) = lines_of(router, batch["output_file_id"])
+        assert answer["response"]["body"]["object"] == kind
+    assert all(submit.when_idle for node in router.nodes.values() for submit in node.submits)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "where"),
+    [
+        (jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
+        (b'{"custom_id": "a"}\n', "invalid_request", 1),
+        (jsonl([line("a")]) + b"\nno json\n", "invalid_json_line", 2),
+        (jsonl([line("a", url=CHAT)]), "mismatched_url", 1),
+        (b"\n \n", "empty_file", None),
+    ],
+)
+def test_a_file_that_is_no_batch_fails_with_its_lines_named(
+    router: RunningRouter, content: bytes, code: str, where: int | None
+) -> None:
+    batch = ended(router, begin(router, content))
+    assert batch["status"] == "failed"
+    (mistake,) = batch["errors"]["data"]
+    assert (mistake["code"], mistake["line"]) == (code, where)
+
+
+def test_what_is_asked_wrongly_is_refused_by_name(router: RunningRouter) -> None:
+    post, file_id = router.client.post, put(router, jsonl([line("a")])).json()["id"]
+    for fields, named in (
+        ({"endpoint": "/v1/nothing"}, "/v1/embeddings"),
+        ({"completion_window": "soon"}, "24h"),
+        ({"metadata": {"a": "b" * 600}}, "512"),
+        ({"input_file_id": "file-none"}, "file-none"),
+    ):
+        asked = {
+            "input_file_id": file_id,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            **fields,
+        }
+        answer = post("/v1/batches", json=asked)
+        assert answer.status_code in (400, 404)
+        assert named in answer.json()["error"]["message"]
+    assert put(router, b"").status_code == 400
+    assert put(router, b"{}", purpose="mischief").json()["error"]["param"] == "purpose"
+    assert post("/v1/files", json={}).json()["error"]["message"].startswith("content-type")
+    assert router.client.get("/v1/files?limit=0").status_code == 400
+    assert router.client.get("/v1/batches/batch_none").status_code == 404
+
+
+def test_one_key_never_sees_anothers(start_router: StartRouter, tmp_path: Path) -> None:
+    keys = (ApiKey("anna", "key-a", requests_per_minute=3), ApiKey("bert", "key-b"))
+    router = start_router(api_keys=keys, batches_folder=str(tmp_path))
+    anna, bert = ({"authorization": f"Bearer key-{each}"} for each in "ab")
+    file_id = put(router, jsonl([line(f"n{index}") for index in range(9)]), key="key-a").json()["id"]
+    asked = {"input_file_id": file_id, "endpoint": "/v1/completions"}
+    assert router.client.post("/v1/batches", json=asked, headers=bert).status_code == 404
+    batch_id = router.client.post("/v1/batches", json=asked, headers=anna).json()["id"]
+    for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch_id}"):
+        assert router.client.get(path, headers=bert).status_code == 404
+    assert router.client.delete(f"/v1/files/{file_id}", headers=bert).status_code == 404
+    assert router.client.post(f"/v1/batches/{batch_id}/cancel", headers=bert).status_code == 404
+    for path in ("/v1/files", "/v1/batches"):
+        assert router.client.get(path, headers=bert).json()["data"] == []
+
+    def done() -> bool:
+        found = router.client.get(f"/v1/batches/{batch_id}", headers=anna).json()
+        return bool(found["status"] == "completed" and found["request_counts"]["completed"] == 9)
+
+    until(done, 15)  # nine lines, though the key has three requests a minute: batches use no quota
+    salts = {submit.cache_salt for submit in router.nodes["p0"].submits}
+    assert len(salts) == 1
+    assert None not in salts
+
+
+def test_a_cancelled_batch_keeps_what_it_has(router: RunningRouter) -> None:
+    batch = begin(
+        router, jsonl([line("quick", max_tokens=2), *(line(f"n{i}", max_tokens=9) for i in range(5))])
+    )
+    for node in router.nodes.values():
+        node.set(pause_at=4)
+    until(lambda: look(router, batch)["request_counts"]["completed"] == 1, 10)
+    busy = router.client.delete(f"/v1/files/{batch['input_file_id']}")
+    assert batch["id"] in busy.json()["error"]["message"]
+    assert router.client.post(f"/v1/batches/{batch['id']}/cancel").json()["status"] == "cancelling"
+    batch = ended(router, batch)
+    assert (batch["status"], batch["error_file_id"]) == ("cancelled", None)
+    assert [each["custom_id"] for each in lines_of(router, batch["output_file_id"])] == ["quick"]
+    router.wait_for(router.idle, "its lines have left the nodes")
+    assert router.client.post(f"/v1/batches/{batch['id']}/cancel").status_code == 400
+
+
+def test_lines_that_are_not_answered_in_time_are_named(router: RunningRouter) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=0)
+    batch = ended(router, begin(router, jsonl([line("a"), line("b")]), completion_window="2s"))
+    assert (batch["status"], batch["output_file_id"]) == ("expired", None)
+    errors = lines_of(router, batch["error_file_id"])
+    assert [(each["custom_id"], each["error"]["code"]) for each in errors] == [
+        ("a", "batch_expired"),
+        ("b", "batch_expired"),
+    ]
+    assert batch["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+
+
+def test_a_batch_survives_the_death_of_its_router(
+    start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two router processes with one store. The first dies while its lines are under way: the second answers them, and each
+    line is in the output once, in the file's order."""
+    monkeypatch.setattr("tandem.router.batches.store.LEASE_S", 1.5)
+    monkeypatch.setattr("tandem.router.batches.runner.LEASE_S", 1.5)
+    first = start_router(batches_folder=str(tmp_path))
+    first.nodes["p0"].set(pause_at=0)
+    batch = begin(first, jsonl([line(f"n{index}", f"number {index}") for index in range(200)]))
+    first.nodes["p0"].wait_until(lambda: len(first.nodes["p0"].submits) >= 20, "lines are under way")
+    second = start_router(prefill=0, decode=0, batches_folder=str(tmp_path))
+    die(first)
+    try:
+        second.add("p1", Role.PREFILL)
+        second.add("d1", Role.DECODE)
+        done = ended(second, batch)
+    finally:
+        revive(first)
+    assert done["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+    answers = lines_of(second, done["output_file_id"])
+    assert [each["custom_id"] for each in answers] == [f"n{index}" for index in range(200)]
+    for index in (0, 19, 199):
+        text = answers[index]["response"]["body"]["choices"][0]["text"]
+        assert text == second.expected(f"number {index}", 4, seed=1)
+
+
+def test_several_routers_answer_each_line_once(start_router: StartRouter, tmp_path: Path) -> None:
+    routers = [start_router(batches_folder=str(tmp_path)) for _ in range(2)]
+    for router in routers:
+        router.nodes["p0"].set(pause_at=0)
+    batch = begin(routers[0], jsonl([line(f"n{index}", f"number {index}") for index in range(300)]))
+    for router in routers:
+        router.nodes["p0"].wait_until(lambda node=router.nodes["p0"]: len(node.submits) > 5, "both work")  # type: ignore[misc]
+    for router in routers:
+        router.nodes["p0"].resume()
+    assert ended(routers[1], batch)["request_counts"]["completed"] == 300
+    submitted = [len(router.nodes["p0"].submits) for router in routers]
+    assert sum(submitted) == 300
+    assert min(submitted) > 5
+
+
+def test_a_router_that_restarts_goes_on(start_router: StartRouter, tmp_path: Path) -> None:
+    first = start_router(batches_folder=str(tmp_path))
+    first.nodes["p0"].set(pause_at=0)
+    batch = begin(first, jsonl([line(f"n{index}") for index in range(40)]))
+    first.nodes["p0"].wait_until(lambda: bool(first.nodes["p0"].submits), "lines are under way")
+    first.call(first.server.drain(5))  # does not wait for the lines: a successor answers them
+    second = start_router(batches_folder=str(tmp_path))
+    assert ended(second, batch)["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+
+
+def test_interactive_requests_take_the_places_of_lines(start_router: StartRouter, tmp_path: Path) -> None:
+    """One node with four places: lines have at most two, rest when a request needs one, and go on from their tokens."""
+    router = start_router(batches_folder=str(tmp_path), limits=Limits(inflight_per_node=4))
+    for node in router.nodes.values():
+        node.set(pause_at=3)
+    batch = begin(router, jsonl([line(f"n{index}", f"number {index}", max_tokens=8) for index in range(4)]))
+    admission = router.server.services.dispatcher.admission
+    router.wait_for(lambda: admission._idle_work.held == 2, "two lines run")
+    streams = [router.stream(max_tokens=8, seed=seed) for seed in range(4)]
+    for stream in streams:
+        assert len(stream.text(2)) > 0
+    assert router.look(lambda: (admission.held, admission._idle_work.held)) == (4, 0)
+    for node in router.nodes.values():
+        node.resume()
+    done = ended(router, batch)
+    assert done["request_counts"]["completed"] == 4
+    for index, each in enumerate(lines_of(router, done["output_file_id"])):
+        text = each["response"]["body"]["choices"][0]["text"]
+        assert text == router.expected(f"number {index}", 8, seed=1)
+    assert router.metric("tandem_sequences_paused_total") == 2
+    for stream in streams:
+        stream.close()
+
+
+def test_a_line_whose_node_is_lost_is_answered_all_the_same(router: RunningRouter) -> None:
+    router.nodes["d0"].set(pause_at=2)
+    batch = begin(router, jsonl([line("a", max_tokens=6)]))
+    router.nodes["d0"].wait_until(lambda: bool(router.nodes["d0"].submits), "it runs")
+    router.remove("d0").kill()
+    router.add("d1", Role.DECODE)
+    (answer,) = lines_of(router, ended(router, batch)["output_file_id"])
+    assert answer["response"]["body"]["choices"][0]["text"] == router.expected("the fox", 6, seed=1)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, file: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploads._Form, "write_to", full)
+        refused = put(router, jsonl([line("a")]))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (507, "insufficient_storage")
+    assert list((tmp_path / "batches" / "files").iterdir()) == []
+    assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed"
+
+
+def test_a_file_too_large_is_cut_off(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "MOST_FILE_BYTES", 100_000)
+    assert put(router, b"x" * 300_000).status_code == 413
+    assert put(router, b"x" * 120_000).status_code == 413
+    assert list((tmp_path / "batches" / "files").iterdir()) == []
+    content = bytes(range(256)) * 300
+    kept = put(router, content).json()
+    assert router.client.get(f"/v1/files/{kept['id']}/content").content == content
+
+
+def test_files_go_when_their_time_is_over(tmp_path: Path) -> None:
+    now = [1000.0]
+    store = BatchStore(tmp_path, clock=lambda: now[0])
+    file_id, path = store.new_path()
+    path.write_bytes(b"x")
+    store.add_file(file_id, "", "a", "batch", 1, expires=2000)
+    assert store.forget_expired() == 0
+    now[0] = 2001.0
+    assert store.forget_expired() == 1
+    assert not path.exists()
+    store.close()
+
+
+def test_where_no_batch_was_ever_asked_for_nothing_is_written(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    router = start_router(batches_folder=str(tmp_path / "none"))
+    assert router.complete(max_tokens=2).status_code == 200
+    assert router.wing(Batches).thread.store.exists is False
+    assert not (tmp_path / "none").exists()
+
+
+def test_anthropics_client_has_messages_answered(router: RunningRouter) -> None:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=router.url, api_key="unused", max_retries=0)
+    asked: list[Any] = [
+        {
+            "custom_id": f"n{index}",
+            "params": {
+                "model": "fake" if index < 2 else "none",
+                "max_tokens": 4,
+                "messages": [{"role": "user", "content": "hi"}],
+            },
+        }
+        for index in range(3)
+    ]
+    batch = client.messages.batches.create(requests=asked)
+    assert (batch.processing_status, batch.request_counts.processing) == ("in_progress", 3)
+    until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended", 15)
+    counts = client.messages.batches.retrieve(batch.id).request_counts
+    assert (counts.succeeded, counts.errored, counts.processing) == (2, 1, 0)
+    results = list(client.messages.batches.results(batch.id))
+    assert [each.custom_id for each in results] == ["n0", "n1", "n2"]
+    assert [each.result.type for each in results] == ["succeeded", "succeeded", "errored"]
+    assert results[2].result.type == "errored"
+    assert results[2].result.error.error.type == "not_found_error"
+    assert [each.id for each in client.messages.batches.list()] == [batch.id]
+    assert router.client.get("/v1/batches").json()["data"] == []
+    assert client.messages.batches.delete(batch.id).id == batch.id
+    for node in router.nodes.values():
+        node.set(pause_at=0)
+    late = client.messages.batches.create(requests=asked)
+    until(lambda: bool(router.nodes["p0"].running), 10)
+    client.messages.batches.cancel(late.id)
+    until(lambda: client.messages.batches.retrieve(late.id).processing_status == "ended", 10)
+    kinds = {each.custom_id: each.result.type for each in client.messages.batches.results(late.id)}
+    assert (kinds["n0"], kinds["n1"]) == ("canceled", "canceled")
+
+
+def test_batches_of_messages_are_asked_for_over_http(router: RunningRouter) -> None:
+    http, path = router.client, "/v1/messages/batches"
+    params = {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    twice = {"requests": [{"custom_id": "a", "params": params}] * 2}
+    refused = http.post(path, json=twice)
+    assert refused.json()["error"]["message"].startswith("requests[1].custom_id")
+    made = http.post(path, json={"requests": [{"custom_id": "a", "params": params}]}).json()
+    one = f"{path}/{made['id']}"
+    until(lambda: http.get(one).json()["processing_status"] == "ended", 15)
+    assert http.post(f"{one}/cancel").status_code == 400, "it has ended"
+    assert json.loads(http.get(f"{one}/results").text)["result"]["type"] == "succeeded"
+    assert [each["id"] for each in http.get(path).json()["data"]] == [made["id"]]
+    assert http.get(f"{path}?before_id={made['id']}").status_code == 400
+    assert http.delete(one).json()["type"] == "message_batch_deleted"
+    assert http.get(one).json()["error"]["type"] == "not_found_error"
+    router.nodes["p0"].set(pause_at=0)
+    late = http.post(path, json={"requests": [{"custom_id": "a", "params": params}]}).json()
+    assert http.post(f"{path}/{late['id']}/cancel").json()["processing_status"] == "canceling"
