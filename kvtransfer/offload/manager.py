@@ -238,14 +238,20 @@ class SlotManager(TierManager):
             raise InternalError("a free slot of a tier is in use, or a forgotten one is not")
 
 
+# A key that is counted takes some 150 bytes. The tier would keep no more keys than it has slots, and fewer keys than these say
+# little: with blocks of 16 tokens a node reads a million tokens between two that count as one.
+LEAST_TRACKED = 64_000
+
+
 class ReuseFilter(TierManager):
     """Stores a key only once `threshold` requests had it, because a chunk that comes once is not worth its copy. It
     counts the requests for the last `tracked` keys."""
 
-    def __init__(self, manager: TierManager, threshold: int, tracked: int = 64_000) -> None:
+    def __init__(self, manager: TierManager, threshold: int, tracked: int | None = None) -> None:
+        """`tracked`: as many as the tier has slots, and at least LEAST_TRACKED, if it is left out."""
         self._manager = manager
         self._threshold = threshold
-        self._tracked = tracked
+        self._tracked = max(LEAST_TRACKED, manager.capacity) if tracked is None else tracked
         self._seen: OrderedDict[Key, int] = OrderedDict()
 
     @property
