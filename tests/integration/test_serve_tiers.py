@@ -38,8 +38,9 @@ PROMPT = 480
 
 
 class Client:
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+    def __init__(self, url: str, key: str = "") -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def answer(self, prompt: list[int]) -> tuple[list[int], int]:
