@@ -30,6 +30,7 @@ from tandem.kvtransfer.base import (
     LoadFailure,
     ScheduledStep,
     SchedulerConnector,
+    TierRoom,
     TransferRequest,
     WorkerMetadata,
 )
@@ -525,6 +526,10 @@ class TierScheduler(SchedulerConnector):
                 yield BlockStored(hashes, None, [], self._chunk_tokens, medium=medium, group_idx=group_idx)
             else:
                 yield BlockRemoved(hashes, medium, group_idx)
+
+    def tier_rooms(self) -> Sequence[TierRoom]:
+        manager, factor = self._tier.manager, self._factor
+        return [TierRoom(self._tier.spec.name, manager.used * factor, manager.capacity * factor)]
 
     def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
         keys = self._prefixes.keys_after(request, num_tokens)
