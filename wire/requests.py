@@ -97,6 +97,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     job_id: str | None = None
     is_last_step: bool = False  # the job has no further turn
     embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
+    skip_reading_prefix_cache: bool = False  # every token of the prompt is computed, whatever is cached
 
 
 class Submit(RequestFacts, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):

@@ -189,6 +189,7 @@ def _facts(
                 # otherwise there is no single answer that the next turn continues
                 job_id=caller.job_id if is_alone else None,
                 is_last_step=caller.is_last_step,
+                skip_reading_prefix_cache=bool(request.skip_reading_prefix_cache),
             )
         )
     return facts
