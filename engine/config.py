@@ -225,8 +225,8 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_seed: Annotated[
         str | None,
         about(
-            "what every chain of hashes begins with; `null`: random for each process, fixed with a tier on disk and with "
-            "`cache.remote` or `cache.mirror`"
+            "what every chain of hashes begins with; `null`: random for each process, fixed with a tier that is not "
+            "`cpu` and with `cache.remote` or `cache.mirror`"
         ),
     ] = None
     tiers: Annotated[
@@ -271,9 +271,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shared_hash_seed(self) -> str | None:
-        """The hash seed. A fixed one is used by default when hashes must agree between processes: with a tier on disk, which
-        outlives the process, and with tiers that other nodes read."""
-        shared = self.remote or self.mirror or any(tier.disk for tier in self.tiers)
+        """The hash seed. A fixed one is used by default when hashes must agree between processes: with a tier that may outlive the
+        process, as all but host memory may, and with tiers that other nodes read."""
+        shared = self.remote or self.mirror or any(not tier.cpu for tier in self.tiers)
         return "tandem" if self.hash_seed is None and shared else self.hash_seed
 
     @property

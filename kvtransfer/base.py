@@ -259,6 +259,14 @@ class ConnectorOutput(msgspec.Struct):
         )
 
 
+class TierRoom(msgspec.Struct, frozen=True, array_like=True):
+    """How full a tier is, in blocks of the device. A tier that others share has no total."""
+
+    name: str
+    cached_blocks: int
+    total_blocks: int
+
+
 class TransferStats(msgspec.Struct):
     """Totals since start. The worker half keeps them; the node reports them."""
 
@@ -386,6 +394,10 @@ class SchedulerConnector(abc.ABC):
 
     def take_events(self) -> Iterable[KVEvent]:
         """Returns which blocks appeared in the connector's tiers and vanished from them since the last call."""
+        return ()
+
+    def tier_rooms(self) -> Sequence[TierRoom]:
+        """How full the connector's tiers are, the nearest first."""
         return ()
 
     def found_wrong(self, peer: PeerAddress) -> None:

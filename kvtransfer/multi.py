@@ -23,6 +23,7 @@ from tandem.kvtransfer.base import (
     LoadFailure,
     ScheduledStep,
     SchedulerConnector,
+    TierRoom,
     TransferRequest,
     TransferStats,
     WorkerConnector,
@@ -191,6 +192,9 @@ class MultiScheduler(SchedulerConnector):
 
     def take_events(self) -> Iterable[KVEvent]:
         return [event for part in self._parts for event in part.take_events()]
+
+    def tier_rooms(self) -> Sequence[TierRoom]:
+        return [room for part in self._parts for room in part.tier_rooms()]
 
     def found_wrong(self, peer: PeerAddress) -> None:
         for part in self._parts:

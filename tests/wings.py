@@ -41,6 +41,7 @@ WINGS: dict[str, Wing] = {
     "nccl": Wing(
         ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
     ),
+    "object store": Wing(("kvtransfer/objects/",), ("tests/kvtransfer/objects/",), ("tiers",)),
     "formats": Wing(
         ("api/formats/",),
         (

@@ -99,6 +99,7 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     embeds: PromptEmbeds | None = None  # rows in place of all tokens of the prompt
     # It computes only in steps in which no other request could, and gives its blocks to any other: a line of a batch.
     when_idle: bool = False
+    skip_reading_prefix_cache: bool = False  # every token of the prompt is computed, whatever is cached
 
 
 class Submit(RequestFacts, frozen=True, tag="submit", omit_defaults=True, forbid_unknown_fields=True):

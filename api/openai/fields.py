@@ -122,6 +122,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_salt: CacheSalt | None = None
     job_id: JobId | None = None
     is_last_step: bool | None = None  # the job's last turn, whose KV need not be kept
+    skip_reading_prefix_cache: bool | None = None  # the prompt is computed, whatever is cached of it
 
 
 class SamplingFields(CommonFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

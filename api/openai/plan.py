@@ -190,6 +190,7 @@ def _facts(
                 job_id=caller.job_id if is_alone else None,
                 is_last_step=caller.is_last_step,
                 when_idle=caller.when_idle,
+                skip_reading_prefix_cache=bool(request.skip_reading_prefix_cache),
             )
         )
     return facts

@@ -264,9 +264,8 @@ def _pool_line(pool: PoolView | PoolRow) -> str:
 
 def _tier_line(node_id: str, tier: TierRow) -> str:
     """Describes how full the tier is, how often it had what was looked for, and how much came from other nodes."""
-    said = [
-        f"{tier.name} tier of {node_id}: {format_size(tier.used_bytes)} of {format_size(tier.total_bytes)}"
-    ]
+    room = f" of {format_size(tier.total_bytes)}" if tier.total_bytes else " known to be there"
+    said = [f"{tier.name} tier of {node_id}: {format_size(tier.used_bytes)}{room}"]
     if tier.asked_tokens:
         found = 100 * tier.found_tokens / tier.asked_tokens
         said.append(f"had {found:.0f}% of {counted(tier.asked_tokens, 'token')} that the device had not")

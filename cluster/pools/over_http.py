@@ -107,7 +107,9 @@ def _texts(setting: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_code(setting: str, text: str) -> bool:
-    return setting == "spec" and text != "synthetic"  # a tier that names a module
+    return (
+        setting == "spec" and text != "synthetic"
+    )  # a tier that names a module, or a store and a file with keys
 
 
 def _is_path(text: str, setting: str = "") -> bool:

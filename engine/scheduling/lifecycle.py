@@ -268,7 +268,7 @@ class Lifecycle:
     def begin_generation(self) -> None:
         """KV that is here may be wrong, and so may all KV that was computed from it; a block's hash cannot tell which that is. So
         the cache begins a new generation. Nothing of the old one is found again: not in the prefix cache, not in the
-        connector's tiers, not where peers have copied it. Requests that have blocks may finish with them, but nothing of theirs
+        connector's tiers, not where peers have copied it; nor are rows of images. Requests that have blocks may finish with them, but nothing of theirs
         is cached or stored. Pinned turns lose their blocks."""
         state = self._state
         if state.pins is not None:
@@ -276,6 +276,8 @@ class Lifecycle:
         for request in (*state.requests.values(), *state.held.values()):
             request.is_distrusted = True
         state.cache.reset_prefix_cache()
+        if state.encoded is not None:
+            state.encoded.drop_all()
         state.totals.cache_generation += 1
         state.settled = False
         if state.connector is not None:

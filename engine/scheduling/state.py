@@ -267,6 +267,9 @@ class EncodedImages(Protocol):
         """The runner has no rows of these parts, because they could not be made: the next request that needs one has it encoded
         again. A part that requests still hold is dropped when they have ended."""
 
+    def drop_all(self) -> None:
+        """The same for all parts."""
+
     def take_step(self) -> tuple[list[EncoderInput], list[str]]:
         """Returns the parts that the runner adds in this step, and those that it drops before."""
         ...

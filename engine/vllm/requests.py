@@ -83,6 +83,7 @@ def _params(request: Request) -> SamplingParams:
         logit_bias=dict(asked.logit_bias) or None,
         logprobs=asked.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
+        skip_reading_prefix_cache=request.facts.skip_reading_prefix_cache or None,
         detokenize=False,
         structured_outputs=StructuredOutputsParams(grammar=asked.grammar) if asked.grammar else None,
         repetition_detection=RepetitionDetectionParams(

@@ -24,7 +24,7 @@ from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
-from tandem.kvtransfer.offload.patience import PROBE_S, Absence, GivenUp, Hold
+from tandem.kvtransfer.offload.patience import PROBE_S, Absence, GivenUp, Hold, TierUnavailable
 from tandem.kvtransfer.offload.spec import Copy, Mover
 from tandem.kvtransfer.protocol.transport import runs_of
 
@@ -97,7 +97,7 @@ class Copier(abc.ABC):
     @abc.abstractmethod
     def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         """Returns when all bytes are copied; False if some are missing or wrong. Touches the device's blocks only in
-        `with hold`, and does nothing there that can hang, such as a call to a disk."""
+        `with hold`, and does nothing there that can hang, such as a call to a disk. If it raises TierUnavailable, the tier is left out."""
 
     def probe(self) -> bool:
         """Tries a small read and write. Returns whether the tier works."""
@@ -391,10 +391,15 @@ class CopyThread(Mover):
             self._do(work)
 
     def copy(self, queued: QueuedCopy) -> bool | None:
-        """Returns whether every byte is right; None: it was given up before it had touched the device's blocks."""
+        """Returns whether every byte is right; None: it was given up, and touches the device's blocks no more."""
         try:
             return self._copier.copy(queued.job, queued.is_load, queued.fence, queued.hold)
         except GivenUp:
+            return None
+        except TierUnavailable as error:
+            with self._changed:
+                if self._current is queued and not self.left_out:
+                    self._leave_out(str(error))
             return None
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -430,15 +435,13 @@ class CopyThread(Mover):
             if self._current is not queued:
                 return  # it was given up meanwhile
             self._current = None
-            if queued.is_load:
+            if queued.is_load and right is not None:
                 self._absence.loaded_in_time()
-            if queued.is_load:
-                self._loaded_blocks += (
-                    len(queued.job.blocks) if right else 0
-                )  # the scheduler counts failed loads
+            if right and queued.is_load:
+                self._loaded_blocks += len(queued.job.blocks)
             elif right:
                 self._stored_blocks += len(queued.job.blocks)
-            else:
+            elif right is None or not queued.is_load:  # the scheduler counts failed loads
                 self._given_up += 1
             self._ended[queued.job.job] = right
             self._changed.notify_all()

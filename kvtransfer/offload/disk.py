@@ -27,15 +27,16 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
 
 from tandem.base.errors import ConfigurationError, InternalError
-from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
+from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig
-from tandem.kvtransfer.offload.cpu import Copier, TierSurroundings
+from tandem.kvtransfer.offload.chunks import ChunkCopier
+from tandem.kvtransfer.offload.cpu import TierSurroundings
 from tandem.kvtransfer.offload.files import Files, SystemFiles
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom, TierManager, filtered
 from tandem.kvtransfer.offload.patience import OPEN_S, Hold
@@ -43,9 +44,6 @@ from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Mover
 from tandem.kvtransfer.sources import KeptSources, TierSources
 from tandem.wire.versions import KV_VERSION
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -394,28 +392,18 @@ def _checked(raw: bytes, layout: struct.Struct, seed: int) -> tuple[Any, ...] | 
     return layout.unpack(content)
 
 
-class DiskCopier(Copier):
+class DiskCopier(ChunkCopier):
     """Copies through one chunk of host memory, and compares its checksum before anything reaches the device's
     blocks."""
 
     def __init__(self, memory: KVCacheMemory, open_file: Callable[[], SlotFile], block_factor: int) -> None:
-
-        super().__init__(memory)
+        super().__init__(memory, block_factor)
         self._open_file = open_file
         self._opened: SlotFile | None = None
-        self._factor = block_factor
-        self._blocks: torch.Tensor = flat_bytes(memory.tensor).view(memory.num_blocks, -1)
-        self._on_device = memory.tensor.is_cuda
-        # In host memory numpy copies, because torch would use more threads for it.
-        self._rows: Any = None if self._on_device else self._blocks.numpy()
 
     def open(self) -> None:
-        import torch
-
         opened = self._open_file()
-        self._chunk: torch.Tensor = torch.empty((self._factor, self.block_bytes), dtype=torch.uint8)
-        host: Any = self._chunk.numpy()
-        self._bytes = memoryview(host).cast("B")
+        self._chunk = self.new_chunk()
         self._opened = opened
 
     @property
@@ -443,56 +431,17 @@ class DiskCopier(Copier):
     def probe(self) -> bool:
         return self._file.probe()
 
-    def fence(self) -> Any:
-        if not self._on_device:
-            return None
-        import torch
-
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._blocks.device))
-        return event
-
     def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         if fence is not None:
             fence.synchronize()
-        parts = itertools.groupby(
-            zip(job.blocks, job.places, strict=True), key=lambda pair: pair[1] // self._factor
-        )
-        right = True
-        for key, (slot, pairs) in zip(job.keys, parts, strict=True):
-            if to_device:
-                right = right and self._load(slot, key, list(pairs), hold)
-            else:
-                right = self._store(slot, key, list(pairs), job.resets, hold) and right
+        chunk, right = self._chunk, True
+        for key, slot, places in self.chunks_of(job):
+            if not to_device:
+                self.gather(chunk, places, hold)
+                right = self._file.write(slot, key, chunk.bytes, job.resets) and right
+            elif right := right and self._file.read(slot, key, chunk.bytes):
+                self.scatter(chunk, places, hold)
         return right
-
-    def _store(
-        self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]], resets: int, hold: Hold
-    ) -> bool:
-        chunk = self._chunk.numpy()
-        with hold:
-            for block, place in pairs:
-                if self._on_device:
-                    self._chunk[place % self._factor].copy_(self._blocks[block])
-                else:
-                    chunk[place % self._factor] = self._rows[block]
-        return self._file.write(slot, key, self._bytes, resets)
-
-    def _load(self, slot: int, key: bytes, pairs: Sequence[tuple[int, int]], hold: Hold) -> bool:
-        if not self._file.read(slot, key, self._bytes):
-            return False
-        chunk = self._chunk.numpy()
-        with hold:
-            for block, place in pairs:
-                if self._on_device:
-                    self._blocks[block].copy_(self._chunk[place % self._factor])
-                else:
-                    self._rows[block] = chunk[place % self._factor]
-            if self._on_device:
-                import torch
-
-                torch.cuda.synchronize(self._blocks.device)
-        return True
 
     def close(self) -> None:
         if self._opened is not None:

@@ -49,6 +49,19 @@ class TierManager(abc.ABC):
     def lookup(self, keys: Iterable[Key]) -> int:
         """Returns how many of these keys are ready, up to the first that is not."""
 
+    def find_out(self, keys: Sequence[Key], compute_s: float) -> bool:
+        """Begins to find out how many of these keys the tier has, up to the first that is not ready; `compute_s`: how long
+        computing their tokens takes. Returns whether the request should wait. A tier that knows what it has returns False."""
+        return False
+
+    def is_finding_out(self, last: Key) -> bool:
+        """Whether the answer about keys that end with this one may still come. If not, `lookup` knows what was found."""
+        return False
+
+    def is_slower(self, chunks: int, compute_s: float) -> bool:
+        """Whether loading so many chunks takes longer than computing them."""
+        return False
+
     @abc.abstractmethod
     def touch(self, keys: Sequence[Key]) -> None:
         """A request with this prefix was admitted. Called once for each admission."""
@@ -72,9 +85,18 @@ class TierManager(abc.ABC):
     @abc.abstractmethod
     def complete_store(self, room: StoreRoom, *, written: bool) -> None: ...
 
+    def lost(self, keys: Iterable[Key]) -> None:
+        """A load of these has failed."""
+        self.forget(keys)
+
     @abc.abstractmethod
     def forget(self, keys: Iterable[Key]) -> None:
         """Finds these keys no more, whatever the state of their slots."""
+
+    @property
+    def distrusted(self) -> str:
+        """Why the engine must begin a new generation of its cache; "" if it need not."""
+        return ""
 
     def note_changes(self) -> None:
         """Begins to keep changes for `take_changes`."""
@@ -238,14 +260,20 @@ class SlotManager(TierManager):
             raise InternalError("a free slot of a tier is in use, or a forgotten one is not")
 
 
+# A key that is counted takes some 150 bytes. The tier would keep no more keys than it has slots, and fewer keys than these say
+# little: with blocks of 16 tokens a node reads a million tokens between two that count as one.
+LEAST_TRACKED = 64_000
+
+
 class ReuseFilter(TierManager):
     """Stores a key only once `threshold` requests had it, because a chunk that comes once is not worth its copy. It
     counts the requests for the last `tracked` keys."""
 
-    def __init__(self, manager: TierManager, threshold: int, tracked: int = 64_000) -> None:
+    def __init__(self, manager: TierManager, threshold: int, tracked: int | None = None) -> None:
+        """`tracked`: as many as the tier has slots, and at least LEAST_TRACKED, if it is left out."""
         self._manager = manager
         self._threshold = threshold
-        self._tracked = tracked
+        self._tracked = max(LEAST_TRACKED, manager.capacity) if tracked is None else tracked
         self._seen: OrderedDict[Key, int] = OrderedDict()
 
     @property
@@ -262,6 +290,19 @@ class ReuseFilter(TierManager):
 
     def lookup(self, keys: Iterable[Key]) -> int:
         return self._manager.lookup(keys)
+
+    def find_out(self, keys: Sequence[Key], compute_s: float) -> bool:
+        return self._manager.find_out(keys, compute_s)
+
+    def is_finding_out(self, last: Key) -> bool:
+        return self._manager.is_finding_out(last)
+
+    def is_slower(self, chunks: int, compute_s: float) -> bool:
+        return self._manager.is_slower(chunks, compute_s)
+
+    @property
+    def distrusted(self) -> str:
+        return self._manager.distrusted
 
     def touch(self, keys: Sequence[Key]) -> None:
         seen = self._seen
@@ -286,6 +327,9 @@ class ReuseFilter(TierManager):
 
     def complete_store(self, room: StoreRoom, *, written: bool) -> None:
         self._manager.complete_store(room, written=written)
+
+    def lost(self, keys: Iterable[Key]) -> None:
+        self._manager.lost(keys)
 
     def forget(self, keys: Iterable[Key]) -> None:
         self._manager.forget(keys)

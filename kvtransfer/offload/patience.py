@@ -36,6 +36,10 @@ class GivenUp(Exception):
     """The copy's time is over."""
 
 
+class TierUnavailable(OSError):
+    """The tier does not work, and says why: it is left out for a while."""
+
+
 class Hold:
     """One copy's right to touch the device's blocks. Inside it nothing may be waited for that can hang."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from tandem.kvtransfer.base import (
     LoadFailure,
     ScheduledStep,
     SchedulerConnector,
+    TierRoom,
     TransferRequest,
     WorkerMetadata,
 )
@@ -98,6 +100,8 @@ class _Entry:
     asked: bool = False  # `touch` was called since the request last had no blocks
     counted: bool = False  # found tokens were counted since then
     fetched: bool = False  # a copy from another node was considered since then
+    sought: bool = False  # the tier was to find out what it has since then
+    question: Key | None = None  # the last of the keys that it looks for now
     ended: bool = False
     jobs: set[int] = dataclasses.field(default_factory=set)
     # Only for a mirrored answer: how many blocks of its windows were offered, what is stored for it alone (by group,
@@ -159,8 +163,13 @@ class TierScheduler(SchedulerConnector):
         if request.skip_reading_prefix_cache or first >= last or self._left_out():
             return 0, False
         end = self._prefixes.end_of_prefix(manager, request, first, last)
+        if end < last and self._finds_out(entry, end, last):
+            return None, False
+        end = self._prefixes.end_of_prefix(manager, request, first, last)
         if end < last and self._fetches(entry, first, end, last):
             return None, False
+        if end > first and manager.is_slower(-(-(end - first) // self._factor), self._compute_s(end - first)):
+            end = first
         tokens = (end - first) * self._block_size
         if not entry.counted:
             entry.counted = True
@@ -174,6 +183,22 @@ class TierScheduler(SchedulerConnector):
             # many blocks again.
             return None, False
         return tokens, True
+
+    def _finds_out(self, entry: _Entry, end: int, last: int) -> bool:
+        """Returns whether the request waits while the tier finds out whether it has more than the first `end` blocks."""
+        manager = self._tier.manager
+        if not entry.sought:
+            entry.sought = True
+            keys = self._prefixes.missing(manager, entry.request, end)
+            if keys and manager.find_out(keys, self._compute_s(last - end)):
+                entry.question = keys[-1]
+        if entry.question is not None and not manager.is_finding_out(entry.question):
+            entry.question = None
+        return entry.question is not None
+
+    def _compute_s(self, blocks: int) -> float:
+        """How long this node takes to compute as many blocks of a prompt; for ever, while that is not known."""
+        return blocks * self._block_size * self._seconds_per_token or math.inf
 
     def _fetches(self, entry: _Entry, first: int, end: int, last: int) -> bool:
         """Returns whether the request waits while another node's tier is asked for what this one lacks of a prefix
@@ -250,7 +275,7 @@ class TierScheduler(SchedulerConnector):
             self._tier.sharing.planned(sum(count for count in scheduled.values() if count > 1))
         for request_id in step.preempted_req_ids:
             if (entry := self._entries.get(request_id)) is not None:
-                entry.asked = entry.counted = entry.fetched = False
+                entry.asked = entry.counted = entry.fetched = entry.sought = False
         due = self._due.pop(self._step, ())
         for entry in due:
             if entry.due == self._step:
@@ -427,6 +452,7 @@ class TierScheduler(SchedulerConnector):
         if sharing is not None:
             sharing.tell_mirrors()
             output.distrusted = output.distrusted or sharing.distrusted
+        output.distrusted = output.distrusted or self._tier.manager.distrusted
 
     def _end_job(self, number: int, right: bool | None, output: ConnectorOutput) -> None:
         job = self._jobs.pop(number)
@@ -448,7 +474,7 @@ class TierScheduler(SchedulerConnector):
         self._loaded += load.keys
         self._tier.manager.complete_load(load.slots)
         if right is False:
-            self._tier.manager.forget(load.keys)
+            self._tier.manager.lost(load.keys)
         if right:
             self._tier.loaded_tokens += load.tokens
             self._tier.loading_seconds += self._clock() - load.began
@@ -500,6 +526,10 @@ class TierScheduler(SchedulerConnector):
                 yield BlockStored(hashes, None, [], self._chunk_tokens, medium=medium, group_idx=group_idx)
             else:
                 yield BlockRemoved(hashes, medium, group_idx)
+
+    def tier_rooms(self) -> Sequence[TierRoom]:
+        manager, factor = self._tier.manager, self._factor
+        return [TierRoom(self._tier.spec.name, manager.used * factor, manager.capacity * factor)]
 
     def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
         keys = self._prefixes.keys_after(request, num_tokens)

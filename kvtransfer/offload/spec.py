@@ -98,6 +98,7 @@ class LastingSpec(abc.ABC):
     """A tier that outlives the process, so it says from which peers its KV came."""
 
     recall: TierSources
+    whole_prefixes_only = False  # it holds no windows and no recurrent states
 
 
 @dataclasses.dataclass(slots=True)
@@ -168,6 +169,7 @@ class Tier:
 SPECS = {
     "cpu": "tandem.kvtransfer.offload.cpu:create",
     "disk": "tandem.kvtransfer.offload.disk:create",
+    "objects": "tandem.kvtransfer.objects:create",
     "synthetic": "tandem.kvtransfer.offload.synthetic:create",
 }
 

@@ -111,6 +111,13 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
         tiers = find_tiers_of_ranks(context)
     else:
         tiers = [create_tier(config) for config in context.tiers]
+    if not Prefixes(context.groups, 1).needs_every_block:
+        for spec in (tier.spec for tier in tiers):
+            if isinstance(spec, LastingSpec) and spec.whole_prefixes_only:
+                raise ConfigurationError(
+                    f"cache.tiers: {spec.name} keeps prefixes of which every token is read, and this model has attention windows or "
+                    "recurrent states: take cpu or disk"
+                )
     return halves_of(tiers, context)
 
 

@@ -34,6 +34,7 @@ SEND_QUEUE_FRAMES = 100_000
 # If several processes of a machine get the same endpoint, each takes the next free port.
 PORTS_TRIED = 64
 MAX_REQUEST_BYTES = 64
+LINGER_MS = 1000  # a node that ends still sends what is queued, for so long
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -52,7 +53,7 @@ class KVEventPublisher:
         with contextlib.ExitStack() as undo:
             undo.callback(context.term)
             self._socket = context.socket(zmq.PUB)
-            undo.callback(self._socket.close, 0)
+            undo.callback(self._socket.close, LINGER_MS)
             self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
             self.endpoint = _bind(self._socket, endpoint)
             self.replay_endpoint = ""
@@ -130,7 +131,7 @@ class KVEventPublisher:
         self._replay.send_multipart((asker, b"", END, b""), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Sends what is queued first. Idempotent."""
         if self._closed:
             return
         self._closed = True

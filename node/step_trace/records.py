@@ -16,6 +16,7 @@ import msgspec
 
 from tandem.engine.request import Request
 from tandem.engine.scheduling.state import Eviction, SchedulerState, StepPlan
+from tandem.kvtransfer.base import TierRoom
 
 MAX_LISTED = 512  # requests of one kind in a snapshot, which also has their number
 
@@ -62,6 +63,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, tag="step_snapshot", tag_field="
     total_blocks: int
     quarantined_blocks: int
     pinned: dict[str, int] = {}  # blocks of pinned turns, by job
+    tiers: list[TierRoom] = []  # the nearest first
 
 
 class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", tag_field="event"):
@@ -75,6 +77,7 @@ class PrefixCacheEvent(msgspec.Struct, frozen=True, tag="prefix_cache_event", ta
     external_tokens: int  # promised by the connector
     arrives_later: bool
     connector: str | None
+    job_id: str | None = None  # the agent's job of which the request is a turn
 
 
 class StepDecision(msgspec.Struct, frozen=True, tag="step_decision", tag_field="event"):
@@ -156,6 +159,7 @@ class StepTrace:
                 total_blocks=pool.num_usable,
                 quarantined_blocks=len(pool.quarantined),
                 pinned=_pinned(state),
+                tiers=list(state.connector.tier_rooms()) if state.connector is not None else [],
             )
         ]
 
@@ -172,6 +176,7 @@ class StepTrace:
                 external,
                 arrives_later,
                 type(state.connector).__name__ if state.connector is not None else None,
+                request.facts.job_id,
             )
         )
 

@@ -132,6 +132,7 @@ def test_without_a_hasher_there_are_no_hashes():
 
 def test_log_probabilities_of_the_prompt_rule_out_the_prefix_cache():
     assert request(sampling=SamplingParams(prompt_logprobs=0)).skip_reading_prefix_cache
+    assert request(skip_reading_prefix_cache=True).skip_reading_prefix_cache
     assert not request().skip_reading_prefix_cache
 
 

@@ -30,7 +30,7 @@ cache:
   tiers:
     - {{cpu: 256MiB, policy: arc}}
     - {{disk: {folder}, size: 256MiB}}
-scheduler: {{max_model_len: 1024}}
+scheduler: {{max_model_len: 1024, trace_folder: {folder}/steps}}
 router: {{local_prefill: never}}
 """
 BLOCK = 16
@@ -38,15 +38,16 @@ PROMPT = 480
 
 
 class Client:
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
+    def __init__(self, url: str, key: str = "") -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False)
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
-    def answer(self, prompt: list[int]) -> tuple[list[int], int]:
+    def answer(self, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
         """The answer's tokens, and how many of the prompt's tokens came from a cache."""
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True,
+            "return_token_ids": True, **fields,
         }  # fmt: skip
         answer = self.http.post("/v1/completions", json=body).raise_for_status().json()
         return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -97,8 +98,9 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     for other in prompts[1:]:  # evict it from the device's pool
         client.answer(other)
     second_turn = [*prompts[0], *first, 11, 12, 13]
-    second, cached = client.answer(second_turn)
+    second, cached = client.answer(second_turn, job_id="j")
     assert cached == PROMPT, "all of the first turn's prompt came from the tier"
+    assert client.answer(second_turn, skip_reading_prefix_cache=True) == (second, 0)
 
     until(lambda: client.tiers(reader)["cpu"]["found_tokens"] == PROMPT, "the node has told of it")
     role = client.nodes()[reader]["role"]
@@ -130,6 +132,10 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(END_S) == 0
     command.nothing_left()
+    steps = [json.loads(line) for line in (tmp_path / f"kv/steps/{reader}.jsonl").read_text().splitlines()]
+    tiers = [step["tiers"] for step in steps if step["event"] == "step_snapshot"][-1]
+    assert [(name, 0 < cached < total) for name, cached, total in tiers] == [("cpu", True), ("disk", True)]
+    assert "j" in {step["job_id"] for step in steps if step["event"] == "prefix_cache_event"}
 
 
 SHARED = """

@@ -215,6 +215,9 @@ class EncoderCache:
             self._used -= self._entries.pop(identifier).length
             self._forgotten.append(identifier)
 
+    def drop_all(self) -> None:
+        self.drop(list(self._entries))
+
     def take_step(self) -> tuple[list[EncoderInput], list[str]]:
         begun, forgotten = list(self._begun.values()), self._forgotten
         self._begun, self._forgotten = {}, []

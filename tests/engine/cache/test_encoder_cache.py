@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -231,7 +232,10 @@ def test_an_image_is_reused_under_its_salt_alone() -> None:
     assert not any("x" in name or "y" in name for name in runner.kept), "no name has the salt itself"
 
 
-def test_a_part_that_could_not_be_made_is_made_again_once_no_request_holds_it() -> None:
+@pytest.mark.parametrize("drop", [lambda cache: cache.drop(["b"]), EncoderCache.drop_all])
+def test_a_part_that_is_dropped_is_made_again_once_no_request_holds_it(
+    drop: Callable[[EncoderCache], None],
+) -> None:
     cache, runner = EncoderCache(CAPACITY, PER_STEP), FakeRunner()
     first, second = made("first", "b"), made("second", "b")
     for request in (first, second):
@@ -239,7 +243,7 @@ def test_a_part_that_could_not_be_made_is_made_again_once_no_request_holds_it() 
         request.num_computed_tokens = 3  # in the middle of the part
     runner.step(cache)
     cache.release("first")
-    cache.drop(["b"])
+    drop(cache)
     cache.check_integrity({"second": second})
     cache.release("second")
     cache.check_integrity({})

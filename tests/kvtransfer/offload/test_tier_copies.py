@@ -133,7 +133,8 @@ def test_too_little_memory_and_unknown_specs_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="no room for 1 of this model's blocks"):
         CpuTier(TierConfig(cpu=100)).open(memory(), lambda: None)
     with pytest.raises(
-        ConfigurationError, match=r"cache.tiers: there is no spec 'tape'; there are cpu, disk, synthetic"
+        ConfigurationError,
+        match=r"cache.tiers: there is no spec 'tape'; there are cpu, disk, objects, synthetic",
     ):
         create_tier(TierConfig(spec="tape"))
     with pytest.raises(ConfigurationError, match="each entry is one of"):

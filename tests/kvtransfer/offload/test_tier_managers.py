@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.config import EvictionPolicy
-from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, StoreRoom
+from tandem.kvtransfer.offload.manager import LEAST_TRACKED, ReuseFilter, SlotManager, StoreRoom
 from tandem.kvtransfer.offload.policies import ArcPolicy, LruPolicy
 
 CAPACITY = 5
@@ -208,6 +208,19 @@ def test_the_reuse_filter_stores_what_comes_again_and_remembers_no_more_than_it_
         manager.touch([key])
     manager.touch([b"b"])
     assert manager.prepare_store([b"b"]) == StoreRoom([], [])
+
+
+def test_the_reuse_filter_counts_for_as_many_keys_as_its_tier_has_room_for() -> None:
+    """Else a key that comes again after so many others would never be stored, though it would stay that long."""
+    slots = LEAST_TRACKED + 1000
+    manager = ReuseFilter(SlotManager(slots, EvictionPolicy.LRU), threshold=2)
+    for number in range(slots):
+        manager.touch([number.to_bytes(4, "big")])
+    first = (0).to_bytes(4, "big")
+    manager.touch([first])
+    room = manager.prepare_store([first])
+    assert room is not None
+    assert room.keys == [first]
 
 
 def test_misuse_is_an_error() -> None:

@@ -98,6 +98,26 @@ def test_a_subscriber_reads_every_event_and_its_number(publisher: KVEventPublish
         subscriber.close()
 
 
+def test_a_node_that_ends_sends_what_is_queued_first() -> None:
+    publisher = KVEventPublisher(f"tcp://127.0.0.1:{free_port()}", "", "kv", 1)
+    subscriber = Subscriber(publisher, b"kv")
+    subscriber.sub.setsockopt(zmq.RCVHWM, 0)
+    try:
+        while not subscriber.sub.poll(50):
+            publisher.publish([AllBlocksCleared()])
+        large = BlockStored([bytes(32)] * 1000, None, list(range(10_000)), 16)
+        for _ in range(500):
+            publisher.publish([large])
+        publisher.publish([BlockRemoved([b"last"])])
+        publisher.close()
+        while True:
+            _, _, batch = subscriber.receive()
+            if isinstance(batch.events[0], BlockRemoved):
+                break
+    finally:
+        subscriber.close()
+
+
 def test_what_was_missed_can_be_asked_for(publisher: KVEventPublisher) -> None:
     for number in range(5):
         publisher.publish([BlockRemoved([bytes([number])])])
