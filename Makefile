@@ -15,7 +15,8 @@
 #                    (about 20 minutes)
 # make search   schedules of the whole cluster, and of its control plane, on one clock, each by a seed, with faults of networks, memory,
 #                    disks, processes and Ray: none may break a promise. It goes on after the last one: MINUTES=60; or FIRST=1000, or
-#                    MUTANTS=1 to see how soon it finds bugs that are put in; WORLDS=control plays one of the two alone
+#                    MUTANTS=1 to see how soon it finds bugs that are put in; WORLDS=control plays one of the two alone; SAMPLE=400 also
+#                    changes the core in so many places, one at a time, and tells in build/mutation.log which of them the tests notice
 # make test-hosts    `ray up` on several hosts made of network namespaces; needs root, and installs the Debian packages
 #                    that it needs (about 20 minutes)
 # make test-lab    every fault that a network or a machine can have, on five hosts made of network namespaces; needs root;
@@ -105,6 +106,7 @@ test-faults: install
 # Two processes, each with seeds of its own, which follow those of the last search, unless FIRST says which.
 MINUTES_OF_SEARCH = $(or $(MINUTES),10)
 search: install
+	$(if $(SAMPLE),mkdir -p build && nice -n 19 $(BIN)/python -m tests.mutation --sample '$(SAMPLE)' > build/mutation.log 2>&1 &)
 	$(if $(MUTANTS),$(BIN)/python -m tests.world.mutants, \
 	$(BIN)/python -m tests.world.search --minutes '$(MINUTES_OF_SEARCH)' --processes 2 \
 		--worlds $(or $(WORLDS),cluster control) $(if $(FIRST),--first '$(FIRST)',--resume build/search.json))

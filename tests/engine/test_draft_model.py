@@ -24,7 +24,7 @@ from tandem.engine.scheduling.state import SchedulerStats
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 from tests.integration.one_engine import OneEngine, hand_over
 
 GUESSES = 3
@@ -182,10 +182,12 @@ def test_aborts_leave_nothing_behind(llama: Path, alone: dict[str, dict[str, lis
 
 
 def driven(model: Path, draft: Path | str, native: bool = True) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(model), dtype="float32", device="cpu", threads=1, draft=str(draft)),
-        CacheConfig(block_size=4, memory_bytes=1 << 20),
-        SchedulerConfig(max_num_seqs=8, max_model_len=128, num_speculative_tokens=GUESSES),
+    return load(
+        model,
+        draft=str(draft),
+        max_num_seqs=8,
+        max_model_len=128,
+        num_speculative_tokens=GUESSES,
         native=native,
     )
 

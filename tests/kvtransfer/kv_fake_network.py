@@ -289,6 +289,17 @@ class Receive:
     def over(self) -> bool:
         return self.finished is not None or self.failed is not None
 
+    @property
+    def reason(self) -> str:
+        """Why it failed, as it must have."""
+        assert self.failed is not None
+        return self.failed.reason
+
+    @property
+    def valid_tokens(self) -> int:
+        assert self.failed is not None
+        return self.failed.valid_tokens
+
 
 def first_token_of(tokens: Sequence[int]) -> int:
     return sum(tokens) % 97

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks
+from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from tandem.wire.pooling import Pooling
@@ -18,6 +24,26 @@ from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def load(
+    path: Path | str, shard: Shard | None = None, *, native: bool = True, kept: Any = "auto", **settings: Any
+) -> TorchRunner:
+    """The model of this folder on one thread, with a small cache. `settings` are those of the model, the cache and the scheduler by
+    their names; `kept` is the type in which the cache keeps numbers."""
+    settings = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 4, "memory_bytes": 8 << 20, "max_num_seqs": 4} | settings  # fmt: skip
+    model, cache, scheduler = (
+        {name: settings.pop(name) for name in kind.__struct_fields__ if name in settings}
+        for kind in (ModelConfig, CacheConfig, SchedulerConfig)
+    )
+    assert not settings, f"no settings: {settings}"
+    return load_runner(
+        ModelConfig(path=str(path), **model),
+        CacheConfig(dtype=kept, **cache),
+        SchedulerConfig(**scheduler),
+        native=native,
+        shard=shard,
+    )
 
 
 @dataclasses.dataclass
@@ -245,6 +271,46 @@ class Driver:
             }
             self.step(work)
         return {req_id: request.output[:num_tokens] for req_id, request in self.requests.items()}
+
+    def expect(
+        self,
+        prompts: list[list[int]],
+        tokens: list[list[int]],
+        logprobs: list[list[float]],
+        within: float = 2e-4,
+    ) -> None:
+        """All prompts together, in chunks of random size. Tokens alone would hide an error that is smaller than the gap to the next best."""
+        for index, prompt in enumerate(prompts):
+            self.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
+        assert list(self.generate(len(tokens[0]), max_chunk=11).values()) == tokens
+        for index, expected in enumerate(logprobs):
+            reported = [entry.logprob for entry in self.finish(f"r{index}").logprobs]
+            assert reported[: len(expected)] == pytest.approx(expected, abs=within)
+        self.step({})
+
+    def live(self, prompts: list[list[int]], num_tokens: int) -> dict[str, list[int]]:
+        """The answers to prompts that come one by one, are computed in chunks of random size beside others, and lose their blocks now and
+        then for some steps."""
+        waiting, paused, answers = list(range(len(prompts))), set[str](), {}
+        while waiting or self.requests:
+            if waiting and self.random.random() < 0.3:
+                index = waiting.pop()
+                self.add(str(index), prompts[index])
+            for req_id in self.requests:
+                if req_id in paused:
+                    paused -= {req_id} if self.random.random() < 0.5 else set()
+                elif self.random.random() < 0.05:
+                    self.preempt(req_id)
+                    paused.add(req_id)
+            running = [r for r in self.requests.values() if r.req_id not in paused]
+            self.step(
+                {r.req_id: self.random.randint(1, r.pending) for r in running if self.random.random() < 0.9}
+            )
+            for req_id, request in list(self.requests.items()):
+                if len(request.output) >= num_tokens:
+                    answers[req_id] = self.finish(req_id).output
+        self.step({})
+        return answers
 
     def _grow(self, request: DrivenRequest, num_tokens: int) -> list[list[int]]:
         needed = -(-num_tokens // self.block_size)

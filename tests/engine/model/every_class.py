@@ -26,14 +26,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.own_attention.step import places_for
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
 TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
@@ -241,11 +239,7 @@ def _serve(
 
 
 def _load(folder: Path) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(folder), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=6, max_model_len=64, num_speculative_tokens=2),
-    )
+    return load(folder, max_num_seqs=6, max_model_len=64, num_speculative_tokens=2)
 
 
 def _disturbed(

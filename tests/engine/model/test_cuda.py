@@ -18,8 +18,9 @@ from tandem.engine.model.general import load_model
 from tandem.engine.model.source import find_source
 from tandem.engine.model.staging import on
 from tests.engine.model import tiny
+from tests.engine.model.driver import load
 from tests.engine.model.fake_device import CUDA, FakeDevice
-from tests.engine.model.test_loading import greedy, load
+from tests.engine.model.test_loading import greedy
 
 
 class Stream:

@@ -19,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import paths
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import AttentionCall
@@ -33,11 +32,10 @@ from tandem.engine.model.cuda.flashinfer import FlashInferAttention, reason_agai
 from tandem.engine.model.cuda.pages import requests_of
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.loaded import ForwardShape
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, HostBatch
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts
-from tests.engine.model import fake_flashinfer, tiny
+from tests.engine.model import driver, fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.recording import record
@@ -54,12 +52,7 @@ def load(path: Path, pieces: object = None, drafts: int = 0) -> TorchRunner:
     """As on a GPU: what a CPU's kernels would compute goes its way there. None: all as transformers has it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "pieces_for", lambda *_: pieces)
-        return load_runner(
-            ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-            CacheConfig(block_size=4, memory_bytes=4 << 20),
-            SchedulerConfig(max_num_seqs=5, num_speculative_tokens=drafts),
-            native=False,
-        )
+        return driver.load(path, max_num_seqs=5, num_speculative_tokens=drafts, native=False)
 
 
 def graphed(runner: TorchRunner, recorder: Record = record) -> DecodeGraphs:
@@ -112,23 +105,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_requests_come_go_and_are_preempted(case: Case) -> None:
     assert isinstance(case.eager.attention, case.expected)  # type: ignore[attr-defined]
-    driver, rng = Driver(case.runner, 4), random.Random(4)
-    waiting = list(range(len(case.prompts)))
-    answers: dict[str, list[int]] = {}
     before = case.graphs.num_replays
-    while waiting or driver.requests:
-        if waiting and rng.random() < 0.2:
-            index = waiting.pop()
-            driver.add(str(index), case.prompts[index])
-        if driver.requests and rng.random() < 0.05:
-            driver.preempt(rng.choice(list(driver.requests)))
-        work = {r.req_id: rng.randint(1, r.pending) for r in driver.requests.values() if rng.random() < 0.9}
-        driver.step(work)
-        for req_id, request in list(driver.requests.items()):
-            if len(request.output) >= NUM_TOKENS:
-                answers[req_id] = driver.finish(req_id).output
-    driver.step({})
-    assert answers == case.answers
+    assert Driver(case.runner, 4).live(case.prompts, NUM_TOKENS) == case.answers
     assert case.graphs.num_replays > before
     assert len(case.graphs.shapes) > 1
     # No request's keys or values are in the null block: rows that pad write zeros.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,21 @@ import pytest
 import torch
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import checkpoint, paths
 from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.cuda.flashinfer import FlashInferAttention
 from tandem.engine.model.cuda.pieces import DevicePieces
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.protocol.cache_map import PoolGeometry
 from tandem.wire.handoff import CacheMemory
-from tests.engine.model import fake_flashinfer, tiny
+from tests.engine.model import driver, fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 
 PROMPT = [5, 17, 99, 3, 42, 42, 8, 11, 64, 23, 7]
 
 
-def load(path: Path, kept: Any = "fp8") -> TorchRunner:
-    model = ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1)
-    cache = CacheConfig(block_size=4, memory_bytes=1 << 20, prefix_caching=False, dtype=kept)
-    return load_runner(model, cache, SchedulerConfig(max_num_seqs=2, max_model_len=64))
+load = partial(driver.load, kept="fp8", memory_bytes=1 << 20, prefix_caching=False, max_num_seqs=2, max_model_len=64)  # fmt: skip
 
 
 def answer(runner: TorchRunner, chunks: list[int]) -> list[int]:
@@ -62,7 +58,7 @@ def test_it_takes_a_quarter_of_float32s_memory(path: Path) -> None:
     def of(runner: TorchRunner) -> int:
         return runner.kv_cache[0].numel() * runner.kv_cache.element_size()
 
-    assert 4 * of(load(path)) == of(load(path, "auto"))
+    assert 4 * of(load(path)) == of(load(path, kept="auto"))
 
 
 def test_the_kernels_of_a_gpu_keep_the_same_numbers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.source import ModelSource
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 from tests.engine.model.gguf_files import llama3_factors, write_gguf
-from tests.engine.model.test_loading import edit, greedy, load, refusal
+from tests.engine.model.test_loading import edit, greedy, refusal
 
 BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
 LONG_PROMPT = [3 + 7 * index % 120 for index in range(90)]

@@ -16,13 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.hidden_states.prompts import SUFFIX, HiddenStates
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.sampling import SamplingParams
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.ranks_here import ranks_here
 
@@ -30,15 +28,7 @@ LAYERS = [0, 1, -1]
 
 
 def load(path: Path, folder: Path, shard: Shard | None = None, layers: list[int] = LAYERS) -> TorchRunner:
-    return load_runner(
-        ModelConfig(
-            path=str(path), dtype="float32", device="cpu", threads=1,
-            hidden_states_folder=str(folder), hidden_states_layers=tuple(layers),
-        ),
-        CacheConfig(block_size=4, memory_bytes=4 << 20),
-        SchedulerConfig(max_num_seqs=4),
-        shard=shard,
-    )  # fmt: skip
+    return driver.load(path, hidden_states_folder=str(folder), hidden_states_layers=tuple(layers), shard=shard)  # fmt: skip
 
 
 def wanting(name: str) -> SamplingParams:

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from tandem.base.errors import InvalidLogits
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.sampling import SamplingParams
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 
 PROMPTS = {"good": [5, 6, 7], "bad": [8, 9], "other": [10, 11, 12, 13]}
@@ -50,11 +48,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, drafts: int = 0) -> tuple[TorchRunner, Spoiling]:
-    runner = load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=1 << 20),
-        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=drafts),
-    )
+    runner = driver.load(path, memory_bytes=1 << 20, num_speculative_tokens=drafts)
     spoiling = Spoiling(runner)
     runner._forward = spoiling
     return runner, spoiling

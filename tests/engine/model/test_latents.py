@@ -4,6 +4,7 @@ itself."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, build_batch
@@ -23,21 +23,14 @@ from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.cuda.flashinfer_latents import FlashInferLatents
 from tandem.engine.model.latents.attention import Expansion, LatentAttention, LatentLayers
 from tandem.engine.model.loaded import ForwardShape
-from tandem.engine.model.loading import load_runner
-from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
-from tests.engine.model import fake_flashinfer, tiny
+from tests.engine.model import driver, fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
 
 NUM_TOKENS = 8
 
 
-def load(path: Path, kv: str = "auto") -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=8 << 20, dtype=kv),  # type: ignore[arg-type]
-        SchedulerConfig(max_num_seqs=4, max_model_len=64),
-    )
+load = partial(driver.load, max_model_len=64)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("kimi-linear", marks=pytest.mark.slow)])
@@ -83,7 +76,7 @@ def test_a_few_rows_are_absorbed_and_long_chunks_are_not() -> None:
 def test_in_eight_bits_a_latent_is_refused(tmp_path: Path) -> None:
     path = tiny.save("deepseek-v3", tmp_path)
     with pytest.raises(ConfigurationError, match=r"one latent of a token.*leave it at auto"):
-        load(path, "fp8")
+        load(path, kept="fp8")
 
 
 HEADS, LATENT, ROTARY = 4, 128, 64

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.leftovers import refuse_leftovers
 from tests.engine.model import tiny
-from tests.engine.model.test_loading import edit, greedy, load, refusal
+from tests.engine.model.driver import load
+from tests.engine.model.test_loading import edit, greedy, refusal
 
 BOTH_PATHS = pytest.mark.parametrize("native", [True, False])
 

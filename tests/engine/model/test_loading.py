@@ -33,18 +33,9 @@ from tandem.engine.model.transformers_forward import TransformersForward
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 
 PROMPT = [7, 9, 11, 13, 5]
-
-
-def load(path: Path | str, dtype: str = "float32", native: bool = True, **scheduler: Any) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(**{"max_num_seqs": 4, **scheduler}),
-        native=native,
-    )
 
 
 def greedy(runner: TorchRunner, num_tokens: int = 6) -> list[int]:

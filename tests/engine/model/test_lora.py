@@ -14,11 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.adapters import identity_of
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.adapter_files import merged_answers, save_adapter
 from tests.engine.model.driver import Driver
 from tests.more import more
@@ -44,11 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def load(path: Path, adapters: dict[str, str], max_loras: int = 3, **model: Any) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, adapters=adapters, **model),
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=8, max_loras=max_loras),
-    )
+    return driver.load(path, adapters=adapters, max_num_seqs=8, max_loras=max_loras, **model)
 
 
 def identities(runner: TorchRunner) -> dict[str | None, str | None]:
@@ -119,12 +113,7 @@ def test_rows_without_an_adapter_are_the_models_own_to_the_bit(llama: Case, dtyp
     folders = {name: str(folder) for name, folder in llama.folders.items()}
     scores: list[torch.Tensor] = []
     for adapters, max_loras in (({}, 0), (folders, 3)):
-        runner = load_runner(
-            ModelConfig(path=str(llama.path), dtype=dtype, device="cpu", threads=2, adapters=adapters),
-            CacheConfig(block_size=4, memory_bytes=8 << 20),
-            SchedulerConfig(max_num_seqs=8, max_loras=max_loras),
-            native=False,
-        )
+        runner = load(llama.path, adapters, max_loras, dtype=dtype, threads=2, native=False)
         driver = Driver(runner)
         driver.add("own", llama.prompts[1])
         if adapters:

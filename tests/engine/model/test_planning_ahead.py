@@ -12,20 +12,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.engine.config import AsyncScheduling, CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.config import AsyncScheduling, CacheConfig, SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.batching import StepOnDevice
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.recorded_steps import RecordedSteps
 from tandem.engine.model.fused.tape import LOOKS
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.made_requests import made_request
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.test_decode_graphs import graphed
 from tests.engine.model.test_decode_graphs import load as load_as_on_a_gpu
 from tests.engine.model.test_invalid_logits import Spoiling
@@ -147,12 +146,7 @@ def assert_same(sync: dict[str, Told], ahead: dict[str, Told], arrivals: list[Ar
 
 
 def load(path: Path, native: bool) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=BLOCK, memory_bytes=4 << 20),
-        SchedulerConfig(max_num_seqs=5),
-        native=native,
-    )
+    return driver.load(path, max_num_seqs=5, native=native)
 
 
 VARIANTS = [

@@ -12,28 +12,24 @@ import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import choose_dtype, read_config
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.find import fuse
 from tandem.engine.model.general import load_model
 from tandem.engine.model.kernel_linear import KernelLinear
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.quantized import loading
 from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, RowScaled
 from tandem.engine.model.source import find_source
 from tests.engine.model import quantized_files as files
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 
 PROMPT = [5, 17, 99, 3, 42, 42, 8]
 
 
 def tokens_of(path: Path, *, native: bool, dtype: str = "float32") -> list[int]:
-    model = ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1)
-    cache = CacheConfig(block_size=4, memory_bytes=1 << 20, prefix_caching=False)
-    runner = load_runner(model, cache, SchedulerConfig(max_num_seqs=2, max_model_len=64), native=native)
+    runner = load(path, dtype=dtype, memory_bytes=1 << 20, max_num_seqs=2, max_model_len=64, native=native)
     assert isinstance(runner.forward, NativeLlamaForward) is native
     driver = Driver(runner)
     driver.add("r", PROMPT)

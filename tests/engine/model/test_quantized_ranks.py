@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import paths
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.find import Fused, fuse
 from tandem.engine.model.kernel_linear import KernelLinear
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.quantized import kernels, loading
 from tandem.engine.model.quantized.experts import UnreadExperts
 from tandem.engine.model.quantized.formats import QuantizedCheckpoint, dense, read_checkpoint
@@ -32,6 +30,7 @@ from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide import cut
 from tandem.wire.sampling import SamplingParams
+from tests.engine.model import driver
 from tests.engine.model import quantized_files as files
 from tests.engine.model.driver import Driver
 from tests.engine.model.ranks_here import ranks_here
@@ -39,11 +38,7 @@ from tests.engine.model.ranks_here import ranks_here
 PROMPT = [5, 17, 99, 3, 42, 42, 8]
 
 
-def load(path: Path, shard: Shard | None = None, dtype: str = "float32") -> TorchRunner:
-    model = ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1)
-    cache = CacheConfig(block_size=4, memory_bytes=1 << 20, prefix_caching=False)
-    scheduler = SchedulerConfig(max_num_seqs=2, max_model_len=64)
-    return load_runner(model, cache, scheduler, native=False, shard=shard)
+load = partial(driver.load, memory_bytes=1 << 20, prefix_caching=False, max_num_seqs=2, max_model_len=64, native=False)  # fmt: skip
 
 
 def answer(runner: TorchRunner) -> tuple[list[int], list[float]]:
@@ -65,7 +60,7 @@ def answer(runner: TorchRunner) -> tuple[list[int], list[float]]:
 )
 def test_ranks_give_the_tokens_of_the_numbers(name: str, width: int, stages: int, tmp_path: Path) -> None:
     quantized, ordinary = files.save(name, tmp_path)
-    with ranks_here(width, functools.partial(load, quantized), stages) as runner:
+    with ranks_here(width, partial(load, quantized), stages) as runner:
         tokens, logprobs = answer(runner)
     right, expected = answer(load(ordinary))
     assert tokens == right
@@ -86,7 +81,7 @@ def with_biases(*saved: Path) -> None:
 def test_a_quantized_matrix_with_a_bias_is_added_once(name: str, tmp_path: Path) -> None:
     quantized, ordinary = files.save(name, tmp_path, attention_bias=True, mlp_bias=True)
     with_biases(quantized, ordinary)
-    with ranks_here(2, functools.partial(load, quantized)) as runner:
+    with ranks_here(2, partial(load, quantized)) as runner:
         assert answer(runner)[0] == answer(load(ordinary))[0]
 
 
@@ -115,7 +110,7 @@ def test_kernels_compute_the_parts(biases: bool, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(cut, "join_parts", noted)
     monkeypatch.setattr(loading, "_may_stay", lambda device: True)
-    with ranks_here(2, functools.partial(load, quantized, dtype="bfloat16")) as runner:
+    with ranks_here(2, partial(load, quantized, dtype="bfloat16")) as runner:
         tokens, logprobs = answer(runner)
     assert len(kept) == 2 * 14
     assert [(each.gated, each.merged) for each in fused if each is not None] == [(2, 2), (2, 2)]
@@ -207,7 +202,7 @@ def test_ranks_give_the_tokens_of_the_experts_numbers(
     of: str, name: str, width: int, stages: int, tmp_path: Path
 ) -> None:
     quantized, ordinary = files.save(name, tmp_path, of=of)
-    with ranks_here(width, functools.partial(load, quantized), stages) as runner:
+    with ranks_here(width, partial(load, quantized), stages) as runner:
         tokens, logprobs = answer(runner)
     right, expected = answer(load(ordinary))
     assert tokens == right
@@ -224,7 +219,7 @@ def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.
         return take(unread, layer, *given)
 
     monkeypatch.setattr(UnreadExperts, "_matrix", noted)
-    with ranks_here(2, functools.partial(load, path)):
+    with ranks_here(2, partial(load, path)):
         pass
     by_rank = [{layer for who, layer in read if who == rank} for rank in {who for who, _ in read}]
     assert [len(layers) for layers in by_rank] == [2 * 2 * 3] * 2  # two of four experts in each of two layers

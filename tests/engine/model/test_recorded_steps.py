@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.fused import recorded_steps
 from tandem.engine.model.fused.recorded_steps import RecordedSteps
 from tandem.engine.model.fused.tape import CannotRecord, Tape
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.transformers_forward import TransformersForward
 from tandem.wire.adapters import identity_of
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.adapter_files import merged_answers, save_adapter
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
@@ -28,13 +27,7 @@ LENGTHS = (1, 6, 19, 33)
 RECORDED = ("llama-untied-odd-heads", "gemma3", "gpt2", *more(["llama", "qwen3", "mistral-window"]))
 
 
-def load(path: Path, dtype: str = "float32", drafts: int = 0) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=2),
-        CacheConfig(block_size=4, memory_bytes=4 << 20),
-        SchedulerConfig(max_num_seqs=5, num_speculative_tokens=drafts),
-        native=False,
-    )
+load = partial(driver.load, threads=2, max_num_seqs=5, native=False)
 
 
 def prompts_of(architecture: str) -> list[list[int]]:
@@ -62,31 +55,13 @@ def answers_of(runner: TorchRunner, prompts: list[list[int]]) -> dict[str, list[
 def test_tokens_are_the_models_whatever_comes_and_goes(architecture: str, dtype: str, tmp_path: Path) -> None:
     path = tiny.save(architecture, tmp_path)
     prompts = prompts_of(architecture)
-    plain = load(path, dtype)
+    plain = load(path, dtype=dtype)
     as_it_comes(plain)
-    runner = load(path, dtype)
+    runner = load(path, dtype=dtype)
     steps = runner.forward
     assert isinstance(steps, RecordedSteps)
-    schedules = []
-    for each in (plain, runner):
-        driver, rng = Driver(each, 4), random.Random(4)
-        waiting, answers = list(range(len(prompts))), {}
-        while waiting or driver.requests:
-            if waiting and rng.random() < 0.2:
-                index = waiting.pop()
-                driver.add(str(index), prompts[index])
-            if driver.requests and rng.random() < 0.05:
-                driver.preempt(rng.choice(list(driver.requests)))
-            work = {
-                r.req_id: rng.randint(1, r.pending) for r in driver.requests.values() if rng.random() < 0.9
-            }
-            driver.step(work)
-            for req_id, request in list(driver.requests.items()):
-                if len(request.output) >= NUM_TOKENS:
-                    answers[req_id] = driver.finish(req_id).output
-        driver.step({})
-        schedules.append(answers)
-    assert schedules[0] == schedules[1]
+    expected, answers = (Driver(each, 4).live(prompts, NUM_TOKENS) for each in (plain, runner))
+    assert answers == expected
     assert steps.num_replays > 0
     assert len(steps.shapes) > 1
 
@@ -193,17 +168,8 @@ def test_adapters_take_turns_in_a_slot_and_change_different_layers(tmp_path: Pat
         name: merged_answers(path, folder, prompts, NUM_TOKENS, tmp_path / f"{name}-merged")
         for name, folder in folders.items()
     }
-    runner = load_runner(
-        ModelConfig(
-            path=str(path),
-            dtype="float32",
-            device="cpu",
-            threads=1,
-            adapters={name: str(folder) for name, folder in folders.items()},
-        ),
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=5, max_loras=1),
-        native=False,
+    runner = load(
+        path, threads=1, adapters={name: str(folder) for name, folder in folders.items()}, max_loras=1
     )
     steps = runner.forward
     assert isinstance(steps, RecordedSteps)

@@ -83,15 +83,8 @@ def test_states_are_a_group_of_the_cache(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", [0, *more([1])])
 def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
-    driver = Driver(case.runner, seed)
-    for index, prompt in enumerate(case.prompts):
-        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
-    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
-    assert list(outputs.values()) == case.answers
-    for index, expected in enumerate(case.logprobs):
-        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
-        assert reported[:NUM_TOKENS] == pytest.approx(expected, abs=TOLERANCES.get(case.path.name, 1e-3))
-    finish_all(driver)
+    within = TOLERANCES.get(case.path.name, 1e-3)
+    Driver(case.runner, seed).expect(case.prompts, case.answers, case.logprobs, within)
 
 
 def test_a_request_moves_to_another_runner_with_its_blocks(case: Case) -> None:

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 from tests.more import more
 
 NUM_TOKENS = 10
@@ -43,15 +40,6 @@ VARIANTS = [
 ]
 
 
-def load(path: Path, native: bool, num_speculative_tokens: int = 0) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
-        native=native,
-    )
-
-
 Reference = tuple[Path, list[list[int]], list[tiny.Answer]]
 
 
@@ -76,13 +64,13 @@ def case(
         prompts.append(prompts[3][:30] + prompts[0])
         references[architecture] = path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
     path, prompts, answers = references[architecture]
-    runner = load(path, native)
+    runner = load(path, native=native)
     return Case(path, native, runner, prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
 
 
 @pytest.fixture(scope="module")
 def other_runner(case: Case) -> TorchRunner:
-    return load(case.path, case.native)
+    return load(case.path, native=case.native)
 
 
 def finish_all(driver: Driver) -> None:
@@ -101,45 +89,12 @@ def test_each_alone_with_whole_prompts(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", [0, *more([1])])
 def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
-    """Log-probabilities, too: tokens alone would hide an error that is smaller than the gap to the next best."""
-    driver = case.driver(seed)
-    for index, prompt in enumerate(case.prompts):
-        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
-    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
-    assert list(outputs.values()) == case.answers
-    for index, expected in enumerate(case.logprobs):
-        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
-        assert reported[:NUM_TOKENS] == pytest.approx(expected, abs=2e-4)
-    finish_all(driver)
+    case.driver(seed).expect(case.prompts, case.answers, case.logprobs)
 
 
 def test_requests_come_go_and_are_preempted_at_random(case: Case) -> None:
-    driver = case.driver(7)
-    waiting = [(f"r{index}", index) for index in range(len(case.prompts))]
-    answers: dict[int, list[int]] = {}
-    index_of = dict(waiting)
-    paused: list[str] = []
-    while waiting or driver.requests:
-        if waiting and driver.random.random() < 0.4:
-            req_id, index = waiting.pop()
-            driver.add(req_id, case.prompts[index])
-        for req_id in [r for r in driver.requests if r not in paused]:
-            if driver.random.random() < 0.08:
-                driver.preempt(req_id)
-                paused.append(req_id)
-        if paused and driver.random.random() < 0.5:
-            paused.pop(0)
-        running = [r for r in driver.requests.values() if r.req_id not in paused]
-        driver.step(
-            {r.req_id: driver.random.randint(1, r.pending) for r in running if driver.random.random() < 0.8}
-        )
-        for req_id, request in list(driver.requests.items()):
-            if len(request.output) >= NUM_TOKENS:
-                answers[index_of[req_id]] = driver.finish(req_id).output
-                if req_id in paused:
-                    paused.remove(req_id)
-    assert [answers[index] for index in range(len(case.prompts))] == case.answers
-    driver.step({})
+    answers = case.driver(7).live(case.prompts, NUM_TOKENS)
+    assert [answers[str(index)] for index in range(len(case.prompts))] == case.answers
 
 
 def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> None:
@@ -170,7 +125,7 @@ def test_a_request_moves_to_another_runner_with_its_blocks(
 
 def test_drafts_change_no_token(case: Case) -> None:
     """Speculation: what is proposed from the text is verified in one pass, and what is wrong leaves no trace."""
-    driver = Driver(load(case.path, case.native, num_speculative_tokens=4), 5)
+    driver = Driver(load(case.path, native=case.native, num_speculative_tokens=4), 5)
     for index, prompt in enumerate(case.prompts):
         driver.add(f"r{index}", prompt)
         # Also proposals that are right in part, or not at all.

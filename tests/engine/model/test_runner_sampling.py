@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import batching
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import ModelOutput
 from tandem.wire.sampling import SamplingParams
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
 
@@ -36,13 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save("qwen3", tmp_path_factory.mktemp("models"))
 
 
-def load(path: Path, drafts: int = 0, native: bool = True) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=2, num_speculative_tokens=drafts),
-        native=native,
-    )
+load = partial(driver.load, max_num_seqs=2)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +107,7 @@ def test_moved_to_another_node(
 def test_with_drafts(path: Path, alone: list[list[int]]) -> None:
     """Accepting what equals the sample keeps the very tokens, so it keeps their distribution; also where
     penalties make each position's logits depend on the drafts before it."""
-    driver = Driver(load(path, drafts=3), seed=2)
+    driver = Driver(load(path, num_speculative_tokens=3), seed=2)
     for index, params in enumerate(VARIED):
         driver.add(str(index), PROMPT, params)
         driver.step({str(index): len(PROMPT)})
@@ -124,7 +117,7 @@ def test_with_drafts(path: Path, alone: list[list[int]]) -> None:
 
 
 def test_drafts_are_proposed_from_repeating_text(path: Path) -> None:
-    driver = Driver(load(path, drafts=3))
+    driver = Driver(load(path, num_speculative_tokens=3))
     driver.add("r", [5, 6, 7, 8] * 6, SamplingParams(temperature=0.0, logit_bias={5: 1000.0}))
     driver.step({"r": 24})
     # "... 7 8 5" has stood there before, and was followed by 6 7 8.
@@ -132,7 +125,7 @@ def test_drafts_are_proposed_from_repeating_text(path: Path) -> None:
 
 
 def test_what_the_grammar_refuses_is_not_drafted(path: Path) -> None:
-    runner = load(path, drafts=3)
+    runner = load(path, num_speculative_tokens=3)
     driver = Driver(runner)
     driver.add("r", [5, 6, 7, 8] * 6, SamplingParams(temperature=0.0, logit_bias={5: 1000.0}))
     asked: list[list[int]] = []

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
-from tests.engine.model.driver import DrivenRequest, Driver
+from tests.engine.model.driver import DrivenRequest, Driver, load
 from tests.more import more
 
 NUM_TOKENS = 8
@@ -41,11 +39,8 @@ class Case:
     alone: list[Bits]
 
     def runner(self, threads: int, drafts: int = 0) -> TorchRunner:
-        return load_runner(
-            ModelConfig(path=str(self.path), dtype=self.dtype, device="cpu", threads=threads),
-            CacheConfig(block_size=4, memory_bytes=8 << 20),
-            SchedulerConfig(max_num_seqs=len(LENGTHS), num_speculative_tokens=drafts),
-        )
+        settings = {"max_num_seqs": len(LENGTHS), "num_speculative_tokens": drafts}
+        return load(self.path, dtype=self.dtype, threads=threads, **settings)
 
 
 @pytest.fixture(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.torch_runner import TorchRunner
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 
 NUM_TOKENS = 16
@@ -34,13 +33,7 @@ def answers(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [answer.tokens for answer in tiny.reference(smollm2_path, prompts, NUM_TOKENS)]
 
 
-def load(path: Path, drafts: int = 0, native: bool = True) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(memory_bytes=512 << 20),
-        SchedulerConfig(max_model_len=1024, num_speculative_tokens=drafts),
-        native=native,
-    )
+load = partial(driver.load, block_size=16, memory_bytes=512 << 20, max_model_len=1024)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +82,7 @@ def test_preempted_resumed_and_begun_from_anothers_prefix(
 def test_prefilled_here_and_decoded_there_with_drafts(
     smollm2_path: Path, runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
-    prefill, decode = Driver(runner, 1), Driver(load(smollm2_path, drafts=3), 2)
+    prefill, decode = Driver(runner, 1), Driver(load(smollm2_path, num_speculative_tokens=3), 2)
     for index, prompt in enumerate(prompts):
         prefill.add(str(index), prompt)
     prefill.generate(1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import functools
 import random
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.gathered import GatheredCache
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.stages import layers_of_stage
 from tandem.wire.sampling import SamplingParams
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
@@ -37,20 +35,7 @@ FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "phi3", *more(["qwen2", "gemm
 SHAPES = ((2, 2), (4, 2))
 
 
-def load(
-    path: Path,
-    shard: Shard | None,
-    num_speculative_tokens: int = 0,
-    memory_bytes: int = 4 << 20,
-    requests: int = 4,
-) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
-        CacheConfig(block_size=4, memory_bytes=memory_bytes),
-        SchedulerConfig(max_num_seqs=requests, num_speculative_tokens=num_speculative_tokens),
-        native=False,
-        shard=shard,
-    )
+load = partial(driver.load, native=False)
 
 
 Saved = tuple[Path, list[list[int]], list[tiny.Answer]]
@@ -67,7 +52,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}-ranks-in-{shape[1]}-stages")
 def staged(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
     ranks, stages = request.param
-    with ranks_here(ranks, functools.partial(load, saved[0]), stages) as runner:
+    with ranks_here(ranks, partial(load, saved[0]), stages) as runner:
         yield runner
 
 
@@ -75,7 +60,7 @@ def staged(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner
 def apart(request: pytest.FixtureRequest, saved: Saved) -> Iterator[TorchRunner]:
     """A runner whose ranks each keep the KV of their layers and heads in their own memory."""
     ranks, stages = request.param
-    with ranks_here(ranks, functools.partial(load, saved[0]), stages, []) as runner:
+    with ranks_here(ranks, partial(load, saved[0]), stages, []) as runner:
         yield runner
 
 
@@ -91,22 +76,15 @@ def test_mixed_batches_in_chunks_in_stages_whose_caches_are_apart(apart: TorchRu
 
 def expect_answers(staged: TorchRunner, saved: Saved) -> None:
     _, prompts, answers = saved
-    driver = Driver(staged)
-    for index, prompt in enumerate(prompts):
-        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
-    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
-    assert list(outputs.values()) == [answer.tokens for answer in answers]
-    for index, answer in enumerate(answers):
-        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
-        assert reported[:NUM_TOKENS] == pytest.approx(answer.logprobs, abs=2e-4)
-    staged.forget_requests()
+    tokens, logprobs = ([getattr(each, what) for each in answers] for what in ("tokens", "logprobs"))
+    Driver(staged).expect(prompts, tokens, logprobs)
 
 
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(staged: TorchRunner, saved: Saved) -> None:
     """So what one node computed another goes on from, whichever is cut."""
     path, prompts, answers = saved
     prompt, answer = prompts[2], answers[2].tokens
-    with ranks_here(1, functools.partial(load, path)) as whole:
+    with ranks_here(1, partial(load, path)) as whole:
         for first, second in ((whole, staged), (staged, whole)):
             computing, going_on = Driver(first), Driver(second, 1)
             computing.add("r", prompt)
@@ -125,7 +103,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_seeded_sample_is_the_same_in_stages(small: Path) -> None:
     sampled = []
     for ranks, stages in ((1, 1), (2, 2), (4, 2)):
-        with ranks_here(ranks, functools.partial(load, small), stages) as runner:
+        with ranks_here(ranks, partial(load, small), stages) as runner:
             driver = Driver(runner)
             driver.add("r", [5, 9, 11, 3], SamplingParams(temperature=0.9, top_p=0.95, seed=7))
             sampled.append(driver.generate(NUM_TOKENS)["r"])
@@ -138,7 +116,7 @@ def lines(request: pytest.FixtureRequest) -> list[socket.socket] | None:
 
 
 def test_every_layer_is_saved_once_and_in_order(small: Path, lines: list[socket.socket] | None) -> None:
-    with ranks_here(2, functools.partial(load, small), 2, lines) as runner:
+    with ranks_here(2, partial(load, small), 2, lines) as runner:
         driver = Driver(runner)
         driver.add("r", list(range(3, 20)))
         hooks = Recorder()
@@ -168,7 +146,7 @@ def test_a_layer_is_saved_when_its_stage_has_written_it(
             seen.append((layer, written[layer]))
 
     seen: list[tuple[int, int]] = []
-    with ranks_here(2, functools.partial(load, small), 2, lines) as runner:
+    with ranks_here(2, partial(load, small), 2, lines) as runner:
         monkeypatch.setattr(GatheredCache, "write", late)
         driver = Driver(runner)
         driver.add("r", list(range(3, 20)))
@@ -194,7 +172,7 @@ def test_blocks_are_as_many_as_the_poorest_rank_can_hold(
     def loading(shard: Shard | None) -> TorchRunner:
         assert shard is not None
         mine = memory_bytes // 4 if shard.rank == poor else memory_bytes
-        made[shard.rank] = load(path, shard, memory_bytes=mine, requests=4096)
+        made[shard.rank] = load(path, shard, memory_bytes=mine, max_num_seqs=4096)
         return made[shard.rank]
 
     with ranks_here(4, loading, 2, []):
@@ -217,7 +195,7 @@ def test_a_rank_holds_the_weights_of_its_own_layers_alone(small: Path) -> None:
         held[shard.rank] = parameters(runner)
         return runner
 
-    with ranks_here(2, functools.partial(counting, small), 2):
+    with ranks_here(2, partial(counting, small), 2):
         pass
     model = transformers.AutoModelForCausalLM.from_pretrained(small)
     each = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
@@ -320,14 +298,14 @@ def test_what_a_model_does_between_two_layers_is_done_once(
     changed_llama("between")
     prompt = list(range(3, 20))
     (expected,) = tiny.reference(small, [prompt], NUM_TOKENS)
-    with ranks_here(2, functools.partial(load, small), 2) as runner:
+    with ranks_here(2, partial(load, small), 2) as runner:
         driver = Driver(runner)
         driver.add("r", prompt)
         assert driver.generate(NUM_TOKENS)["r"] == expected.tokens
 
 
 def test_an_embedding_and_a_head_of_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = functools.partial(
+    config = partial(
         transformers.GPTNeoXConfig,
         vocab_size=tiny.VOCAB,
         hidden_size=32,
@@ -342,7 +320,7 @@ def test_an_embedding_and_a_head_of_other_names(tmp_path: Path, monkeypatch: pyt
     path = tiny.save("gpt-neox", tmp_path)
     prompt = list(range(3, 20))
     (expected,) = tiny.reference(path, [prompt], NUM_TOKENS)
-    with ranks_here(2, functools.partial(load, path), 2) as runner:
+    with ranks_here(2, partial(load, path), 2) as runner:
         driver = Driver(runner)
         driver.add("r", prompt)
         assert driver.generate(NUM_TOKENS)["r"] == expected.tokens

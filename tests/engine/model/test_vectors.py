@@ -14,12 +14,9 @@ import torch
 from transformers import AutoModel
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.loading import load_runner
-from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tests.engine.model import tiny
-from tests.engine.model.driver import Driver
+from tests.engine.model.driver import Driver, load
 
 LENGTHS = (1, 5, 23, 37)
 SIZE = 32
@@ -74,15 +71,6 @@ def pooled(
             vector = hidden[0]
     vector = vector[:dimensions]
     return vector / np.linalg.norm(vector) if normalize else vector
-
-
-def load(path: Path, *, native: bool = True, pooling: str = "auto") -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1, pooling=pooling),  # type: ignore[arg-type]
-        CacheConfig(block_size=4, memory_bytes=8 << 20),
-        SchedulerConfig(max_num_seqs=4),
-        native=native,
-    )
 
 
 class Case:

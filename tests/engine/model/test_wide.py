@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ import torch
 import transformers
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import paths
 from tandem.engine.model.attention.gathered import GatheredCache
 from tandem.engine.model.cuda.decode_graphs import DecodeGraphs
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.cpu import cpu_pieces
 from tandem.engine.model.fused.find import Fused, fuse
-from tandem.engine.model.loading import load_runner
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide import cut, joint_sums
@@ -31,7 +29,7 @@ from tandem.engine.model.wide.forward import LeadingForward
 from tandem.node.ranks.group import GroupCollectives
 from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.sampling import SamplingParams
-from tests.engine.model import tiny
+from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
@@ -51,20 +49,7 @@ WIDE = [
 ]
 
 
-def load(
-    path: Path,
-    shard: Shard | None,
-    num_speculative_tokens: int = 0,
-    pooling: str = "auto",
-    dtype: str = "float32",
-) -> TorchRunner:
-    return load_runner(
-        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1, pooling=pooling),
-        CacheConfig(block_size=4, memory_bytes=4 << 20),
-        SchedulerConfig(max_num_seqs=4, num_speculative_tokens=num_speculative_tokens),
-        native=False,
-        shard=shard,
-    )
+load = partial(driver.load, native=False)
 
 
 @dataclasses.dataclass
@@ -102,21 +87,14 @@ def wide(
         saved[name] = path, prompts, tiny.reference(path, prompts, NUM_TOKENS)
     path, prompts, answers = saved[name]
     config = transformers.AutoConfig.from_pretrained(path)
-    with ranks_here(width, functools.partial(load, path)) as runner:
+    with ranks_here(width, partial(load, path)) as runner:
         kv_heads = 1 if hasattr(config, "kv_lora_rank") else config.num_key_value_heads
         yield WideCase(runner, path, kv_heads, prompts, answers)
 
 
 def test_mixed_batches_in_chunks_on_ranks(wide: WideCase) -> None:
-    driver = Driver(wide.runner)
-    for index, prompt in enumerate(wide.prompts):
-        driver.add(f"r{index}", prompt, SamplingParams(temperature=0.0, logprobs=0))
-    outputs = driver.generate(NUM_TOKENS, max_chunk=11)
-    assert list(outputs.values()) == [answer.tokens for answer in wide.answers]
-    for index, answer in enumerate(wide.answers):
-        reported = [entry.logprob for entry in driver.requests[f"r{index}"].logprobs]
-        assert reported[:NUM_TOKENS] == pytest.approx(answer.logprobs, abs=2e-4)
-    wide.runner.forget_requests()
+    tokens, logprobs = ([getattr(each, what) for each in wide.answers] for what in ("tokens", "logprobs"))
+    Driver(wide.runner).expect(wide.prompts, tokens, logprobs)
 
 
 def test_the_ranks_keep_one_cache_with_all_heads(wide: WideCase) -> None:
@@ -139,7 +117,7 @@ def test_a_rank_has_some_experts_whole(
     path = tiny.save("mixtral", tmp_path)
     whole = transformers.AutoModelForCausalLM.from_pretrained(path)
     shapes = {tuple(one.shape) for key, one in whole.named_parameters() if "experts" in key}
-    with ranks_here(width, functools.partial(load, path)):
+    with ranks_here(width, partial(load, path)):
         assert set(joined) == {(experts, *shape[1:]) for shape in shapes}
 
 
@@ -159,7 +137,7 @@ def test_routed_and_shared_experts_are_summed_once(
         counted[threading.get_ident()] += 1
         add_up(group, tensor)
 
-    with ranks_here(2, functools.partial(load, path)) as runner:
+    with ranks_here(2, partial(load, path)) as runner:
         monkeypatch.setattr(GroupCollectives, "sum", counting)
         driver = Driver(runner)
         driver.add("r", prompt)
@@ -172,7 +150,7 @@ def test_routed_and_shared_experts_are_summed_once(
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
     """So what one computed another goes on from, whichever is wide."""
     prompt, answer = wide.prompts[2], wide.answers[2].tokens
-    with ranks_here(1, functools.partial(load, wide.path)) as whole:
+    with ranks_here(1, partial(load, wide.path)) as whole:
         for first, second in ((whole, wide.runner), (wide.runner, whole)):
             computing, going_on = Driver(first), Driver(second, 1)
             computing.add("r", prompt)
@@ -212,7 +190,7 @@ def test_a_layer_is_saved_when_all_ranks_have_written_it(
             super().save_kv_layer(layer)
             assert written[layer] == 2, f"layer {layer} leaves before every rank has written it"
 
-    with ranks_here(2, functools.partial(load, small)) as runner:
+    with ranks_here(2, partial(load, small)) as runner:
         monkeypatch.setattr(GatheredCache, "write", late)
         hooks = Counting()
         driver = Driver(runner)
@@ -243,7 +221,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_seeded_sample_is_the_same_at_every_width(small: Path) -> None:
     said = []
     for width in (1, 2, 4):
-        with ranks_here(width, functools.partial(load, small)) as runner:
+        with ranks_here(width, partial(load, small)) as runner:
             driver = Driver(runner)
             driver.add("r", [5, 9, 11], SamplingParams(temperature=0.9, top_p=0.95, seed=7))
             said.append(driver.generate(20)["r"])
@@ -253,7 +231,7 @@ def test_a_seeded_sample_is_the_same_at_every_width(small: Path) -> None:
 def test_drafts_change_no_token_on_ranks(small: Path) -> None:
     prompt = [5, 9, 11, 5, 9]
     (answer,) = tiny.reference(small, [prompt], NUM_TOKENS)
-    with ranks_here(2, functools.partial(load, small, num_speculative_tokens=3)) as runner:
+    with ranks_here(2, partial(load, small, num_speculative_tokens=3)) as runner:
         driver = Driver(runner)
         driver.add("r", prompt)
         driver.step({"r": len(prompt)})
@@ -272,7 +250,7 @@ def fused_on_ranks(path: Path, dtype: str = "float32") -> tuple[list[Fused | Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.engine.model.fused.find.fuse", noted)
-        with ranks_here(2, functools.partial(load, path, dtype=dtype)) as runner:
+        with ranks_here(2, partial(load, path, dtype=dtype)) as runner:
             driver = Driver(runner)
             driver.add("r", [5, 9, 11, 7, 3])
             return found, driver.generate(NUM_TOKENS)["r"]
@@ -316,7 +294,7 @@ class RecordingRanks:
     """Two ranks that record steps, as on GPUs. A recording computes its whole shape again. `fails`: the sizes that a rank cannot record."""
 
     def __init__(self, path: Path, fails: dict[int, set[int]]) -> None:
-        self.load = functools.partial(self._load, path)
+        self.load = partial(self._load, path)
         self.graphs: dict[int, DecodeGraphs] = {}
         self._fails = fails
 
@@ -404,7 +382,7 @@ def test_all_ranks_compute_a_step_in_the_same_shape(
 def test_what_cannot_be_cut_is_refused(name: str, width: int, why: str, tmp_path: Path) -> None:
     path = tiny.save(name, tmp_path)
     with pytest.raises(ConfigurationError, match=why):  # noqa: SIM117
-        with ranks_here(width, functools.partial(_load_or_none, path)):
+        with ranks_here(width, partial(_load_or_none, path)):
             pass
 
 

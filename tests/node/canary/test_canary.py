@@ -17,7 +17,7 @@ from tandem.node.canary.canary import CanaryChecks
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
-from tests.engine.model.test_loading import load
+from tests.engine.model.driver import load
 
 PROMPT = [(7 * i + 3) % 90 + 5 for i in range(200)]
 
