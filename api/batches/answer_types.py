@@ -57,7 +57,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
-class Batch(msgspec.Struct, frozen=True):
+class BatchObject(msgspec.Struct, frozen=True):
     id: str
     endpoint: str
     input_file_id: str
@@ -81,7 +81,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class BatchList(msgspec.Struct, frozen=True):
-    data: list[Batch]
+    data: list[BatchObject]
     first_id: str | None
     last_id: str | None
     has_more: bool

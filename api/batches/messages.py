@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tandem.api.batches.answer_types import Batch
+from tandem.api.batches.answer_types import BatchObject
 from tandem.api.field_table import PathFields
 from tandem.base.errors import InvalidRequest
 
@@ -77,7 +77,7 @@ class MessageBatchDeleted(msgspec.Struct, frozen=True):
     type: Literal["message_batch_deleted"] = "message_batch_deleted"
 
 
-def shown(batch: Batch) -> MessageBatch:
+def shown(batch: BatchObject) -> MessageBatch:
     """The batch as Anthropic's API has it. The results' address has no host, so that it is right behind any proxy; Anthropic's
     clients ask the server that they know."""
     counts = batch.request_counts

@@ -13,9 +13,9 @@ import msgspec
 
 from tandem.api.batches.answer_types import (
     ENDED,
-    Batch,
     BatchMistake,
     BatchMistakes,
+    BatchObject,
     FileObject,
     RequestCounts,
     Status,
@@ -210,7 +210,9 @@ class BatchStore:
 
     # --- jobs
 
-    def add_job(self, owner: str, request: BatchRequest, form: Form = "openai", total: int = 0) -> Batch:
+    def add_job(
+        self, owner: str, request: BatchRequest, form: Form = "openai", total: int = 0
+    ) -> BatchObject:
         """Raises FileNotHere, and Overloaded when the owner has too many unfinished jobs."""
         self.file(request.input_file_id, owner)
         now = int(self._clock())
@@ -237,7 +239,7 @@ class BatchStore:
             )  # fmt: skip
         return self.job(job_id, owner, form)
 
-    def job(self, job_id: str, owner: str, form: Form = "openai") -> Batch:
+    def job(self, job_id: str, owner: str, form: Form = "openai") -> BatchObject:
         """Raises BatchNotHere, also for another owner's job."""
         row = self._db.execute(
             "SELECT * FROM jobs WHERE id = ? AND owner = ? AND form = ?", (job_id, owner, form)
@@ -248,13 +250,13 @@ class BatchStore:
 
     def jobs(
         self, owner: str, after: str | None, limit: int, form: Form = "openai"
-    ) -> tuple[list[Batch], bool]:
+    ) -> tuple[list[BatchObject], bool]:
         rows, more = self._page(
             "jobs", "owner = ? AND form = ?", (owner, form), after, limit, newest_first=True
         )
         return [_batch_of(row) for row in rows], more
 
-    def cancel(self, job_id: str, owner: str, form: Form = "openai") -> Batch:
+    def cancel(self, job_id: str, owner: str, form: Form = "openai") -> BatchObject:
         """Its lines that have no answer get none. A job that has ended stays as it is, which OpenAI's API refuses to cancel."""
         with transaction(self._db) as db:
             row = db.execute(
@@ -542,10 +544,10 @@ def _file_of(row: sqlite3.Row) -> FileObject:
     return FileObject(row["id"], row["size"], row["made"], row["name"], row["purpose"], row["expires"])
 
 
-def _batch_of(row: sqlite3.Row) -> Batch:
+def _batch_of(row: sqlite3.Row) -> BatchObject:
     mistakes = row["mistakes"]
     times = {name: at for name, at in msgspec.json.decode(row["times"]).items() if name in _TIMES}
-    return Batch(
+    return BatchObject(
         id=row["id"],
         endpoint=row["endpoint"],
         input_file_id=row["input_file"],
@@ -562,7 +564,7 @@ def _batch_of(row: sqlite3.Row) -> Batch:
     )
 
 
-_TIMES = frozenset(name for name in Batch.__struct_fields__ if name.endswith("_at")) - {
+_TIMES = frozenset(name for name in BatchObject.__struct_fields__ if name.endswith("_at")) - {
     "created_at",
     "expires_at",
 }

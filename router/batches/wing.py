@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-from tandem.api.batches.answer_types import Batch, BatchList, FileDeleted, FileList, FileObject
+from tandem.api.batches.answer_types import BatchList, BatchObject, FileDeleted, FileList, FileObject
 from tandem.api.batches.batch_request import BatchRequest
 from tandem.api.batches.messages import (
     MessageBatch,
@@ -152,7 +152,7 @@ _ERRORS = ("400", "401", "404", "503", "507")
 Batches.document = WingDocument(
     types=(
         BatchRequest,
-        Batch,
+        BatchObject,
         BatchList,
         FileObject,
         FileList,
@@ -182,15 +182,15 @@ Batches.document = WingDocument(
             "post": operation(
                 "Have a file of requests answered when the cluster is idle",
                 BatchRequest,
-                Batch,
+                BatchObject,
                 (*_ERRORS, "408", "413", "415"),
             ),
         },
         "/v1/batches/{batch_id}": {
-            "get": operation("One batch, as it is now", None, Batch, _ERRORS, parameter="batch_id")
+            "get": operation("One batch, as it is now", None, BatchObject, _ERRORS, parameter="batch_id")
         },
         "/v1/batches/{batch_id}/cancel": {
-            "post": operation("Answer no more of its lines", None, Batch, _ERRORS, parameter="batch_id")
+            "post": operation("Answer no more of its lines", None, BatchObject, _ERRORS, parameter="batch_id")
         },
         "/v1/messages/batches": {
             "get": operation("The batches of messages, the newest first", None, MessageBatchList, _ERRORS),
