@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def answers(smollm2_path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return [answer.tokens for answer in tiny.reference(smollm2_path, prompts, NUM_TOKENS)]
 
 
-def load(path: Path, drafts: int = 0, native: bool = True) -> TorchRunner:
+def load(path: Path, drafts: int = 0, native: bool = True, dtype: str = "float32") -> TorchRunner:
     return load_runner(
-        ModelConfig(path=str(path), dtype="float32", device="cpu", threads=1),
+        ModelConfig(path=str(path), dtype=dtype, device="cpu", threads=1),
         CacheConfig(memory_bytes=512 << 20),
         SchedulerConfig(max_model_len=1024, num_speculative_tokens=drafts),
         native=native,
@@ -46,6 +47,17 @@ def load(path: Path, drafts: int = 0, native: bool = True) -> TorchRunner:
 @pytest.fixture(scope="module")
 def runner(smollm2_path: Path) -> TorchRunner:
     return load(smollm2_path)
+
+
+def test_the_packaged_model_is_computed_in_the_blocks_of_its_file(
+    smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "tandem.engine.model.paths"):
+        driver = Driver(load(smollm2_path, dtype="auto"))
+    (size,) = map(int, re.findall(r"(\d+) kB of packed matrices", caplog.text))
+    assert size < 100_000  # 4 to 8 bits a weight; packed bfloat16 takes twice as much
+    driver.add("r", prompts[0])
+    assert driver.generate(2)["r"] == answers[0][:2]
 
 
 def clear(driver: Driver) -> None:
