@@ -1,30 +1,34 @@
 """Where a step's time goes in the native library: each kind of work, compared with the machine's limit.
 
-    python -m benchmarks.native_kernels MODEL [--threads N] [--dtype bfloat16] [--limit avx512] [--json FILE]
+    python -m benchmarks.native_kernels MODEL [--threads N] [--dtype bfloat16] [--limit avx512] [--widened] [--json FILE]
 
-MODEL is a local folder of the Llama family. Matrix products are shown as their rate; in decodes, which wait for the weights, as the rate at
-which weights are read. Attention in decodes is shown as the rate at which KV is read.
+MODEL is a local folder of the Llama family, or a GGUF file. Matrix products are shown as their rate; in decodes, which wait for the weights,
+as the rate at which weights are read. Attention in decodes is shown as the rate at which KV is read. With --widened every step is also
+measured with the model's blocks widened.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.machine import measure_limits
 from benchmarks.lib.tables import table_of
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
+from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.native.architecture import Architecture, describe
-from tandem.engine.model.native.forward import Checkpoint, NativeLlamaForward
+from tandem.engine.model.native.forward import Checkpoint, NativeLlamaForward, Take
 from tandem.engine.model.runner import Batch
+from tandem.engine.model.source import ModelSource, find_source
+from tandem.engine.model.weight_formats import weight_format
+from tandem.kernels.library import BlockRows, Weights, widen
 
 BLOCK_SIZE = 16
 PREFILLS = (128, 512, 2048)
@@ -47,26 +51,54 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="all cores of this process by default")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--limit", default="", help="no instruction set better than this one")
+    parser.add_argument("--widened", action="store_true", help="also with blocks widened to the dtype")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    config = AutoConfig.from_pretrained(options.model)
-    forward = NativeLlamaForward(
-        config,
-        Checkpoint(Path(options.model)).take,
-        dtype=dtype,
-        threads=options.threads,
-        instruction_set=options.limit,
-    )
+    source = find_source(options.model)
+    config = read_config(source)
+    forwards = {"": load(source, config, options, dtype)}
+    if options.widened:
+        forwards[", widened"] = load(source, config, options, dtype, widened=True)
     architecture = describe(config)
     shapes = [(f"prefill {n}", 1, n, n) for n in PREFILLS]
     shapes += [(f"decode {batch} x {context}", batch, 1, context) for batch, context in DECODES]
-    steps = [measure(forward, architecture, dtype, options.repeats, *shape) for shape in shapes]
-    forward.close()
+    steps, rows = [], []
+    for name, *shape in shapes:
+        for how, forward in forwards.items():
+            step = measure(forward, architecture, dtype, options.repeats, name + how, *shape)
+            steps.append(step)
+            rows.append(row_of(step, architecture, dtype.itemsize, bytes_per_weight(forward, architecture)))
+    for forward in forwards.values():
+        forward.close()
     limits = measure_limits(dtype, torch.device("cpu"), options.threads or torch.get_num_threads())
-    rows = [row_of(step, architecture, dtype.itemsize) for step in steps]
     figures = {"limits": limits, "steps": steps}
     return report(options, figures, table_of(f"milliseconds a step; torch's best: {limits}", rows))
+
+
+def load(
+    source: ModelSource, config: Any, options: Any, dtype: torch.dtype, *, widened: bool = False
+) -> NativeLlamaForward:
+    found = weight_format(source, config)
+    stored = found.stored_tensors(config) if found is not None else None
+    stored_take: Take = stored.take if stored is not None else Checkpoint(source.folder, dtype).take
+
+    def take(name: str) -> Weights | None:
+        weights = stored_take(name)
+        return widen(weights, dtype) if widened and isinstance(weights, BlockRows) else weights
+
+    return NativeLlamaForward(
+        config,
+        take,
+        dtype=dtype,
+        threads=options.threads,
+        rotary=stored.rotary() if stored is not None else None,
+        instruction_set=options.limit,
+    )
+
+
+def bytes_per_weight(forward: NativeLlamaForward, a: Architecture) -> float:
+    return forward.weight_bytes / (_matrix_elements(a) + a.vocab * a.hidden)
 
 
 def measure(
@@ -122,7 +154,7 @@ def make_batch(a: Architecture, requests: int, queries: int, context: int, block
     )
 
 
-def row_of(step: KernelStep, a: Architecture, element_bytes: int) -> dict[str, str]:
+def row_of(step: KernelStep, a: Architecture, element_bytes: int, weight_bytes: float) -> dict[str, str]:
     weights, products = _matrix_elements(a), sum(step.phases[name] for name in PRODUCTS)
     attention = step.phases["attention"]
     row = {"step": step.name, "in all": f"{step.seconds * 1e3:.1f}"}
@@ -137,7 +169,7 @@ def row_of(step: KernelStep, a: Architecture, element_bytes: int) -> dict[str, s
         }
     kv = 2 * step.requests * step.context * a.kv_heads * a.head_dim * a.layers * element_bytes
     return row | {
-        "products at": f"{weights * element_bytes / products / 1e9:.1f} GB/s",
+        "products at": f"{weights * weight_bytes / products / 1e9:.1f} GB/s",
         "attention at": f"{kv / attention / 1e9:.1f} GB/s",
     }
 

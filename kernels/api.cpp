@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "elements.h"
 #include "errors.h"
 #include "model.h"
 #include "operations.h"
@@ -52,6 +53,24 @@ int tandem_load_linear(tandem_model* m, int32_t which, int32_t layer, const tand
 
 int tandem_load_vector(tandem_model* m, int32_t which, int32_t layer, const tandem_part* part) {
   return guarded([&] { m->model.load_vector(which, layer, *part); });
+}
+
+int64_t tandem_weight_bytes(const tandem_model* m) { return m->model.weight_bytes(); }
+
+int tandem_widen(const tandem_part* part, int64_t inputs, int32_t dtype, void* out) {
+  return guarded([&] {
+    using namespace tandem;
+    const Dtype from = static_cast<Dtype>(part->dtype), to = static_cast<Dtype>(dtype);
+    require(to == Dtype::f32 || to == Dtype::bf16, "weights are widened to float32 or bfloat16");
+    require(inputs % kGroup == 0, "rows end within a group of weights");
+    for (int64_t at = 0; at < part->rows * inputs; at += kGroup) {
+      float wide[kGroup];
+      read_elements(part->data, at, kGroup, from, wide);
+      if (to == Dtype::f32) memcpy(static_cast<float*>(out) + at, wide, sizeof wide);
+      if (to == Dtype::bf16)
+        for (int i = 0; i < kGroup; i++) static_cast<uint16_t*>(out)[at + i] = float_to_bf16(wide[i]);
+    }
+  });
 }
 
 int tandem_use_embedding(tandem_model* m, const tandem_part* part) {

@@ -21,7 +21,8 @@ struct tandem_spec {
   float eps;
 };
 
-struct tandem_part {  // rows of a checkpoint's matrix, or elements of its vector
+// Rows of a checkpoint's matrix, or elements of its vector. Matrices may be in blocks, as GGUF files have them.
+struct tandem_part {
   const void* data;
   int64_t rows;
   int32_t dtype;
@@ -148,10 +149,16 @@ struct tandem_model;
 TANDEM_API tandem_model* tandem_create(const tandem_spec*, const int32_t* cores, int32_t threads, const char* limit);
 TANDEM_API void tandem_destroy(tandem_model*);
 
-// Copies the weights. The matrix is its parts one below the other; gate_up takes two parts, gate and up. Biases may be null.
+// Copies the weights. The matrix is its parts one below the other; gate_up takes two parts, gate and up. Biases may be null. Blocks of one
+// kind stay blocks; parts of several kinds are widened. A unit that multiplies bfloat16 computes with the blocks' weights rounded to it, any
+// other with the weights as their format defines them.
 TANDEM_API int tandem_load_linear(tandem_model*, int32_t which, int32_t layer, const tandem_part* weights,
                                   const tandem_part* biases, int32_t count);
 TANDEM_API int tandem_load_vector(tandem_model*, int32_t which, int32_t layer, const tandem_part*);
+// The memory that packed matrices take, in bytes.
+TANDEM_API int64_t tandem_weight_bytes(const tandem_model*);
+// The part's weights in float32, or rounded to bfloat16: [rows, inputs].
+TANDEM_API int tandem_widen(const tandem_part*, int64_t inputs, int32_t dtype, void* out);
 // Keeps the pointer to the embedding, [vocab, hidden], and does not copy it.
 TANDEM_API int tandem_use_embedding(tandem_model*, const tandem_part*);
 TANDEM_API int tandem_set_rotary(tandem_model*, const float* inverse_frequencies, int32_t count, float scaling);

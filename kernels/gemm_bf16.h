@@ -21,9 +21,9 @@ TANDEM_INLINE void multiply_panel(const Gemm& g, int row_begin, int row_end, int
                                   Finisher& finisher) {
   const int tiles = static_cast<int>(tiles_along(g.w.k));
   const int blocks = (row_end - row_begin + kRowsPerBlock - 1) / kRowsPerBlock;
-  const bool compact = g.w.outliers >= 0;
+  const bool compact = g.w.outliers >= 0, in_blocks = is_blocks(g.w.form);
   const char* stored = static_cast<const char*>(g.w.panels) + panel * g.w.panel_bytes;
-  const char *plain = compact ? g.scratch : stored, *ahead = stored + g.w.panel_bytes;
+  const char *plain = compact || in_blocks ? g.scratch : stored, *ahead = stored + g.w.panel_bytes;
   // Many rows leave time to fetch the whole next panel meanwhile. With few rows, so many fetches would delay the activations, which
   // come from the second-level cache.
   const bool far = row_end - row_begin > kRowsToFetchFar;
@@ -38,6 +38,9 @@ TANDEM_INLINE void multiply_panel(const Gemm& g, int row_begin, int row_end, int
     else if (compact)
       multiply_block(g, row, rows, panel, block,
                      CompactStream(stored, g.w.outliers, tiles, g.scratch, blocks > 1 ? tiles : kRing, !far), finisher);
+    else if (in_blocks)
+      multiply_block(g, row, rows, panel, block,
+                     BlockStream(stored, g.w.form, tiles, g.scratch, blocks > 1 ? tiles : kRing, !far), finisher);
     else
       multiply_block(g, row, rows, panel, block, PlainStream(stored, !far), finisher);
   }

@@ -4,6 +4,7 @@
 // 32-bit words per k: column j in the low half, column j + W in the high half, so that a shift and a mask widen it.
 #pragma once
 
+#include "blocks_fma.h"
 #include "packing.h"
 #include "rows.h"
 
@@ -12,26 +13,32 @@ namespace {
 
 // Rows per pass: as many as the registers hold.
 constexpr int kRows = W == 16 ? 12 : 6;
+constexpr int kFewRows = 2;  // with so many, two panels at once
 constexpr int kRowsPerTask = 252;  // a multiple of kRows; keeps a task's rows in the second-level cache
 
 template <typename T>
-int64_t panel_bytes(int k, int) {
-  return static_cast<int64_t>(kPanel) * k * static_cast<int64_t>(sizeof(T));
+int64_t panel_bytes(const Linear& w) {
+  if (is_blocks(w.form)) return block_panel_bytes(w.k, w.form);
+  return static_cast<int64_t>(kPanel) * w.k * static_cast<int64_t>(sizeof(T));
 }
 
-size_t gemm_scratch(int) { return 0; }
+// A panel of blocks, or a group of two, expanded.
+size_t gemm_scratch(int k) { return static_cast<size_t>(max_int(k, 2 * kGroup)) * kPanel * sizeof(float); }
+
+TANDEM_INLINE void put_weight(float* row, int j, float x) { row[j] = x; }
+TANDEM_INLINE void put_weight(uint16_t* row, int j, float x) { row[j % W * 2 + j / W] = float_to_bf16(x); }
 
 template <typename T>
 void pack(const Linear& w, const WeightPart* parts, int count, bool interleave, int panel, char*) {
+  if (is_blocks(w.form)) return pack_blocks(w, parts, count, interleave, panel);
   T* out = static_cast<T*>(const_cast<void*>(w.panels)) + static_cast<size_t>(panel) * kPanel * w.k;
   for (int j = 0; j < kPanel; j++) {
     const SourceRow source = source_row(parts, count, interleave, static_cast<int64_t>(panel) * kPanel + j, w.k);
-    for (int i = 0; i < w.k; i++) {
-      const float x = source.data ? element(source.data, source.offset + i, source.dtype) : 0;
-      if constexpr (sizeof(T) == 4)
-        out[i * kPanel + j] = x;
-      else
-        out[i * kPanel + j % W * 2 + j / W] = float_to_bf16(x);
+    for (int from = 0; from < w.k; from += kGroup) {
+      const int n = min_int(kGroup, w.k - from);
+      float columns[kGroup];
+      read_columns(source, from, n, columns);
+      for (int i = 0; i < n; i++) put_weight(out + static_cast<int64_t>(from + i) * kPanel, j, columns[i]);
     }
   }
 }
@@ -48,35 +55,137 @@ TANDEM_INLINE void load_weights(const uint16_t* p, vf& a, vf& b) {
   b = cast<vf>(high);
 }
 
-template <int R, typename T>
-void multiply_rows(const Gemm& g, int row0, int n0, const T* panel) {
+// Where the weights of P panels come from: next() returns those of the first one for `count()` more inputs, and the others' lie `apart()`
+// from each other. What comes a little later is fetched: memory is what a product of few rows waits for. At the end of these panels that
+// is what follows them.
+template <typename T, int P>
+class PlainWeights {
+ public:
+  PlainWeights(const T* panel, int k) : at_(panel), end_(panel + static_cast<int64_t>(k) * kPanel), apart_(end_ - panel) {}
+
+  TANDEM_INLINE const T* next() {
+    const T* now = at_;
+    count_ = static_cast<int>(end_ - now) / kPanel;
+    if (count_ > kGroup) count_ = kGroup;
+    at_ += count_ * kPanel;
+    fetched_ = now + 2048 / sizeof(T);
+    if (P > 1 && fetched_ >= end_) fetched_ += (P - 1) * apart_;
+    return now;
+  }
+  TANDEM_INLINE int count() const { return count_; }
+  TANDEM_INLINE int64_t apart() const { return apart_; }
+  TANDEM_INLINE void fetch(int input, int panel) const {
+    __builtin_prefetch(fetched_ + input * kPanel + panel * apart_, 0, 3);
+  }
+
+ private:
+  const T *at_, *end_, *fetched_ = nullptr;
+  int64_t apart_;
+  int count_ = 0;
+};
+
+template <int P>
+class BlockWeights {
+ public:
+  // `space` has room for a group of P panels, expanded.
+  BlockWeights(const Linear& w, const char* panel, float* space)
+      : walk_(panel, w.form), end_(panel + w.panel_bytes), panel_bytes_(w.panel_bytes),
+        expand_(group_expander(w.form)), space_(space) {}
+
+  TANDEM_INLINE const float* next() {
+    walk_.next();
+    const char *block = walk_.block(), *group = walk_.group(), *fetched = group + kAhead;
+    if (P > 1 && fetched >= end_) fetched += (P - 1) * panel_bytes_;
+    for (int p = 0; p < P; p++) {
+      const int64_t panel = p * panel_bytes_;
+      for (int i = 0; i < walk_.bytes(); i += 64) __builtin_prefetch(fetched + panel + i, 0, 3);
+      expand_(block + panel, group + panel, space_ + p * apart());
+    }
+    return space_;
+  }
+  TANDEM_INLINE int count() const { return kGroup; }
+  TANDEM_INLINE int64_t apart() const { return kGroup * kPanel; }
+  TANDEM_INLINE void fetch(int, int) const {}
+
+ private:
+  static constexpr int kAhead = 2048;
+
+  BlockWalk walk_;
+  const char* const end_;
+  const int64_t panel_bytes_;
+  const ExpandGroup expand_;
+  float* space_;
+};
+
+// R rows by P panels.
+template <int R, int P, typename Weights>
+void multiply_rows(const Gemm& g, int row0, int n0, Weights weights) {
   const int k = g.w.k;
   const int64_t stride = activation_stride(k);
   const float* x = static_cast<const float*>(g.x) + row0 * stride;
-  vf sums[R][2] = {};
-  for (int i = 0; i < k; i++) {
-    vf a, b;
-    load_weights(panel + static_cast<int64_t>(i) * kPanel, a, b);
-    if (R < 4) __builtin_prefetch(panel + static_cast<int64_t>(i) * kPanel + 2048 / sizeof(T), 0, 3);
+  vf sums[R][P][2] = {};
+  for (int from = 0; from < k; from += weights.count()) {
+    const auto* at = weights.next();
+    const int count = weights.count();
+    for (int i = 0; i < count; i++, at += kPanel) {
+#pragma GCC unroll 2
+      for (int p = 0; p < P; p++) {
+        vf a, b;
+        load_weights(at + p * weights.apart(), a, b);
+        if (R < 4) weights.fetch(i, p);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const vf v = splat(x[r * stride + i]);
-      sums[r][0] += v * a;
-      sums[r][1] += v * b;
+        for (int r = 0; r < R; r++) {
+          const vf v = splat(x[r * stride + from + i]);
+          sums[r][p][0] += v * a;
+          sums[r][p][1] += v * b;
+        }
+      }
     }
   }
-  float block[R * kPanel];
-  for (int r = 0; r < R; r++) {
-    store(block + r * kPanel, sums[r][0]);
-    store(block + r * kPanel + W, sums[r][1]);
+  for (int p = 0; p < P; p++) {
+    float block[R * kPanel];
+    for (int r = 0; r < R; r++) {
+      store(block + r * kPanel, sums[r][p][0]);
+      store(block + r * kPanel + W, sums[r][p][1]);
+    }
+    finish_product(g, row0, R, n0 + p * kPanel, block, kPanel);
   }
-  finish_product(g, row0, R, n0, block, kPanel);
 }
 
-template <int R, typename T>
-void multiply_rest(const Gemm& g, int row0, int rows, int n0, const T* panel) {
-  if (rows == R) return multiply_rows<R>(g, row0, n0, panel);
-  if constexpr (R > 1) multiply_rest<R - 1>(g, row0, rows, n0, panel);
+template <int R, int P, typename Weights>
+void multiply_rest(const Gemm& g, int row0, int rows, int n0, Weights weights) {
+  if (rows == R) return multiply_rows<R, P>(g, row0, n0, weights);
+  if constexpr (R > 1) multiply_rest<R - 1, P>(g, row0, rows, n0, weights);
+}
+
+template <typename T>
+void multiply_plain(const Gemm& g, int row, int row_end, int n0, const T* panel) {
+  const PlainWeights<T, 1> weights(panel, g.w.k);
+  for (; row + kRows <= row_end; row += kRows) multiply_rows<kRows, 1>(g, row, n0, weights);
+  if (row < row_end) multiply_rest<kRows - 1, 1>(g, row, row_end - row, n0, weights);
+}
+
+// Few rows take each group while it is in the first-level cache. More rows find the whole panel in the second-level one.
+void multiply_blocks(const Gemm& g, int row, int row_end, int n0, const char* panel) {
+  float* const space = reinterpret_cast<float*>(g.scratch);
+  if (row_end - row <= kRows)
+    return multiply_rest<kRows, 1>(g, row, row_end - row, n0, BlockWeights<1>(g.w, panel, space));
+  BlockWalk walk(panel, g.w.form);
+  const ExpandGroup expand = group_expander(g.w.form);
+  for (int from = 0; from < g.w.k; from += kGroup) {
+    walk.next();
+    expand(walk.block(), walk.group(), space + static_cast<int64_t>(from) * kPanel);
+  }
+  multiply_plain(g, row, row_end, n0, space);
+}
+
+// One or two rows by two panels: a sum waits for itself, so more sums at once keep the processor busy.
+template <typename T>
+void multiply_two(const Gemm& g, int row, int rows, int n0, const char* panel) {
+  if (is_blocks(g.w.form))
+    multiply_rest<kFewRows, 2>(g, row, rows, n0, BlockWeights<2>(g.w, panel, reinterpret_cast<float*>(g.scratch)));
+  else
+    multiply_rest<kFewRows, 2>(g, row, rows, n0, PlainWeights<T, 2>(reinterpret_cast<const T*>(panel), g.w.k));
 }
 
 int panels_per_task(const Gemm& g) { return panels(g.w.n) >= 16 * g.threads ? 4 : 1; }
@@ -91,11 +200,15 @@ void gemm(const Gemm& g, int task) {
   const int per_task = panels_per_task(g), count = panels(g.w.n), groups = (count + per_task - 1) / per_task;
   const int row_begin = task / groups * kRowsPerTask, row_end = min_int(g.m, row_begin + kRowsPerTask);
   const int first = task % groups * per_task, last = min_int(count, first + per_task);
+  const int rows = row_end - row_begin;
   for (int p = first; p < last; p++) {
-    const T* panel = static_cast<const T*>(g.w.panels) + static_cast<size_t>(p) * kPanel * g.w.k;
-    int row = row_begin;
-    for (; row + kRows <= row_end; row += kRows) multiply_rows<kRows>(g, row, p * kPanel, panel);
-    if (row < row_end) multiply_rest<kRows - 1>(g, row, row_end - row, p * kPanel, panel);
+    const char* panel = static_cast<const char*>(g.w.panels) + p * g.w.panel_bytes;
+    if (rows <= kFewRows && p + 1 < last)
+      multiply_two<T>(g, row_begin, rows, p++ * kPanel, panel);
+    else if (is_blocks(g.w.form))
+      multiply_blocks(g, row_begin, row_end, p * kPanel, panel);
+    else
+      multiply_plain(g, row_begin, row_end, p * kPanel, reinterpret_cast<const T*>(panel));
   }
 }
 

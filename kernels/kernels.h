@@ -9,7 +9,19 @@
 
 namespace tandem {
 
-enum class Dtype : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+enum class Dtype : int32_t {
+  f32 = 0,
+  bf16 = 1,
+  f16 = 2,
+  q4_0 = 3,  // from here on: blocks, as GGUF files have them (elements.h)
+  q4_1 = 4,
+  q5_0 = 5,
+  q5_1 = 6,
+  q8_0 = 7,
+  q4_k = 8,
+  q5_k = 9,
+  q6_k = 10,
+};
 
 // Softmax runs over blocks of this many keys, aligned to absolute positions, each with its own maximum; blocks
 // are merged in order. A row's result therefore does not depend on the rows beside it, on how its prompt was
@@ -27,13 +39,14 @@ constexpr int kTaskTiles = 32;
 struct Linear {
   const void* panels;
   int64_t panel_bytes;
-  int outliers;       // that each panel has room for, if its weights are compact; -1: they are plain
+  Dtype form;         // of the packed weights: the unit's own, or blocks
+  int outliers;       // that each panel has room for, if its weights are compact; -1: they are not
   const float* bias;  // in the order of the packed columns, padded; null without bias
   int n;              // outputs
   int k;              // inputs
 };
 
-// Rows of a checkpoint's matrix, [rows, k] and contiguous. Several parts make one fused matrix.
+// Rows of a checkpoint's matrix, [rows, k] and contiguous. Several parts make one fused matrix. Rows of blocks have whole blocks.
 struct WeightPart {
   const void* data;
   int64_t rows;
@@ -150,8 +163,8 @@ struct Kernels {
   Dtype dtype;  // of weights, and of the cache
   int (*padded_columns)(int n);
   int (*panels)(int n);
-  // The size of a panel that is compact with room for `outliers` outliers, or plain (-1).
-  int64_t (*panel_bytes)(int k, int outliers);
+  // The size of a panel by the matrix' inputs, form and outliers.
+  int64_t (*panel_bytes)(const Linear&);
   // How many outliers a compact panel would have. Null in a unit that has none. With `interleave` the columns of
   // two parts of equal size alternate in steps of this unit (silu_mul); otherwise the parts lie one below the other.
   int (*outliers)(const WeightPart* parts, int count, bool interleave, int k, int panel);

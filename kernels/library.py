@@ -6,14 +6,36 @@ import ctypes
 import threading
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.kernels.build import Report, library_path, quiet
 from tandem.kernels.compiler import BuildFailed
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class BlockKind(NamedTuple):
+    code: int
+    weights: int  # of a block
+    num_bytes: int
+
+
+BLOCKS = {
+    "Q4_0": BlockKind(3, 32, 18),
+    "Q4_1": BlockKind(4, 32, 20),
+    "Q5_0": BlockKind(5, 32, 22),
+    "Q5_1": BlockKind(6, 32, 24),
+    "Q8_0": BlockKind(7, 32, 34),
+    "Q4_K": BlockKind(8, 256, 144),
+    "Q5_K": BlockKind(9, 256, 176),
+    "Q6_K": BlockKind(10, 256, 210),
+}
+"""The kinds of blocks that are computed as they are, by their names in GGUF."""
 
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, FINAL_NORM = range(5)
@@ -37,6 +59,23 @@ class Spec(ctypes.Structure):
 
 class WeightRows(ctypes.Structure):
     _fields_ = (("data", c_void_p), ("rows", c_int64), ("dtype", c_int32))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Rows of a matrix in blocks."""
+
+    data: npt.NDArray[np.uint8]  # [rows, bytes], contiguous
+    kind: str  # one of BLOCKS
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Counted in weights."""
+        kind = BLOCKS[self.kind]
+        return self.data.shape[0], self.data.shape[1] // kind.num_bytes * kind.weights
+
+
+Weights = torch.Tensor | BlockRows
 
 
 class CacheLayout(ctypes.Structure):
@@ -140,6 +179,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_int32,
         [c_void_p, c_int32, c_int32, POINTER(WeightRows), POINTER(WeightRows), c_int32],
     ),
+    "tandem_weight_bytes": (c_int64, [c_void_p]),
+    "tandem_widen": (c_int32, [POINTER(WeightRows), c_int64, c_int32, c_void_p]),
     "tandem_load_vector": (c_int32, [c_void_p, c_int32, c_int32, POINTER(WeightRows)]),
     "tandem_use_embedding": (c_int32, [c_void_p, POINTER(WeightRows)]),
     "tandem_set_rotary": (c_int32, [c_void_p, POINTER(c_float), c_int32, c_float]),
@@ -243,6 +284,17 @@ def instruction_set(dtype: torch.dtype, limit: str = "") -> str | None:
     return found.decode() if found else None
 
 
-def part(tensor: torch.Tensor) -> WeightRows:
-    """Points into the tensor, which must be contiguous and outlive the call."""
-    return WeightRows(tensor.data_ptr(), tensor.shape[0], DTYPES[tensor.dtype])
+def part(weights: Weights) -> WeightRows:
+    """Points into the weights, which must be contiguous and outlive the call."""
+    if isinstance(weights, BlockRows):
+        return WeightRows(weights.data.ctypes.data, weights.data.shape[0], BLOCKS[weights.kind].code)
+    return WeightRows(weights.data_ptr(), weights.shape[0], DTYPES[weights.dtype])
+
+
+def widen(rows: BlockRows, dtype: torch.dtype) -> torch.Tensor:
+    """The weights as an ordinary matrix: in float32 as GGUF defines them, in bfloat16 rounded once."""
+    out = torch.empty(rows.shape, dtype=dtype)
+    status: int = load().tandem_widen(part(rows), rows.shape[1], DTYPES[dtype], out.data_ptr())
+    if status != 0:
+        raise ValueError(last_error())
+    return out

@@ -8,33 +8,13 @@
 #include <stdexcept>
 #include <string>
 
-namespace tandem {
+#include "elements.h"
+#include "packed.h"
 
-bool compact_is_worthwhile(int64_t compact_bytes, int64_t plain_bytes) { return compact_bytes <= plain_bytes * 0.85; }
+namespace tandem {
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
-}
-
-float read_element(const void* data, int64_t i, Dtype dtype) {
-  if (dtype == Dtype::f32) {
-    float x;
-    memcpy(&x, static_cast<const char*>(data) + i * 4, 4);
-    return x;
-  }
-  uint16_t h;
-  memcpy(&h, static_cast<const char*>(data) + i * 2, 2);
-  if (dtype == Dtype::bf16) {
-    const uint32_t bits = static_cast<uint32_t>(h) << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-  }
-  const int exponent = h >> 10 & 31, fraction = h & 1023;
-  const float x = exponent == 31  ? (fraction ? NAN : INFINITY)
-                  : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                                  : std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
-  return h & 0x8000 ? -x : x;
 }
 
 const Kernels* choose_kernels(Dtype dtype, const char* limit) {
@@ -56,18 +36,21 @@ Model::Model(const tandem_spec& spec, const Kernels* kernels, std::vector<int> c
       q_size_(spec.heads * spec.head_dim),
       qkv_size_(q_size_ + 2 * spec.kv_heads * spec.head_dim),
       layers_(static_cast<size_t>(spec.layers)) {
-  // Room for plain weights; what compact ones leave free is never touched, so it costs nothing.
+  // Room for plain weights; what smaller ones leave free is never touched, so it costs nothing.
   int64_t bytes = 0;
   size_t scratch = kernels_->attention_scratch(spec.head_dim);
   const auto expect = [&](Linear& w, int n, int k) {
     w.n = n;
     w.k = k;
-    bytes += kernels_->panels(n) * kernels_->panel_bytes(k, -1);
+    w.form = kernels_->dtype;
+    w.outliers = -1;
+    bytes += kernels_->panels(n) * kernels_->panel_bytes(w);
     scratch = std::max(scratch, kernels_->gemm_scratch(k));
     missing_.insert(&w);
   };
   for (Layer& layer : layers_) {
     expect(layer.qkv, qkv_size_, spec.hidden);
+    bytes += 2 * kernels_->panel_bytes(layer.qkv);  // its parts may lie apart
     expect(layer.o, spec.hidden, q_size_);
     expect(layer.gate_up, 2 * spec.intermediate, spec.hidden);
     expect(layer.down, spec.hidden, spec.intermediate);
@@ -108,51 +91,40 @@ std::vector<float>& Model::vector(int which, int layer) {
 void Model::load_linear(int which, int layer, const tandem_part* weights, const tandem_part* biases, int count) {
   Linear& w = linear(which, layer);
   const bool interleave = which == TANDEM_GATE_UP;
-  std::vector<WeightPart> parts, bias_parts;
+  const std::vector<WeightPart> parts = parts_of(weights, count);
   int64_t rows = 0;
-  for (int i = 0; i < count; i++) {
-    parts.push_back({weights[i].data, weights[i].rows, static_cast<Dtype>(weights[i].dtype)});
-    rows += weights[i].rows;
-    if (biases) bias_parts.push_back({biases[i].data, biases[i].rows, static_cast<Dtype>(biases[i].dtype)});
-  }
+  for (const WeightPart& part : parts) rows += part.rows;
   require(rows == w.n, "the matrix has " + std::to_string(rows) + " rows where " + std::to_string(w.n) + " belong");
+  require(which != TANDEM_QKV || count <= 3, "Q, K and V are three parts");
   require(!interleave || (count == 2 && weights[0].rows == weights[1].rows), "gate and up must be alike");
   require(missing_.erase(&w) == 1, "a matrix is loaded twice");
 
-  // Matrices lie in the order in which they are loaded, which is the order in which a step reads them: a prefetch
-  // past one's end fetches the next.
-  const int panels = kernels_->panels(w.n);
-  w.outliers = kernels_->outliers ? most_outliers(parts, interleave, w) : -1;
-  w.panel_bytes = kernels_->panel_bytes(w.k, w.outliers);
-  const int64_t plain_bytes = kernels_->panel_bytes(w.k, -1);
-  if (!compact_is_worthwhile(w.panel_bytes, plain_bytes)) {
-    w.outliers = -1;
-    w.panel_bytes = plain_bytes;
+  const std::vector<WeightPart> bias_parts = biases ? parts_of(biases, count) : std::vector<WeightPart>();
+  const auto in_blocks = [](const WeightPart& part) { return is_blocks(part.dtype); };
+  if (which != TANDEM_QKV || is_blocks(form_of(parts, *kernels_)) || std::none_of(parts.begin(), parts.end(), in_blocks))
+    return pack(w, parts, bias_parts, interleave);
+  std::vector<Linear>& apart = layers_[static_cast<size_t>(layer)].apart;
+  for (size_t i = 0; i < parts.size(); i++) {
+    Linear part{};
+    part.n = static_cast<int>(parts[i].rows);
+    part.k = w.k;
+    pack(part, {parts[i]}, biases ? std::vector<WeightPart>{bias_parts[i]} : bias_parts, false);
+    apart.push_back(part);
   }
-  w.panels = weights_.data() + weights_used_;
-  weights_used_ += panels * w.panel_bytes;
-  team_.run([&](int thread) {
-    team_.divide(thread, panels, [&](int p) {
-      kernels_->pack(w, parts.data(), count, interleave, p, scratch_of(thread));
-    });
-  });
-  if (!biases) return;
-  biases_.emplace_back(static_cast<size_t>(kernels_->padded_columns(w.n)));
-  kernels_->pack_bias(biases_.back().data(), bias_parts.data(), count, interleave);
-  w.bias = biases_.back().data();
 }
 
-// Of any panel: all have the same size.
-int Model::most_outliers(const std::vector<WeightPart>& parts, bool interleave, const Linear& w) {
-  std::vector<int> most(static_cast<size_t>(team_.size()));
-  team_.run([&](int thread) {
-    int& mine = most[static_cast<size_t>(thread)];
-    team_.divide(thread, kernels_->panels(w.n), [&](int p) {
-      const int n = static_cast<int>(parts.size());
-      mine = std::max(mine, kernels_->outliers(parts.data(), n, interleave, w.k, p));
-    });
-  });
-  return *std::max_element(most.begin(), most.end());
+void Model::pack(Linear& w, const std::vector<WeightPart>& parts, const std::vector<WeightPart>& biases,
+                 bool interleave) {
+  // Matrices lie in the order in which they are loaded, which is the order in which a step reads them: a prefetch
+  // past one's end fetches the next.
+  choose_form(w, *kernels_, team_, parts, interleave);
+  w.panels = weights_.data() + weights_used_;
+  weights_used_ += kernels_->panels(w.n) * w.panel_bytes;
+  pack_panels(w, *kernels_, team_, parts, interleave, [this](int thread) { return scratch_of(thread); });
+  if (biases.empty()) return;
+  biases_.emplace_back(static_cast<size_t>(kernels_->padded_columns(w.n)));
+  kernels_->pack_bias(biases_.back().data(), biases.data(), static_cast<int>(biases.size()), interleave);
+  w.bias = biases_.back().data();
 }
 
 void Model::load_vector(int which, int layer, const tandem_part& part) {
@@ -161,11 +133,13 @@ void Model::load_vector(int which, int layer, const tandem_part& part) {
                                      std::to_string(expected) + " belong");
   std::vector<float>& v = vector(which, layer);
   v.resize(static_cast<size_t>(expected));
-  for (int i = 0; i < expected; i++) v[static_cast<size_t>(i)] = read_element(part.data, i, static_cast<Dtype>(part.dtype));
+  for (int i = 0; i < expected; i++) v[static_cast<size_t>(i)] = element(part.data, i, static_cast<Dtype>(part.dtype));
 }
 
 void Model::use_embedding(const tandem_part& part) {
+  const Dtype dtype = static_cast<Dtype>(part.dtype);
   require(part.rows >= spec_.vocab, "the embedding is smaller than the vocabulary");
+  require(!is_blocks(dtype) || spec_.hidden % block_kind(dtype).weights == 0, "the embedding's rows end within a block");
   embedding_ = part;
 }
 

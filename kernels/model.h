@@ -21,12 +21,6 @@ void require(bool condition, const std::string& message);
 // Everything that a step reads or writes by index. Throws std::invalid_argument.
 void check_batch(const tandem_batch& batch, const tandem_cache& cache, int block_shift);
 
-// Compact weights take time to expand. With many outliers they are not small enough to be worth it.
-bool compact_is_worthwhile(int64_t compact_bytes, int64_t plain_bytes);
-
-// An element of a checkpoint's array, which need not be aligned.
-float read_element(const void* data, int64_t i, Dtype dtype);
-
 // The best kernels that this processor has for the dtype, not above `limit`; null without any.
 const Kernels* choose_kernels(Dtype dtype, const char* limit);
 
@@ -48,9 +42,13 @@ class Model {
 
   void profile(bool on, int64_t* out);
 
+  // Of all packed matrices.
+  int64_t weight_bytes() const { return weights_used_; }
+
  private:
   struct Layer {
     Linear qkv{}, o{}, gate_up{}, down{};
+    std::vector<Linear> apart;  // Q, K and V, where a file keeps these in different blocks; qkv has no weights then
     std::vector<float> input_norm, post_norm, q_norm, k_norm;
     int group = 0, slot = 0, plan = 0;
   };
@@ -64,8 +62,8 @@ class Model {
   void project(const float* x, int rows, float* out, int64_t stride);
 
   Linear& linear(int which, int layer);
+  void pack(Linear& w, const std::vector<WeightPart>& parts, const std::vector<WeightPart>& biases, bool interleave);
   std::vector<float>& vector(int which, int layer);
-  int most_outliers(const std::vector<WeightPart>& parts, bool interleave, const Linear& w);
   void require_loaded() const;
   void check(const tandem_batch& batch) const;
   void reserve(int tokens, int logit_rows);
@@ -78,7 +76,10 @@ class Model {
   void normalise(int thread, const Norm& norm, int rows);
   void rotate(int thread, const Layer& layer);
   void select_rows(int thread);
-  void multiply(int thread, Gemm gemm);
+  void multiply(int thread, const Gemm& gemm) { multiply(thread, &gemm, 1); }
+  // Several products of the same rows. Ends at a barrier.
+  void multiply(int thread, const Gemm* gemms, int count);
+  void multiply_qkv(int thread, const Layer& layer);
   Gemm product(const void* x, int rows, const Linear& w, GemmOut kind) const;
   void attend(int thread, const Layer& layer, AttentionPlan& plan);
 

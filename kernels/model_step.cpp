@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "elements.h"
 #include "model.h"
 
 namespace tandem {
@@ -152,10 +153,10 @@ void Model::embed(int thread) {
   team_.divide(thread, batch_.tokens, [&](int row) {
     const int64_t from = batch_.token_ids[row] * n;
     float* out = x + static_cast<int64_t>(row) * n;
-    if (dtype == Dtype::bf16)
-      for (int i = 0; i < n; i++) out[i] = read_element(embedding_.data, from + i, Dtype::bf16);
-    else
-      for (int i = 0; i < n; i++) out[i] = read_element(embedding_.data, from + i, dtype);
+    read_elements(embedding_.data, from, n, dtype, out);
+    // As if the embedding had been widened in memory.
+    if (is_blocks(dtype) && kernels_->dtype == Dtype::bf16)
+      for (int i = 0; i < n; i++) out[i] = bf16_to_float(float_to_bf16(out[i]));
   });
   team_.barrier();
   if (batch_.num_given_rows == 0) return;
@@ -183,10 +184,32 @@ Gemm Model::product(const void* x, int rows, const Linear& w, GemmOut kind) cons
   return g;
 }
 
-void Model::multiply(int thread, Gemm gemm) {
-  gemm.scratch = scratch_of(thread);
-  team_.divide(thread, kernels_->gemm_tasks(gemm), [&](int task) { kernels_->gemm(gemm, task); });
+void Model::multiply(int thread, const Gemm* gemms, int count) {
+  int tasks = 0;
+  for (int i = 0; i < count; i++) tasks += kernels_->gemm_tasks(gemms[i]);
+  team_.divide(thread, tasks, [&](int task) {
+    const Gemm* of = gemms;
+    for (int its; task >= (its = kernels_->gemm_tasks(*of)); of++) task -= its;
+    Gemm gemm = *of;
+    gemm.scratch = scratch_of(thread);
+    kernels_->gemm(gemm, task);
+  });
   team_.barrier();
+}
+
+void Model::multiply_qkv(int thread, const Layer& layer) {
+  const std::vector<Linear>& parts = layer.apart;
+  Gemm gemms[3];
+  float* out = reinterpret_cast<float*>(qkv_.data());
+  const int count = parts.empty() ? 1 : static_cast<int>(parts.size());
+  for (int i = 0; i < count; i++) {
+    const Linear& w = parts.empty() ? layer.qkv : parts[static_cast<size_t>(i)];
+    gemms[i] = product(normed_.data(), batch_.tokens, w, GemmOut::store);
+    gemms[i].out = out;
+    gemms[i].out_stride = qkv_size_;
+    out += w.n;
+  }
+  multiply(thread, gemms, count);
 }
 
 void Model::rotate(int thread, const Layer& layer) {
@@ -251,16 +274,13 @@ void Model::run_layer(int index, int thread, Stopwatch& time) {
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const bool selects = index + 1 == spec_.layers && batch_.num_logit_rows < batch_.tokens;
   int rows = batch_.tokens;
-  float *x = reinterpret_cast<float*>(x_.data()), *qkv = reinterpret_cast<float*>(qkv_.data());
+  float* x = reinterpret_cast<float*>(x_.data());
 
   Norm norm{x, spec_.hidden, spec_.hidden, layer.input_norm.data(), spec_.eps, normed_.data()};
   normalise(thread, norm, rows);
   time.lap(TANDEM_TIME_NORM);
 
-  Gemm g = product(normed_.data(), rows, layer.qkv, GemmOut::store);
-  g.out = qkv;
-  g.out_stride = qkv_size_;
-  multiply(thread, g);
+  multiply_qkv(thread, layer);
   time.lap(TANDEM_TIME_QKV);
 
   rotate(thread, layer);
@@ -278,7 +298,7 @@ void Model::run_layer(int index, int thread, Stopwatch& time) {
   }
   time.lap(TANDEM_TIME_ATTENTION);
 
-  g = product(attended, rows, layer.o, GemmOut::add);
+  Gemm g = product(attended, rows, layer.o, GemmOut::add);
   g.out = x;
   g.out_stride = spec_.hidden;
   multiply(thread, g);

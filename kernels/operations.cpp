@@ -6,7 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "elements.h"
 #include "model.h"
+#include "packed.h"
 
 namespace tandem {
 namespace {
@@ -22,10 +24,7 @@ void widen(const void* from, int64_t at, Dtype dtype, int n, float* out) {
     return;
   }
   const uint16_t* p = static_cast<const uint16_t*>(from) + at;
-  for (int i = 0; i < n; i++) {
-    const uint32_t bits = static_cast<uint32_t>(p[i]) << 16;
-    memcpy(out + i, &bits, 4);
-  }
+  for (int i = 0; i < n; i++) out[i] = bf16_to_float(p[i]);
 }
 
 // To the nearest, ties to even, as torch rounds.
@@ -51,12 +50,6 @@ void require_rows(const tandem_rows& r, int width, const char* what) {
   require(r.dtype == 0 || r.dtype == 1, "rows are float32 or bfloat16");
 }
 
-std::vector<WeightPart> parts_of(const tandem_part* parts, int count) {
-  std::vector<WeightPart> out;
-  for (int i = 0; i < count; i++) out.push_back({parts[i].data, parts[i].rows, dtype_of(parts[i].dtype)});
-  return out;
-}
-
 }  // namespace
 
 Operations::Operations(const Kernels* kernels, std::vector<int> cores) : kernels_(kernels), team_(std::move(cores)) {}
@@ -78,31 +71,11 @@ int Operations::add_linear(const tandem_part* weights, const tandem_part* biases
   Linear& w = packed->w;
   w.n = static_cast<int>(rows);
   w.k = inputs;
-  w.outliers = -1;
   grow_scratch(kernels_->gemm_scratch(inputs));
-  const int panels = kernels_->panels(w.n);
-  if (kernels_->outliers) {
-    std::vector<int> most(static_cast<size_t>(team_.size()));
-    team_.run([&](int thread) {
-      team_.divide(thread, panels, [&](int p) {
-        most[static_cast<size_t>(thread)] =
-            std::max(most[static_cast<size_t>(thread)], kernels_->outliers(parts.data(), count, interleave, w.k, p));
-      });
-    });
-    w.outliers = *std::max_element(most.begin(), most.end());
-  }
-  w.panel_bytes = kernels_->panel_bytes(w.k, w.outliers);
-  const int64_t plain = kernels_->panel_bytes(w.k, -1);
-  if (!compact_is_worthwhile(w.panel_bytes, plain)) {
-    w.outliers = -1;
-    w.panel_bytes = plain;
-  }
-  packed->panels = Region(static_cast<size_t>(panels * w.panel_bytes));
+  choose_form(w, *kernels_, team_, parts, interleave);
+  packed->panels = Region(static_cast<size_t>(kernels_->panels(w.n) * w.panel_bytes));
   w.panels = packed->panels.data();
-  team_.run([&](int thread) {
-    team_.divide(thread, panels,
-                 [&](int p) { kernels_->pack(w, parts.data(), count, interleave, p, scratch_of(thread)); });
-  });
+  pack_panels(w, *kernels_, team_, parts, interleave, [this](int thread) { return scratch_of(thread); });
   if (biases) {
     packed->bias.resize(static_cast<size_t>(kernels_->padded_columns(w.n)));
     kernels_->pack_bias(packed->bias.data(), parts_of(biases, count).data(), count, interleave);
@@ -115,7 +88,7 @@ int Operations::add_linear(const tandem_part* weights, const tandem_part* biases
 int Operations::add_norm(const tandem_part& weight, float offset, float eps) {
   NormWeight norm{std::vector<float>(static_cast<size_t>(weight.rows)), eps};
   for (int64_t i = 0; i < weight.rows; i++)
-    norm.weight[static_cast<size_t>(i)] = read_element(weight.data, i, dtype_of(weight.dtype)) + offset;
+    norm.weight[static_cast<size_t>(i)] = element(weight.data, i, dtype_of(weight.dtype)) + offset;
   norms_.push_back(std::move(norm));
   return static_cast<int>(norms_.size()) - 1;
 }

@@ -31,6 +31,14 @@ inline SourceRow source_row(const WeightPart* parts, int count, bool interleave,
   return {};
 }
 
+// Columns [from, from + count) of a row in float32; the row may be missing. In blocks both are multiples of kGroup.
+inline void read_columns(const SourceRow& row, int from, int count, float* out) {
+  if (row.data)
+    read_elements(row.data, row.offset + from, count, row.dtype, out);
+  else
+    memset(out, 0, static_cast<size_t>(count) * 4);
+}
+
 void pack_bias(float* out, const WeightPart* parts, int count, bool interleave) {
   int64_t n = 0;
   for (int i = 0; i < count; i++) n += parts[i].rows;

@@ -7,7 +7,9 @@
 
 #include "errors.h"
 #include "kernels.h"
+#include "elements.h"
 #include "model.h"
+#include "packed.h"
 #include "plan.h"
 #include "region.h"
 #include "team.h"
@@ -22,12 +24,6 @@ const Kernels& unit(int32_t dtype, const char* limit) {
 }
 
 Region activation(const Kernels& k, int rows, int columns) { return Region(k.activation_bytes(rows, columns)); }
-
-std::vector<WeightPart> parts_of(const tandem_part* parts, int count) {
-  std::vector<WeightPart> out;
-  for (int i = 0; i < count; i++) out.push_back({parts[i].data, parts[i].rows, static_cast<Dtype>(parts[i].dtype)});
-  return out;
-}
 
 int shift_of(const tandem_cache& cache) {
   int shift = 0;
@@ -46,10 +42,10 @@ void gemm(const Kernels& k, GemmOut kind, int m, int n, int inner, const float* 
   const std::vector<WeightPart> sources = parts_of(weights, count);
   Region in = activation(k, m, inner), out = activation(k, m, n / 2), scratch(k.gemm_scratch(inner));
   std::vector<float> bias(static_cast<size_t>(k.padded_columns(n)));
-  Linear w{nullptr, 0, -1, biases ? bias.data() : nullptr, n, inner};
-  for (int p = 0; compact && k.outliers && p < k.panels(n); p++)
+  Linear w{nullptr, 0, form_of(sources, k), -1, biases ? bias.data() : nullptr, n, inner};
+  for (int p = 0; compact && !is_blocks(w.form) && k.outliers && p < k.panels(n); p++)
     w.outliers = std::max(w.outliers, k.outliers(sources.data(), count, interleave, inner, p));
-  w.panel_bytes = k.panel_bytes(inner, w.outliers);
+  w.panel_bytes = k.panel_bytes(w);
   Region panels(static_cast<size_t>(k.panels(n) * w.panel_bytes));
   w.panels = panels.data();
   for (int p = 0; p < k.panels(n); p++) k.pack(w, sources.data(), count, interleave, p, scratch.data());

@@ -5,10 +5,11 @@
 #include <math.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+#include "elements.h"
 #include "kernels.h"
 
 namespace tandem {
@@ -68,47 +69,39 @@ TANDEM_INLINE float sum(vf v) {
   return lanes[0];
 }
 
-TANDEM_INLINE float bf16_to_float(uint16_t h) {
-  uint32_t bits = static_cast<uint32_t>(h) << 16;
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-TANDEM_INLINE uint16_t float_to_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// Read byte-wise: a matrix inside a memory-mapped file need not be aligned.
-inline float element(const void* data, int64_t i, Dtype dtype) {
-  if (dtype == Dtype::f32) {
-    float x;
-    memcpy(&x, static_cast<const char*>(data) + i * 4, 4);
-    return x;
-  }
-  uint16_t h;
-  memcpy(&h, static_cast<const char*>(data) + i * 2, 2);
-  if (dtype == Dtype::bf16) return bf16_to_float(h);
-  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
-  const uint32_t exponent = (h >> 10) & 31, fraction = h & 1023;
-  if (exponent == 0) {
-    const float x = static_cast<float>(fraction) * 5.9604644775390625e-8f;
-    return sign ? -x : x;
-  }
-  const uint32_t bits =
-      sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (fraction << 13);
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
 TANDEM_INLINE vf load_bf16(const uint16_t* p) {
   vh h;
   memcpy(&h, p, sizeof h);
   const vu wide = __builtin_convertvector(h, vu) << 16;
   return cast<vf>(wide);
+}
+// W signed bytes.
+TANDEM_INLINE vf load_bytes(const char* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  float wide[W];
+  for (int i = 0; i < W; i++) wide[i] = static_cast<float>(static_cast<int8_t>(p[i]));
+  return load(wide);
+#endif
+}
+// W halves.
+TANDEM_INLINE vf load_half(const void* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#else
+  vh h;
+  memcpy(&h, p, sizeof h);
+  const vu wide = __builtin_convertvector(h, vu), shifted = (wide & 0x7fff) << 13;
+  // Exponents move by 112. A subnormal half gets a leading one that is taken away again: processors are slow with subnormal floats.
+  const vf normal = cast<vf>(shifted + (112u << 23));
+  const vf subnormal = cast<vf>(shifted + (113u << 23)) - 0x1p-14f;
+  const vf finite = select(cast<vi>(shifted) < 1 << 23, subnormal, normal);
+  const vu not_finite = cast<vu>(cast<vi>(shifted) >= 31 << 23);
+  return cast<vf>(cast<vu>(finite) | (wide & 0x8000) << 16 | (not_finite & 0x7f800000u));
+#endif
 }
 TANDEM_INLINE vh to_bf16(vf x) {
 #if defined(__AVX512BF16__)

@@ -1,9 +1,10 @@
 // Weights of the units that multiply bfloat16, and how they come back from memory.
 //
 // They lie in panels of 32 outputs: for each 32 inputs two tiles, each of 16 outputs and 16 pairs of inputs, side by
-// side; plain (1 KiB a tile) or compact (compact.h).
+// side; plain (1 KiB a tile), compact (compact.h), or in blocks (block_panels.h).
 #pragma once
 
+#include "block_panels.h"
 #include "compact.h"
 #include "packing.h"
 #include "unit_parts.h"
@@ -11,13 +12,12 @@
 namespace tandem {
 namespace {
 
-constexpr int kPair = 2048;  // bytes of two tiles side by side
 constexpr int kRing = 4;     // expanded pairs of tiles: one is in use, another is written
 
-int64_t panel_bytes(int k, int outliers) {
-  if (outliers < 0) return tiles_along(k) * kPair;
-  const int64_t bytes = sizeof(CompactHeader) + outlier_bytes(outliers) + tiles_along(k) * 2 * kCompactTile;
-  return bytes;
+int64_t panel_bytes(const Linear& w) {
+  if (is_blocks(w.form)) return block_panel_bytes(w.k, w.form);
+  if (w.outliers < 0) return tiles_along(w.k) * kPair;
+  return static_cast<int64_t>(sizeof(CompactHeader)) + outlier_bytes(w.outliers) + tiles_along(w.k) * 2 * kCompactTile;
 }
 
 size_t gemm_scratch(int k) { return static_cast<size_t>(max_int(kRing, static_cast<int>(tiles_along(k)))) * kPair; }
@@ -29,7 +29,12 @@ TANDEM_INLINE void read_row(const SourceRow& row, int from, int count, uint16_t*
   } else if (row.dtype == Dtype::bf16) {
     memcpy(out, static_cast<const char*>(row.data) + (row.offset + from) * 2, static_cast<size_t>(count) * 2);
   } else {
-    for (int i = 0; i < count; i++) out[i] = float_to_bf16(element(row.data, row.offset + from + i, row.dtype));
+    float wide[512];
+    for (int done = 0; done < count; done += 512) {
+      const int n = min_int(512, count - done);
+      read_columns(row, from + done, n, wide);
+      for (int i = 0; i < n; i++) out[done + i] = float_to_bf16(wide[i]);
+    }
   }
 }
 
@@ -63,12 +68,13 @@ int outliers(const WeightPart* parts, int count, bool interleave, int k, int pan
 
 void pack(const Linear& w, const WeightPart* parts, int count, bool interleave, int panel, char* scratch) {
   char* out = static_cast<char*>(const_cast<void*>(w.panels)) + panel * w.panel_bytes;
+  if (is_blocks(w.form)) return pack_blocks(w, parts, count, interleave, panel);
   if (w.outliers < 0) return pack_plain(parts, count, interleave, w.k, panel, out);
   pack_plain(parts, count, interleave, w.k, panel, scratch);
   make_compact(reinterpret_cast<const uint16_t*>(scratch), tiles_along(w.k) * (kPair / 2), w.outliers, out);
 }
 
-// Where a product's tiles come from. Each hands out pair after pair. The first two read a panel from memory, and
+// Where a product's tiles come from. Each hands out pair after pair. The first three read a panel from memory, and
 // fetch what comes a little later, if it was not fetched before.
 class PlainStream {
  public:
@@ -107,6 +113,38 @@ class CompactStream {
   static constexpr int kFetch = 2 * kCompactTile / 64;
 
   Expander expander_;
+  char* space_;
+  int room_, left_, lines_, slot_ = 0;
+};
+
+class BlockStream {
+ public:
+  // As CompactStream.
+  BlockStream(const char* panel, Dtype dtype, int pairs, char* space, int room, bool fetches)
+      : walk_(panel, dtype), expand_(pair_expander(dtype)), space_(space), room_(room), left_(pairs),
+        lines_(fetches ? walk_.bytes() / 64 : 0) {
+    expand(0);
+  }
+
+  TANDEM_INLINE const char* next() {
+    const char* pair = space_ + slot_ * kPair;
+    if (++slot_ == room_) slot_ = 0;
+    if (left_ > 0) expand(slot_);
+    return pair;
+  }
+
+ private:
+  TANDEM_INLINE void expand(int slot) {
+    walk_.next();
+    for (int i = 0; i < lines_; i++) __builtin_prefetch(walk_.group() + kAhead + i * 64, 0, 2);
+    expand_(walk_.block(), walk_.group(), space_ + slot * kPair);
+    left_--;
+  }
+
+  static constexpr int kAhead = 4096;
+
+  BlockWalk walk_;
+  const ExpandPair expand_;
   char* space_;
   int room_, left_, lines_, slot_ = 0;
 };

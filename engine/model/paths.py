@@ -45,11 +45,17 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
         forward = NativeLlamaForward.from_checkpoint(
             source.folder, config, dtype=dtype, threads=threads, progress=tell, may_lack_head=may_lack_head
         )
+    elif (stored := found.stored_tensors(config)) is not None:
+        forward = NativeLlamaForward(
+            config, stored.take, dtype=dtype, threads=threads, rotary=stored.rotary(), progress=tell
+        )
+        stored.refuse_rest()
     else:
         from tandem.engine.model.general import load_model
 
         module = load_model(source, config, dtype, loading.device, loading.progress)
         forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
+    log.info("%s: %d kB of packed matrices", source.name, forward.weight_bytes // 1000)
     # The library has its own threads on the same cores, and torch only samples, so torch gets one thread.
     torch.set_num_threads(1)
 

@@ -14,10 +14,28 @@ from tandem.engine.model.source import ModelSource
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tandem.kernels.library import Weights
+
 ROWS = ("tandem.engine.model.gguf.format", "tandem.engine.model.quantized.format")
 
 PartOf = Callable[[str], MatrixPart]
 """This rank's part of a linear layer, by the layer's name in the model, or of a tensor of experts, by the tensor's name."""
+
+
+class StoredTensors(Protocol):
+    """A checkpoint's weights as the native library computes with them, read without transformers."""
+
+    def take(self, name: str) -> Weights | None:
+        """By its name in a checkpoint of safetensors; None if there are none."""
+        ...
+
+    def rotary(self) -> tuple[torch.Tensor, float]:
+        """The inverse frequencies of the rotary embedding, and the factor of its cosines and sines."""
+        ...
+
+    def refuse_rest(self) -> None:
+        """Raises a ConfigurationError if the checkpoint holds weights that were not taken."""
+        ...
 
 
 class WeightFormat:
@@ -37,6 +55,10 @@ class WeightFormat:
     def plain(self, config: Any) -> Any:
         """The configuration of the same model with ordinary matrices."""
         return config
+
+    def stored_tensors(self, config: Any) -> StoredTensors | None:
+        """The weights for the native library; None if it computes with a model that transformers has loaded."""
+        return None
 
     def loading_options(self, config: Any, *, in_parts: bool = False) -> dict[str, Any]:
         """Options for `from_pretrained`. `in_parts`: `finish_loading` will be told which part of each matrix to read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -61,8 +62,8 @@ def _call(name: str, *arguments: Any) -> None:
         raise RuntimeError(f"{name}: {library.last_error()}")
 
 
-def _parts(tensors: list[torch.Tensor] | None) -> Any:
-    return None if tensors is None else (library.WeightRows * len(tensors))(*map(library.part, tensors))
+def _parts(weights: Sequence[library.Weights] | None) -> Any:
+    return None if weights is None else (library.WeightRows * len(weights))(*map(library.part, weights))
 
 
 def gemm(
@@ -70,7 +71,7 @@ def gemm(
     unit: str,
     kind: int,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: Sequence[library.Weights],
     biases: list[torch.Tensor] | None = None,
     y: torch.Tensor | None = None,
     threads: int = 1,

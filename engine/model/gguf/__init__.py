@@ -2,4 +2,5 @@
 
 format    finds out whether a model is a GGUF file, and joins the loader
 metadata  what a file says that transformers ignores
+tensors   what the native library computes with: blocks as they are
 """

@@ -1,4 +1,5 @@
-"""GGUF files as a format of weights. transformers makes ordinary matrices of them."""
+"""GGUF files as a format of weights. The native library computes with their blocks; elsewhere transformers makes ordinary matrices of
+them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.weight_formats import PartOf, WeightFormat
+from tandem.engine.model.weight_formats import PartOf, StoredTensors, WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,6 +44,11 @@ class GgufFile(WeightFormat):
     def compute_dtype(self, stored: Callable[[], torch.dtype]) -> torch.dtype:
         # Its weights have fewer bits than bfloat16 keeps, unless they were stored in full precision.
         return torch.bfloat16
+
+    def stored_tensors(self, config: Any) -> StoredTensors | None:
+        from tandem.engine.model.gguf.tensors import read_tensors
+
+        return read_tensors(self._source, config)
 
     def loading_options(self, config: Any, *, in_parts: bool = False) -> dict[str, Any]:
         from tandem.engine.model.gguf.metadata import loading_options

@@ -4,7 +4,6 @@ changes rotary embeddings, nor the other files of a split model; answers would b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.model.leftovers import is_draft_layer, layer_of, num_layers, refuse_leftovers
 from tandem.engine.model.source import ModelSource
 
-_FACTORS = "rope_freqs.weight"
+FACTORS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 # The kinds of rotary scaling: the keys that a file must have for each, and those that it may have.
@@ -154,11 +153,11 @@ def _not_read(metadata: Metadata, what: str) -> ConfigurationError:
 def finish_loading(source: ModelSource, model: torch.nn.Module) -> None:
     """Applies the rotary frequencies' factors, and refuses a file with tensors that transformers ignored."""
     tensors = Metadata(source).tensors
-    for name in (_LONG_FACTORS, _SHORT_FACTORS):
-        tensors.pop(name, None)  # the configuration already has these factors
-    if (factors := tensors.pop(_FACTORS, None)) is not None and (factors.data != 1.0).any():
+    if (factors := tensors.get(FACTORS)) is not None and (factors.data != 1.0).any():
         _divide_frequencies(source, model, torch.tensor(factors.data))
-    _refuse_rest(source.name, tensors, model)
+    # Tied tensors have one place.
+    taken = {tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}
+    refuse_rest(source.name, places(tensors), sum(taken.values()), model.config)
 
 
 def _divide_frequencies(source: ModelSource, model: torch.nn.Module, factors: torch.Tensor) -> None:
@@ -167,28 +166,34 @@ def _divide_frequencies(source: ModelSource, model: torch.nn.Module, factors: to
     frequencies = [buffer for buffer in buffers if buffer.shape == factors.shape]
     rotaries = sum(hasattr(module, "inv_freq") for module in model.modules())
     if rotaries != 1 or len(frequencies) != len(buffers):
-        raise ConfigurationError(
-            f"{source.name} cannot be served: {_FACTORS} does not fit its rotary embedding: serve the same model from "
-            "its safetensors"
-        )
+        raise misfit(source.name)
     for buffer in frequencies:
         buffer.div_(factors.to(buffer))
 
 
-def _refuse_rest(name: str, tensors: dict[str, Any], model: torch.nn.Module) -> None:
-    config: Any = model.config
+def misfit(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} cannot be served: {FACTORS} does not fit its rotary embedding: serve the same model from its safetensors"
+    )
+
+
+def places(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors that need a place in the model. The others changed its rotary embedding."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in (FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+    }
+
+
+def refuse_rest(name: str, tensors: dict[str, Any], taken: int, config: Any) -> None:
+    """Refuses a file with more weights than the model took. File and model name tensors differently, so compare how many numbers they hold:
+    every number of the file must have a place in the model."""
     layers = num_layers(config)
     refuse_leftovers(name, (tensor for tensor in tensors if (layer_of(tensor) or 0) >= layers), config)
-    held = _count(tensor.n_elements for key, tensor in tensors.items() if not is_draft_layer(key, config))
-    # File and model name tensors differently, so compare how many numbers they hold: every number of the file must have a place in
-    # the model. Tied tensors have one place.
-    taken = _count({tensor.data_ptr(): tensor.numel() for tensor in model.state_dict().values()}.values())
+    held = sum(int(tensor.n_elements) for key, tensor in tensors.items() if not is_draft_layer(key, config))
     if held > taken:
         raise ConfigurationError(
             f"{name} cannot be served: its file holds {held:,} weights, and only {taken:,} of them have a place in a model "
             "of its kind: take a file whose metadata belong to its tensors, or the model's safetensors"
         )
-
-
-def _count(numbers: Iterable[Any]) -> int:
-    return sum(map(int, numbers))

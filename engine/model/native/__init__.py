@@ -1,5 +1,5 @@
 """The native path: Llama-like models in the C++ library of `kernels/`.
 
 `forward.py` has the forward pass, which gives the library a model's matrices and then each batch. `architecture.py` says which models
-the library computes.
+the library computes. `blocks.py` keeps matrices in a GGUF file's blocks beside a checkpoint.
 """

@@ -25,12 +25,14 @@ from tandem.engine.model.native.architecture import (
     refusal,
     rope_parameters,
 )
+from tandem.engine.model.native.blocks import StoredBlocks
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
+from tandem.kernels.library import BlockRows, Weights
 
-Take = Callable[[str], torch.Tensor | None]
-"""Returns a tensor by its name in the checkpoint; None if there is none. The tensor is read once, and may be freed afterwards."""
+Take = Callable[[str], Weights | None]
+"""Returns weights by their name in the checkpoint; None if there are none. They are read once, and may be freed afterwards."""
 
 _BODY = "model."
 EMBEDDING = f"{_BODY}embed_tokens.weight"
@@ -51,9 +53,11 @@ def numbered(status: int) -> int:
 
 
 class Checkpoint:
-    """A folder of safetensors files. Tensors are views of the mapped files, so reading one takes no memory."""
+    """A folder of safetensors files. Tensors are views of the mapped files, so reading one takes no memory. Matrices of `dtype` that lie
+    beside them in blocks are taken in blocks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        self._dtype, self._blocks = dtype, StoredBlocks(folder)
         self._files: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         try:
@@ -71,15 +75,19 @@ class Checkpoint:
     def holds_head(self) -> bool:
         return HEAD in self._files
 
-    def take_embedding_for_head(self, name: str) -> torch.Tensor | None:
+    def take_embedding_for_head(self, name: str) -> Weights | None:
         return self.take(EMBEDDING if name == HEAD else name)
 
-    def take(self, name: str) -> torch.Tensor | None:
+    def take(self, name: str) -> Weights | None:
         if self._is_bare:
             name = name.removeprefix(_BODY)
         file = self._files.get(name)
         self._left.discard(name)
-        return None if file is None else file.get_tensor(name)
+        if file is None:
+            return None
+        tensor: torch.Tensor = file.get_tensor(name)
+        blocks = self._blocks.of(name, tensor) if tensor.dtype == self._dtype else None
+        return tensor if blocks is None else blocks
 
     @property
     def left(self) -> frozenset[str]:
@@ -89,7 +97,7 @@ class Checkpoint:
 
 def load_weights(
     model: int, architecture: Architecture, take: Take, progress: Callable[[float], None]
-) -> torch.Tensor:
+) -> Weights:
     """Packs all weights. Returns the embedding, which the library reads in place: the caller must keep it alive."""
     native = library.load()
     a = architecture
@@ -132,36 +140,42 @@ def load_weights(
     return embedding
 
 
-def _head(take: Take, a: Architecture, embedding: torch.Tensor) -> torch.Tensor:
+def _head(take: Take, a: Architecture, embedding: Weights) -> Weights:
     """The head's matrix. As in transformers, a checkpoint with its own head is not tied, whatever its configuration says."""
     name, shape = HEAD, (a.vocab, a.hidden)
     if not a.tied:
         return _required(take, name, shape)
     own = _usable(take, name, shape)
-    if own is None or (own.dtype == embedding.dtype and torch.equal(own, embedding)):
-        return embedding
-    return own
+    return embedding if own is None or _are_the_same(own, embedding) else own
 
 
-def _required(take: Take, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = _usable(take, name, shape)
-    if tensor is None:
+def _are_the_same(one: Weights, other: Weights) -> bool:
+    if isinstance(one, BlockRows) and isinstance(other, BlockRows):
+        return one.kind == other.kind and np.array_equal(one.data, other.data)
+    if isinstance(one, BlockRows) or isinstance(other, BlockRows):
+        return False
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _required(take: Take, name: str, shape: tuple[int, ...]) -> Weights:
+    weights = _usable(take, name, shape)
+    if weights is None:
         raise ConfigurationError(f"the model cannot be served: its checkpoint lacks {name}")
-    return tensor
+    return weights
 
 
-def _usable(take: Take, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-    tensor = take(name)
-    if tensor is None:
+def _usable(take: Take, name: str, shape: tuple[int, ...]) -> Weights | None:
+    weights = take(name)
+    if weights is None:
         return None
-    if tensor.shape != shape:
+    if weights.shape != shape:
         raise ConfigurationError(
-            f"the model cannot be served: {name} is {tuple(tensor.shape)} in its checkpoint, and {shape} by its "
+            f"the model cannot be served: {name} is {tuple(weights.shape)} in its checkpoint, and {shape} by its "
             "configuration"
         )
-    if tensor.dtype not in library.DTYPES:
-        tensor = tensor.float()
-    return tensor.contiguous()
+    if isinstance(weights, BlockRows):
+        return weights
+    return (weights if weights.dtype in library.DTYPES else weights.float()).contiguous()
 
 
 def _parts(tensors: list[Any]) -> ctypes.Array[library.WeightRows]:
@@ -198,11 +212,11 @@ class NativeLlamaForward:
         *,
         dtype: torch.dtype,
         threads: int,
-        rotary: torch.nn.Module | None = None,
+        rotary: tuple[torch.Tensor, float] | None = None,
         instruction_set: str = "",
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """`rotary` is the model's own rotary embedding; with None it is made from the configuration.
+        """`rotary` has the inverse frequencies and the scaling; with None they follow from the configuration.
 
         `instruction_set` forbids all better ones than the one named.
         """
@@ -239,7 +253,7 @@ class NativeLlamaForward:
         self._close.atexit = False
         self._native = native
         self._embedding = load_weights(made, a, take, progress)
-        self._set_rotary(*_rotary(config) if rotary is None else (rotary.inv_freq, rotary.attention_scaling))
+        self._set_rotary(*rotary_of(config) if rotary is None else rotary)
 
     @classmethod
     def from_checkpoint(
@@ -254,7 +268,7 @@ class NativeLlamaForward:
     ) -> NativeLlamaForward:
         """Loads safetensors files without a torch model. With `may_lack_head` a checkpoint without a head is accepted: it makes vectors, and
         its logits mean nothing."""
-        files = Checkpoint(Path(folder))
+        files = Checkpoint(Path(folder), dtype)
         generates = config.tie_word_embeddings or files.holds_head or not may_lack_head
         take = files.take if generates else files.take_embedding_for_head
         forward = cls(config, take, dtype=dtype, threads=threads, progress=progress)
@@ -288,13 +302,14 @@ class NativeLlamaForward:
             return data
 
         config: Any = module.config
-        rotary: Any = module.model
+        body: Any = module.model
+        rotary = body.rotary_emb.inv_freq, body.rotary_emb.attention_scaling
         return cls(
             config,
             take,
             dtype=next(iter(parameters.values())).dtype,
             threads=threads,
-            rotary=rotary.rotary_emb,
+            rotary=rotary,
             instruction_set=instruction_set,
             progress=progress,
         )
@@ -368,6 +383,11 @@ class NativeLlamaForward:
     @property
     def hidden(self) -> torch.Tensor:
         return self._hidden
+
+    @property
+    def weight_bytes(self) -> int:
+        """The memory of the packed matrices. The embedding is not among them: it is read where it lies."""
+        return int(self._native.tandem_weight_bytes(self._model))
 
     def close(self) -> None:
         """Ends the threads and frees the memory. No step may run afterwards. Idempotent."""
@@ -447,7 +467,7 @@ def step_batch(
     )
 
 
-def _rotary(config: Any) -> tuple[torch.Tensor, float]:
+def rotary_of(config: Any) -> tuple[torch.Tensor, float]:
     """The inverse frequencies, and the factor of cosines and sines."""
     rope = rope_parameters(config)
     if rope.get("rope_type", "default") == "default":

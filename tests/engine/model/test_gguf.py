@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -211,18 +212,46 @@ def test_gemma3_stretches_layers_that_see_everything(tmp_path: Path) -> None:
     assert_is_the_model(tmp_path / "gemma.gguf", path)
 
 
-@BOTH_PATHS
-def test_quantized_weights_are_what_they_stand_for(llama: Path, tmp_path: Path, native: bool) -> None:
-    kinds = gguf.GGMLQuantizationType
-    stored = {"attn_v.weight": kinds.Q8_0, "attn_output.weight": kinds.Q4_0, "ffn_up.weight": kinds.Q5_1}
-    write_gguf(llama, tmp_path / "small.gguf", quantize=stored)
-    weights = load_file(llama / "model.safetensors")
-    for ours, kind in (("v_proj", kinds.Q8_0), ("o_proj", kinds.Q4_0), ("up_proj", kinds.Q5_1)):
+_KINDS = gguf.GGMLQuantizationType
+_STORED = {
+    "attn_q.weight": _KINDS.Q4_1,
+    "attn_k.weight": _KINDS.Q4_1,
+    "attn_v.weight": _KINDS.Q8_0,
+    "attn_output.weight": _KINDS.Q4_0,
+    "ffn_gate.weight": _KINDS.Q5_0,
+    "ffn_up.weight": _KINDS.Q5_1,
+    "token_embd.weight": _KINDS.Q8_0,
+}
+_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "embed_tokens")
+
+
+def widen_as_stored(folder: Path) -> None:
+    """Gives a folder the weights that a file of these kinds stands for, in float32."""
+    weights = load_file(folder / "model.safetensors")
+    for ours, kind in zip(_NAMES, _STORED.values(), strict=True):
         for name in [name for name in weights if f"{ours}.weight" in name]:
             packed = gguf.quants.quantize(weights[name].numpy(), kind)
             weights[name] = torch.tensor(gguf.quants.dequantize(packed, kind))
-    save_file(weights, llama / "model.safetensors", {"format": "pt"})
-    assert greedy(load(tmp_path / "small.gguf", native=native)) == greedy(load(llama, native=native))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@BOTH_PATHS
+def test_quantized_weights_are_what_they_stand_for(llama: Path, tmp_path: Path, native: bool) -> None:
+    write_gguf(llama, tmp_path / "small.gguf", quantize=_STORED)
+    widen_as_stored(llama)
+    assert_is_the_model(tmp_path / "small.gguf", llama, native)
+
+
+def test_the_native_library_reads_fewer_bytes_of_a_quantized_file(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_gguf(llama, tmp_path / "small.gguf", quantize=_STORED)
+    sizes: list[int] = []
+    for path in (llama, tmp_path / "small.gguf"):
+        with caplog.at_level("INFO", "tandem.engine.model.paths"):
+            load(path, dtype="bfloat16")
+        sizes += map(int, re.findall(r"(\d+) kB of packed matrices", caplog.messages[-1]))
+    assert sizes[1] < sizes[0] * 0.9
 
 
 def test_one_file_of_several_is_refused_and_a_whole_one_asked_for(llama: Path, tmp_path: Path) -> None:

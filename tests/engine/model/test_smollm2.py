@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,17 @@ load = partial(driver.load, block_size=16, memory_bytes=512 << 20, max_model_len
 @pytest.fixture(scope="module")
 def runner(smollm2_path: Path) -> TorchRunner:
     return load(smollm2_path)
+
+
+def test_the_packaged_model_is_computed_in_the_blocks_of_its_file(
+    smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "tandem.engine.model.paths"):
+        driver = Driver(load(smollm2_path, dtype="auto"))
+    (size,) = map(int, re.findall(r"(\d+) kB of packed matrices", caplog.text))
+    assert size < 100_000  # 4 to 8 bits a weight; packed bfloat16 takes twice as much
+    driver.add("r", prompts[0])
+    assert driver.generate(2)["r"] == answers[0][:2]
 
 
 def clear(driver: Driver) -> None:

@@ -11,12 +11,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
+from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.kernels.library import BlockRows, Weights
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import Unit, windows
 from tests.more import more
@@ -34,8 +37,10 @@ _WIDE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+BLOCKS = "llama-blocks"  # its matrices are in blocks
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_WIDE, tie_word_embeddings=True),
+    BLOCKS: lambda: transformers.LlamaConfig(**{**_WIDE, "intermediate_size": 416}, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**_WIDE, head_dim=64),
     "mistral-window": lambda: transformers.MistralConfig(**_WIDE, head_dim=16, sliding_window=37),
     "qwen2-odd": lambda: transformers.Qwen2Config(
@@ -73,13 +78,33 @@ def in_company(
     return [torch.cat(pieces) for pieces in found]
 
 
-@pytest.mark.parametrize("name", ["llama", *more(list(CONFIGS)[1:])])
+def in_blocks(model: PreTrainedModel) -> Callable[[str], Weights | None]:
+    """The model's matrices in blocks of two kinds, by their names."""
+    parameters = dict(model.named_parameters())
+
+    def take(name: str) -> Weights | None:
+        data = parameters[name].detach() if name in parameters else None
+        if data is None or data.dim() < 2:
+            return data
+        kind = "Q8_0" if "embed" in name or "down" in name else "Q4_1"
+        return BlockRows(quantize(data.float().numpy(), gguf.GGMLQuantizationType[kind]), kind)
+
+    return take
+
+
+@pytest.mark.parametrize("name", ["llama", BLOCKS, *more(list(CONFIGS)[2:])])
 def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
     dtype, instruction_set = unit
     model = build(name).to(dtype)
 
+    def made(threads: int) -> NativeLlamaForward:
+        options: dict[str, Any] = {"threads": threads, "instruction_set": instruction_set}
+        if name == BLOCKS:
+            return NativeLlamaForward(model.config, in_blocks(model), dtype=dtype, **options)
+        return NativeLlamaForward.from_module(model, **options)
+
     def computed(threads: int, rng: random.Random | None, texts: list[list[int]]) -> list[torch.Tensor]:
-        forward = NativeLlamaForward.from_module(model, threads=threads, instruction_set=instruction_set)
+        forward = made(threads)
         try:
             if rng is not None:
                 return in_company(forward, cache_for(forward, model), texts, rng)

@@ -1,0 +1,103 @@
+// Panels of weights in blocks (block_fields.h), for the units that multiply by fused multiply-add. A group becomes what a panel of float32
+// has. The weights are the formats' own: these units multiply in float32, so nothing is rounded.
+#pragma once
+
+#include "block_fields.h"
+
+namespace tandem {
+namespace {
+
+TANDEM_INLINE vu load_words(const char* p) {
+  vu words;
+  memcpy(&words, p, sizeof words);
+  return words;
+}
+
+// The quants of field `field` of all lanes.
+template <Dtype dtype>
+TANDEM_INLINE vf quants(const char* low, const char* high, int field) {
+  constexpr BlockKind kind = block_kind(dtype);
+  const vu words = load_words(low + field * kind.low / 32 * 4 * W);
+  if constexpr (kind.low == 8)
+    return __builtin_convertvector(cast<vi>(words << (24 - field % 4 * 8)) >> 24, vf);
+  vu found = words >> (field % 8 * 4) & 15;
+  if constexpr (kind.high > 0) {
+    const vu above = load_words(high + field * kind.high / 32 * 4 * W);
+    found |= (above >> (field * kind.high % 32) & ((1 << kind.high) - 1)) << 4;
+  }
+  return __builtin_convertvector(cast<vi>(found), vf);
+}
+
+// Of W outputs.
+struct Scales {
+  vf scale, least;
+};
+
+// `part` counts the groups' parts with a scale each; `half` is that of the outputs.
+template <Dtype dtype>
+TANDEM_INLINE Scales read_scales(const char* block, const char* group, int part, int half) {
+  constexpr BlockKind kind = block_kind(dtype);
+  const char* halves = (kind.steps ? block : group) + half * 2 * W;
+  Scales s = {load_half(halves), vf{}};
+  if constexpr (kind.steps > 0) s.scale *= load_bytes(group + part * kPanel + half * W);
+  if constexpr (kind.least) {
+    s.least = load_half(halves + kHalves);
+    if constexpr (kind.steps > 0) s.least *= -load_bytes(group + kind.steps * kPanel + half * W);
+  } else if constexpr (kind.middle) {
+    s.least = s.scale * static_cast<float>(-kind.middle);
+  }
+  return s;
+}
+
+template <Dtype dtype>
+void expand_group(const char* block, const char* group, float* out) {
+  constexpr BlockKind kind = block_kind(dtype);
+  constexpr BlockLayout layout = layout_of(dtype);
+  constexpr int kParts = kind.steps == 2 ? 2 : 1, kTogether = 16;  // whole words of every field
+#pragma GCC unroll 2
+  for (int part = 0; part < kParts; part++) {
+    const Scales a = read_scales<dtype>(block, group, part, 0), b = read_scales<dtype>(block, group, part, 1);
+    for (int from = part * kTogether; from < kGroup; from += kParts * kTogether) {
+      const char* low = group + layout.low + from * kPanel * kind.low / 8;
+      const char* high = group + layout.high + from * kPanel * kind.high / 8;
+      float* to = out + from * kPanel;
+#pragma GCC unroll 16
+      for (int i = 0; i < kTogether; i++, to += kPanel) {
+        store(to, quants<dtype>(low, high, 2 * i) * a.scale + a.least);
+        store(to + W, quants<dtype>(low, high, 2 * i + 1) * b.scale + b.least);
+      }
+    }
+  }
+}
+
+using ExpandGroup = void (*)(const char* block, const char* group, float* out);
+
+ExpandGroup group_expander(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::q4_0: return expand_group<Dtype::q4_0>;
+    case Dtype::q4_1: return expand_group<Dtype::q4_1>;
+    case Dtype::q5_0: return expand_group<Dtype::q5_0>;
+    case Dtype::q5_1: return expand_group<Dtype::q5_1>;
+    case Dtype::q4_k: return expand_group<Dtype::q4_k>;
+    case Dtype::q5_k: return expand_group<Dtype::q5_k>;
+    case Dtype::q6_k: return expand_group<Dtype::q6_k>;
+    default: return expand_group<Dtype::q8_0>;
+  }
+}
+
+// The panel's memory is zeroed.
+void pack_blocks(const Linear& w, const WeightPart* parts, int count, bool interleave, int panel) {
+  const BlockKind kind = block_kind(w.form);
+  const BlockLayout layout = layout_of(w.form);
+  pack_blocks(w, parts, count, interleave, panel, [=](const uint8_t* from, int output, char* group) {
+    for (int input = 0; input < kGroup; input++) {
+      const int field = input * 2 + output / W, lane = output % W;
+      const int quant = from[input], mask = (1 << kind.low) - 1;
+      put_field(group + layout.low, lane, field, kind.low, static_cast<uint32_t>(quant & mask));
+      if (kind.high) put_field(group + layout.high, lane, field, kind.high, static_cast<uint32_t>(quant >> 4));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tandem

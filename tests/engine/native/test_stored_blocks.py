@@ -1,0 +1,79 @@
+"""Blocks beside a checkpoint are computed with where they are its weights, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf.quants import quantize
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tandem.base.errors import ConfigurationError
+from tandem.engine.model.native.blocks import BLOCKS_FILE, write_blocks
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.kernels import library
+from tandem.kernels.library import BlockRows
+from tests.engine.model import tiny
+from tests.engine.native.batches import Sequences
+from tests.engine.native.test_native_model import windows
+
+KIND = "Q4_0"
+CHANGED = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint in bfloat16 that was made of blocks, which lie beside it."""
+    folder = tiny.save("llama", tmp_path)
+    weights, blocks = load_file(folder / "model.safetensors"), {}
+    for name, tensor in weights.items():
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            blocks[name] = BlockRows(quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[KIND]), KIND)
+            weights[name] = library.widen(blocks[name], torch.bfloat16)
+        else:
+            weights[name] = tensor.bfloat16()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_blocks(folder, blocks)
+    return folder
+
+
+def computed(folder: Path) -> tuple[torch.Tensor, int]:
+    """The logits of a prompt, and how much memory the matrices take."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    forward = NativeLlamaForward.from_checkpoint(folder, model.config, dtype=torch.bfloat16, threads=1)
+    sequences = Sequences(forward, model, windows(model.config))
+    logits, size = forward(sequences.batch({0: list(range(3, 40))})).clone(), forward.weight_bytes
+    forward.close()
+    return logits, size
+
+
+def test_the_blocks_take_less_memory_and_compute_the_same_model(folder: Path) -> None:
+    logits, size = computed(folder)
+    (folder / BLOCKS_FILE).unlink()
+    expected, plain = computed(folder)
+    assert size < 0.7 * plain
+    if library.instruction_set(torch.bfloat16) in ("amx", "avx512bf16"):
+        assert torch.equal(logits, expected)
+    else:  # such units compute with float32's values of the blocks
+        torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+
+
+def test_blocks_of_other_weights_are_not_used(folder: Path) -> None:
+    _, size = computed(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[CHANGED][5, 7] *= 1.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    logits, larger = computed(folder)
+    assert larger > size
+    (folder / BLOCKS_FILE).unlink()
+    expected, _ = computed(folder)
+    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+
+
+def test_blocks_that_cannot_be_read_are_named(folder: Path) -> None:
+    (folder / BLOCKS_FILE).write_bytes(b"none")
+    with pytest.raises(ConfigurationError, match=rf"{BLOCKS_FILE} cannot be read.*Remove it"):
+        computed(folder)
