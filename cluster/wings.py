@@ -7,7 +7,6 @@ import argparse
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing, find_wings
 
 if TYPE_CHECKING:
@@ -67,6 +66,9 @@ class JudgeWing(Protocol):
 
 
 def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
+    # Its own imports take a while, and every command imports this file.
+    from tandem.base.errors import ConfigurationError
+
     if module := find_wing(JUDGE):
         return cast("JudgeWing", module).judge(url, file)
     raise ConfigurationError(

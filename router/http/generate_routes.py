@@ -90,12 +90,12 @@ async def generate(endpoint: GenerateEndpoint, services: Services, exchange: Htt
     try:
         with services.bodies.share() as share:
             request, plan = await _read(endpoint, services, exchange, share, arrived)
+            services.signer.check(exchange, plan, streams=bool(request.stream))
             kept_of_body = share.size
             if kept_of_body > SMALL_BODY:
                 request, kept_of_body = without_payload(request), 0
         if reservation is not None:
             reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
-
         inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
         with services.kept.share(
             inputs + answer_size(plan, streams=bool(request.stream)), exchange.owner
@@ -149,9 +149,7 @@ async def _read(
     if endpoint.translate is not None:
         request = endpoint.translate(request)
     request = services.model.named_by(request)
-    plan = await planned(endpoint.plan, services, exchange, request, arrived)
-    services.signer.check(exchange, plan, streams=bool(request.stream))
-    return request, plan
+    return request, await planned(endpoint.plan, services, exchange, request, arrived)
 
 
 async def _answer(
