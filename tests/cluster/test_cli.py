@@ -210,7 +210,7 @@ def test_config_prints_the_whole_configuration(capsys: pytest.CaptureFixture[str
 
 def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not answer" in fail(capsys, "status", "--url", "http://127.0.0.1:1")
-    assert "does not answer" in fail(capsys, "chat", "--url", "http://127.0.0.1:1")
+    assert "does not answer" in fail(capsys, "top", "--url", "http://127.0.0.1:1")
 
 
 def test_the_command_is_named_as_this_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_the_curl_line_is_one_that_a_shell_understands() -> None:
     assert '"model": "it\'s a model"' in words[-1]
 
 
-@pytest.mark.parametrize("command", ["chat", "top", "status"])
+@pytest.mark.parametrize("command", ["top", "status"])
 @pytest.mark.parametrize(
     "url", ["nonsense", "127.0.0.1:8000", "localhost:8000", "http://[::1", "ftp://host", "http://host:x"]
 )

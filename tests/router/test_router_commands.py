@@ -132,6 +132,7 @@ def test_why_compares_with_costs_of_each_role(router: RunningRouter, typed: Type
     assert typed("why", "mine", "--costs", "example")["would_have_been"]["requests"] == 1
 
 
+@pytest.mark.skipif(not is_there("tandem.cluster.chat"), reason="the chat is not here")
 def test_a_conversation_begins_as_its_flags_say(
     router: RunningRouter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

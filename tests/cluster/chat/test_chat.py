@@ -14,6 +14,7 @@ from rich.console import Console
 from tandem.base.errors import ConfigurationError, RequestError, Unavailable
 from tandem.cluster.api_client import key_from_environment
 from tandem.cluster.chat.command import ChatClient, WrappedText, chat
+from tandem.cluster.cli import main
 
 
 def events(*contents: str, done: bool = True) -> str:
@@ -196,3 +197,8 @@ def test_lines_are_broken_between_words(pieces: list[str], lines: list[str]) -> 
 def test_without_a_terminal_a_reply_is_what_the_server_sent() -> None:
     server = Server(ok("one  two\n", " three "))
     assert "one  two\n three \n" in converse(server, "hi")
+
+
+def test_the_command_says_that_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
+    assert "does not answer" in capsys.readouterr().err

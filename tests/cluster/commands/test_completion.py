@@ -61,7 +61,7 @@ def test_flags_of_other_servers_are_not_offered() -> None:
 
 
 def test_every_command_is_offered() -> None:
-    assert {"serve", "chat", "status", "models", "init", "completion"} <= {*offered(""), "init"}
+    assert {"serve", "top", "status", "models", "init", "completion"} <= {*offered(""), "init"}
 
 
 def tandem(folder: Path) -> dict[str, str]:
