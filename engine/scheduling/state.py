@@ -348,12 +348,21 @@ class SchedulerState:
             totals.encoder_tokens = self.encoded.encoded_tokens
             totals.encoder_tokens_reused = self.encoded.reused_tokens
             totals.encoder_tokens_received = self.encoded.received_tokens
+        # Idle work delays no other request, so routers count none of it.
+        idle = [one for one in self.waiting if one.facts.when_idle] if self.idle_work.count else []
+        in_line = sum(
+            one.num_tokens - one.num_computed_tokens
+            for one in idle
+            if one.request_id not in self.waiting.blocked
+        )
+        blocked = sum(one.request_id in self.waiting.blocked for one in idle)
         return SchedulerStats(
             **totals.values(),
-            running=len(self.running) + len(self.idle_work.resting),
-            waiting=len(self.waiting),
-            blocked=len(self.waiting.blocked),
-            waiting_tokens=uncomputed + self.waiting.num_uncomputed_tokens,
+            running=len(self.running)
+            - (sum(one.facts.when_idle for one in self.running) if self.idle_work.count else 0),
+            waiting=len(self.waiting) - len(idle),
+            blocked=len(self.waiting.blocked) - blocked,
+            waiting_tokens=uncomputed + self.waiting.num_uncomputed_tokens - in_line,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_usable,
@@ -362,9 +371,9 @@ class SchedulerState:
             pinned_requests=len(pinned),
             pinned_blocks=sum(self.cache.num_blocks_of_one(request.request_id) for request in pinned),
             wanted_blocks=self._wanted_blocks(),
-            oldest_arrival=min((request.arrival_time for request in self.waiting), default=None)
-            if len(self.waiting)
-            else None,
+            oldest_arrival=min(
+                (one.arrival_time for one in self.waiting if not one.facts.when_idle), default=None
+            ),
             quarantined_blocks=len(pool.quarantined),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -395,6 +396,10 @@ class RequestLife:
             self._arm()
 
     def _choose(self) -> RoutingDecision:
+        if self.spec.facts.when_idle:
+            with contextlib.suppress(Unavailable):
+                spread = frozenset(self._avoid | self._placement.crowded())
+                return self._placement.choose(self._routing(spread), self._hashes)
         try:
             return self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
         except Unavailable:
@@ -417,6 +422,7 @@ class RequestLife:
             # Tokens that were shown came from one model content, and the answer must continue with it. Before
             # the first token any content will do.
             content=self._content if done else None,
+            is_measured=not self.spec.facts.when_idle,
             makes_vector=self.spec.facts.pooling is not None,
             needs_version=self._placement.version_for(self.spec),
         )

@@ -323,6 +323,8 @@ class Placement(Generic[L]):
                 return error
             except Unavailable as error:
                 return error
+            if spec.facts.when_idle:
+                continue  # it delays no other request
             reads_prompt = node is attempt.prefill or attempt.prefill is None
             taken = self.expected_tokens(spec) if node is attempt.decode else prompt_tokens
             load = prompt_tokens if reads_prompt else 0, blocks_for(taken, node)
@@ -367,6 +369,17 @@ class Placement(Generic[L]):
         if spec.facts.pooling is not None:
             return len(spec.facts.prompt_token_ids)
         return len(spec.facts.prompt_token_ids) + self._answers.expected(spec.facts.sampling.max_tokens)
+
+    def crowded(self) -> frozenset[str]:
+        """The nodes on which this router has more requests than on another one of the same pool. What runs when nothing
+        else does is spread by this, because no status tells how much of it a node has."""
+        names: set[str] = set()
+        snapshot = self._pool.view.snapshot()
+        for views in (snapshot.prefill, snapshot.decode):
+            counts = {view.node_id: len(self._by_node.get(view.info, ())) for view in views}
+            least = min(counts.values(), default=0)
+            names |= {name for name, count in counts.items() if count > least}
+        return frozenset(names)
 
     def has_heard(self, node: NodeInfo, attempt: Attempt) -> bool:
         """Whether the node has acknowledged the attempt's Submit."""

@@ -410,7 +410,7 @@ def decide(
             )
     prefill, prefill_why = rank(prefill_nodes, request, False)
     away = f"prefill {prefill.node_id} ({prefill_why})"
-    if local_prefill is LocalPrefill.AUTO:
+    if local_prefill is LocalPrefill.AUTO and request.is_measured:
         reason = reason_to_prefill_locally(pools, request, prefill, decode)
         if reason is not None:
             return RoutingDecision(None, decode.info, f"{name}: {chosen}; local, {reason}")

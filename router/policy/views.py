@@ -207,6 +207,7 @@ class RoutingRequest(msgspec.Struct, frozen=True):
     avoid: frozenset[str] = frozenset()  # nodes that failed this request before
     mirror: NodeInfo | None = None  # the node that copied its blocks from a lost node
     content: str | None = None  # identity of the model on which it began; None means any
+    is_measured: bool = True  # False: no one waits for it, so a prefill node reads it, whatever that costs
     makes_vector: bool = False  # nothing is decoded: only prefill and aggregated nodes take it
     # The version of Tandem's messages that it needs; nodes with an older one cannot read it.
     needs_version: int = 0

@@ -36,5 +36,4 @@ def test_a_batch_fills_what_is_idle_and_users_do_not_feel_it() -> None:
     assert beside.ttft_ms.p99 < 1.05 * before.ttft_ms.p99
     assert before.itl_ms is not None
     assert beside.itl_ms is not None
-    assert beside.itl_ms.p95 < 1.05 * before.itl_ms.p95
-    assert beside.itl_ms.p99 < 1.3 * before.itl_ms.p99
+    assert beside.itl_ms.p99 < 1.05 * before.itl_ms.p99
