@@ -194,8 +194,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {
             "num_key_value_heads": 4,
-            "q_lora_rank": 64,
-            "kv_lora_rank": 64,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 128,
             "qk_rope_head_dim": 16,
             "qk_nope_head_dim": 16,
             "v_head_dim": 32,

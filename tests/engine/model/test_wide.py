@@ -16,8 +16,9 @@ import torch
 import transformers
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model import paths
+from tandem.engine.model import paths, probe
 from tandem.engine.model.attention.gathered import GatheredCache
+from tandem.engine.model.compressed import latents_wing
 from tandem.engine.model.cuda.decode_graphs import DecodeGraphs
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.cpu import cpu_pieces
@@ -88,7 +89,8 @@ def wide(
     path, prompts, answers = saved[name]
     config = transformers.AutoConfig.from_pretrained(path)
     with ranks_here(width, partial(load, path)) as runner:
-        kv_heads = 1 if hasattr(config, "kv_lora_rank") else config.num_key_value_heads
+        keeps_latents = hasattr(config, "kv_lora_rank") and latents_wing() is not None
+        kv_heads = 1 if keeps_latents else config.num_key_value_heads
         yield WideCase(runner, path, kv_heads, prompts, answers)
 
 
@@ -145,6 +147,19 @@ def test_routed_and_shared_experts_are_summed_once(
         # The embedding's, attention's in two layers, a dense layer's, and the experts'.
         assert set(counted.values()) == {1 + 2 + 1 + (1 if adds_alone else 2)}
         assert driver.generate(NUM_TOKENS)["r"] == answer.tokens
+
+
+def test_where_latents_are_not_known_each_rank_keeps_the_keys_of_its_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompt = tiny.save("deepseek-v2", tmp_path), [5, 9, 11, 7, 3]
+    (answer,) = tiny.reference(path, [prompt], NUM_TOKENS)
+    monkeypatch.setattr(probe, "latents_wing", lambda: None)
+    with ranks_here(2, functools.partial(load, path)) as runner:
+        assert runner.kv_cache.shape[3] == 4
+        driver = Driver(runner)
+        driver.add("r", prompt)
+        assert driver.generate(NUM_TOKENS, max_chunk=2)["r"] == answer.tokens
 
 
 def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> None:
