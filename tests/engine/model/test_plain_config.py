@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tandem.engine.model.checkpoint import choose_dtype, eos_tokens
 from tandem.engine.model.context import context_length
 from tandem.engine.model.native.architecture import describe, refusal
-from tandem.engine.model.native.forward import _rotary
+from tandem.engine.model.native.forward import rotary_of
 from tandem.engine.model.paths import _native_layers
 from tandem.engine.model.plain_config import PlainConfig, read_plain_config
 from tandem.engine.model.source import ModelSource
@@ -162,7 +162,7 @@ CHANGES: dict[str, list[Any]] = {
 
 def what_counts(config: Any, source: ModelSource) -> tuple[Any, ...]:
     dtype = choose_dtype("auto", source, config)
-    frequencies, scaling = _rotary(config)
+    frequencies, scaling = rotary_of(config)
     return (
         describe(config),
         refusal(config, dtype, torch.device("cpu")),
@@ -239,7 +239,7 @@ def test_the_rotary_embedding_is_the_models_own() -> None:
     plain = read_plain_config(PUBLISHED["Qwen3-0.6B"])
     assert isinstance(plain, PlainConfig)
     theirs: Any = LlamaRotaryEmbedding(AutoConfig.for_model(**PUBLISHED["Qwen3-0.6B"]))
-    frequencies, scaling = _rotary(plain)
+    frequencies, scaling = rotary_of(plain)
     assert torch.equal(frequencies, theirs.inv_freq)
     assert scaling == theirs.attention_scaling
 

@@ -155,7 +155,7 @@ def test_where_latents_are_not_known_each_rank_keeps_the_keys_of_its_heads(
     path, prompt = tiny.save("deepseek-v2", tmp_path), [5, 9, 11, 7, 3]
     (answer,) = tiny.reference(path, [prompt], NUM_TOKENS)
     monkeypatch.setattr(probe, "latents_wing", lambda: None)
-    with ranks_here(2, functools.partial(load, path)) as runner:
+    with ranks_here(2, partial(load, path)) as runner:
         assert runner.kv_cache.shape[3] == 4
         driver = Driver(runner)
         driver.add("r", prompt)
