@@ -1,7 +1,7 @@
 """A world for a scheduler: peers that write at any allowed time, a connector, and a model that notices wrong KV.
 
-`test_random_runs.py` and `test_stateful_scheduler.py` draw its events at random. A request must end in one of three ways: with the
-answer that it would get alone, by an abort, or with the error that the policy for failed loads prescribes.
+`test_random_runs.py` draws its events at random. A request must end in one of three ways: with the answer that it would get alone, by an
+abort, or with the error that the policy for failed loads prescribes.
 """
 
 from __future__ import annotations
