@@ -39,6 +39,7 @@ RULES = TiledImages(tile=8, longest=8, is_cut=False, tokens=6, token_id=PLACEHOL
 ROWS_KEPT = 30  # of a node, and of an encoder node
 ROWS_OF_A_STEP = 12
 BEFORE, LONGEST = 20, 50  # tokens of a prompt before its images, and without them
+LOOKS = 300  # whether an encoder node works, before it is killed all the same
 TIMEOUTS = NodeTimeouts(encoder_s=2.0)
 
 
@@ -301,10 +302,7 @@ class Images:
         if not encoder.process.is_alive:
             return
         if kind == "kill":
-            schedule.note(f"{name} is killed")
-            encoder.process.end()
-            schedule.loop.call_later(rng.uniform(0.1, 2.0), schedule.tell_members)
-            schedule.loop.call_later(rng.uniform(0.5, 6.0), self._restart, name)
+            self._kill(name, encoder, 0)
         elif kind == "stop":
             schedule.note(f"{name} is stopped for {lasts:.1f} s")
             encoder.process.stop()
@@ -313,6 +311,17 @@ class Images:
             encoder.tower.takes_s = rng.choice([0.3, 3.0])
             schedule.note(f"{name} takes {encoder.tower.takes_s} s for a part of an image, for {lasts:.1f} s")
             schedule.loop.call_later(lasts, self._as_usual, encoder)
+
+    def _kill(self, name: str, encoder: WorldEncoder, looks: int) -> None:
+        """It ends while it has a question, if one comes in time."""
+        schedule = self._schedule
+        if encoder.is_quiet and looks < LOOKS:
+            schedule.loop.call_later(0.01, self._kill, name, encoder, looks + 1)
+        elif encoder.process.is_alive:
+            schedule.note(f"{name} is killed")
+            encoder.process.end()
+            schedule.loop.call_later(self._rng.uniform(0.1, 2.0), schedule.tell_members)
+            schedule.loop.call_later(self._rng.uniform(0.5, 6.0), self._restart, name)
 
     def _restart(self, name: str) -> None:
         self._start(name)

@@ -25,7 +25,7 @@ from tandem.kvtransfer.protocol.generations import SourceGenerations
 from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.side import key_of
 from tandem.kvtransfer.sources import TierSources
-from tests.world import adapters, background, images, stranger
+from tests.world import adapters, background, images
 from tests.world.feature_mutants import FEATURE_NEEDS
 from tests.world.features import Features, has_states
 from tests.world.schedule import is_late, is_partitioned
@@ -47,7 +47,6 @@ def can_differ(name: str, seed: int) -> bool:
         and (happens_in(seed) or "wrong" not in needs)
         and (is_partitioned(seed) or "partition" not in needs)
         and (is_late(seed) or "late" not in needs)
-        and (stranger.comes_in(seed) or "stranger" not in needs)
         and (background.happens_in(seed) or "background" not in needs)
         and (adapters.happen_in(seed) or "adapters" not in needs)
         and (images.happen_in(seed) or "images" not in needs)
