@@ -28,6 +28,7 @@ OF_WINGS: Mapping[Path, str] = {
     ("cache", "events", "endpoint"): "tandem.node.kv_events",
     ("model", "hidden_states_folder"): "tandem.engine.model.hidden_states",
     **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
+    ("router", "batches_folder"): "tandem.router.batches",
     ("router", "other_models"): "tandem.router.other_models",
     ("router", "processes"): "tandem.router.processes",
     ("router", "tracing", "sample"): "tandem.router.tracing",
