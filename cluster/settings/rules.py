@@ -30,6 +30,7 @@ OF_WINGS: Mapping[Path, str] = {
     ("model", "exact"): "tandem.engine.model.exact",
     ("model", "hidden_states_folder"): "tandem.engine.model.hidden_states",
     **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
+    ("router", "batches_folder"): "tandem.router.batches",
     ("router", "other_models"): "tandem.router.other_models",
     ("router", "processes"): "tandem.router.processes",
     ("router", "receipt_key_file"): "tandem.router.receipts",

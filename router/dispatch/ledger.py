@@ -126,6 +126,7 @@ class RequestTimings:
         self._metrics = metrics
         self._clock = clock
         self._spec = spec
+        self._is_measured = spec.is_measured  # looked up once instead of with every token
         self.started_at = clock()
         self._came = self.started_at if came is None else came
         self._arrived_at = self.started_at if spec.arrived is None else spec.arrived
@@ -147,7 +148,7 @@ class RequestTimings:
     def tokens(self, count: int) -> float:
         """Notes that `count` more tokens have arrived. Returns the time."""
         now = self._clock()
-        if not self._spec.is_measured:
+        if not self._is_measured:
             self._first_token_at = self._last_token_at = now
             return now
         self._metrics.generation_tokens.inc(count)
@@ -165,7 +166,7 @@ class RequestTimings:
         return now
 
     def ended(self, finish: FinishReason, output_tokens: int) -> None:
-        if not self._spec.is_measured:
+        if not self._is_measured:
             return
         now, metrics = self._clock(), self._metrics
         metrics.requests_finished.inc(finish.value)
