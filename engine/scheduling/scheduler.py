@@ -290,7 +290,8 @@ class Scheduler:
         if state.cache.checkpoints is not None:
             state.cache.checkpoints.keep(state.requests, step.num_scheduled, state.connector)
             output.state_copies, output.checkpoint_blocks = state.cache.take_state_copies()
-        if state.encoded is not None:
+        if state.encoded is not None and step.num_scheduled:
+            # A step without tokens does not reach the runner.
             output.encoder_inputs, output.forgotten_media = state.encoded.take_step()
         # The output keeps these sets.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
