@@ -326,6 +326,9 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     wrong_kv: Mapping[str, int] = EMPTY_TABLE
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: Mapping[str, WaitHistogram] = EMPTY_TABLE
+    grammar_tokens_forced: int = (
+        0  # tokens of answers that a grammar forced, and that took no step of their own
+    )
     speculative_steps: int = 0  # steps in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0

@@ -280,6 +280,7 @@ class Scheduler:
             num_scheduled_tokens=step.num_scheduled,
             total_num_scheduled_tokens=sum(step.num_scheduled.values()),
             spec_token_ids=step.drafts,
+            forced_req_ids=step.forced,
             finished_req_ids=state.finished_req_ids,
             preempted_req_ids=state.preempted_req_ids,
             begins_loads=step.begins_loads,
