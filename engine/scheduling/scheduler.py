@@ -34,6 +34,7 @@ from tandem.engine.scheduling.state import (
     StepPlan,
     StepWatcher,
     Totals,
+    count_read,
     leave_open,
 )
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
@@ -321,6 +322,7 @@ class Scheduler:
             if encoded is not None and request.has_images:
                 encoded.passed(request)
         self._state.totals.prompt_tokens_computed += of_prompts
+        count_read(self._state, step.num_scheduled, exactly=of_prompts > 0)
 
     def leave_open(self, step: SchedulerOutput) -> bool:
         """Leaves `step`, the newest one, open if the next step may be planned before it is booked; returns whether it did. The

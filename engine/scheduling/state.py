@@ -56,6 +56,8 @@ class Totals(ResidencyTotals):
     decode_seconds: float = 0.0  # how long the model needed for these
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     tokens_scheduled: int = 0
+    context_read: int = 0  # tokens whose KV each step read for its requests, all together
+    pairs_read: int = 0  # the same for each of the tokens that it computed
     grammar_tokens_forced: int = (
         0  # tokens of answers that a grammar forced, and that took no step of their own
     )
@@ -459,6 +461,23 @@ def drafts_settled(
         state.totals.drafts_settled(num_drafts, num_accepted)
         if state.judge is not None:
             state.judge.settled(request, num_drafts, num_accepted)
+
+
+# Of steps that only decode one in so many is counted, for all of them, because what they read changes slowly.
+READ_EVERY = 16
+
+
+def count_read(state: SchedulerState, num_scheduled: Mapping[str, int], *, exactly: bool) -> None:
+    """Counts what a step reads, whose tokens count as computed already. `exactly`: it computes a prompt."""
+    if not exactly and state.totals.steps % READ_EVERY:
+        return
+    times, context, pairs = 1 if exactly else READ_EVERY, 0, 0
+    for request_id, num_tokens in num_scheduled.items():
+        end = state.requests[request_id].num_computed_tokens
+        context += end
+        pairs += num_tokens * end - num_tokens * (num_tokens - 1) // 2
+    state.totals.context_read += times * context
+    state.totals.pairs_read += times * pairs
 
 
 def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
