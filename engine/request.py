@@ -87,6 +87,7 @@ class Request:
         "block_hasher",
         "cache_peers",
         "drafting",
+        "drafts_are_forced",
         "eos_token_ids",
         "facts",
         "image_parts",
@@ -141,6 +142,7 @@ class Request:
         # Output tokens that another node sampled before the request came here. They are computed like prompt tokens.
         self.num_initial_output_tokens = len(output_token_ids)
         self.spec_token_ids: list[int] = []  # drafts to verify in the next step
+        self.drafts_are_forced = False  # by the request's grammar
         self.drafting: DraftRecord | None = None
 
         self.num_computed_tokens = 0

@@ -58,7 +58,7 @@ from tandem.node.requests import (
     writes_states_here,
 )
 from tandem.node.routers import CacheNewsSender, RouterLine
-from tandem.node.status import counted, gauges, moved
+from tandem.node.status import counted, gauges, moved, worked
 from tandem.node.wings import NodeWing, PartContext, Publish, ServicePart
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
@@ -192,6 +192,7 @@ class NodeService(NodeLifecycle):
             step_age_s=self.loop.step_age(),
             counters=NodeCounters(
                 **counted(scheduler),
+                **worked(scheduler, self._engine.info.work),
                 **own,
                 steps=self.loop.steps,
                 step_seconds=self.loop.step_seconds,

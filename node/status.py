@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.engine.model.runner import ModelWork
 from tandem.engine.scheduling.state import SchedulerStats, Totals
 from tandem.kvtransfer.base import TransferStats
 from tandem.wire.requests import EMPTY_TABLE, NodeCounters, NodeStatus
@@ -40,6 +41,22 @@ def gauges(scheduler: SchedulerStats, now: float) -> dict[str, Any]:
 def counted(scheduler: SchedulerStats) -> dict[str, Any]:
     """The fields of NodeCounters that a scheduler counts, without its steps: some of those make no progress."""
     return dict(zip(_COUNTED, _counted(scheduler), strict=True))
+
+
+def worked(scheduler: SchedulerStats, work: ModelWork | None) -> dict[str, Any]:
+    """The fields of NodeCounters that estimate what the model computed and read."""
+    if work is None:
+        return {}
+    flops = (
+        scheduler.tokens_scheduled * work.flops_per_token
+        + scheduler.output_tokens * work.flops_per_output
+        + scheduler.pairs_read * work.flops_per_pair
+    )
+    of_kv = (scheduler.context_read + scheduler.tokens_scheduled) * work.kv_bytes_per_token
+    return {
+        "model_flops": flops,
+        "model_bytes": float(sum(scheduler.step_tokens) * work.weight_bytes + of_kv),
+    }
 
 
 def moved(transfer: TransferStats) -> dict[str, Any]:

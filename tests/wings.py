@@ -83,6 +83,7 @@ WINGS: dict[str, Wing] = {
         ),
     ),
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
+    "work": Wing(("engine/model/work/",), ("tests/engine/model/test_work.py",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
     "trace and why": Wing(
         ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
@@ -174,7 +175,11 @@ WINGS: dict[str, Wing] = {
     ),
     "grammars": Wing(
         ("engine/structured/", "node/grammar/"),
-        ("tests/engine/structured/", "tests/engine/model/test_device_order.py"),
+        (
+            "tests/engine/structured/",
+            "tests/engine/model/test_device_order.py",
+            "tests/integration/test_serve_grammars.py",
+        ),
     ),
     "fused models": Wing(
         ("engine/model/fused/",),

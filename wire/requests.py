@@ -309,6 +309,8 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
     step_tokens: tuple[int, ...] = ()
     tokens_scheduled: int = 0  # in all steps together
+    model_flops: float = 0.0  # floating-point operations of the model, by estimate; 0: it is not known
+    model_bytes: float = 0.0  # that its steps read and wrote of weights and KV, by estimate
     malformed_frames: int = 0
     line_gaps: int = 0  # how often messages of a router were missing and requested again
     transfer_bytes_sent: int = 0
@@ -328,6 +330,9 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     wrong_kv: Mapping[str, int] = EMPTY_TABLE
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: Mapping[str, WaitHistogram] = EMPTY_TABLE
+    grammar_tokens_forced: int = (
+        0  # tokens of answers that a grammar forced, and that took no step of their own
+    )
     speculative_steps: int = 0  # steps in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0

@@ -23,6 +23,7 @@ vectors/        vectors of prompts
 hidden_states/  prompts' hidden states, in files
 speculation/    drafts from the text, from a small model or from an EAGLE head
 lora/           LoRA adapters, several in one batch
+work/           what a token costs, by estimate
 wide/           the general path on several ranks
 fused/          the general path with fewer, larger operations; pieces and sums are their contract
 cuda/           what a CUDA device adds to the general path

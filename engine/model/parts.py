@@ -93,6 +93,10 @@ class TokenMasks(Protocol):
         """How many of the leading `drafts` the row's grammar allows after its tokens."""
         ...
 
+    def forced(self, row: int, most: int, requests: RequestRows, table: SamplingTable) -> list[int]:
+        """Up to `most` tokens of the text that the row's grammar leaves no choice about: drafts that are nearly always right."""
+        ...
+
 
 class Drafter(Protocol):
     """Makes drafts. Only the step thread uses it."""

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from tandem.engine.model.adapters import Adapters
 
 
+class ModelWork(msgspec.Struct, frozen=True):
+    """What a step costs, by estimate: floating-point operations, and bytes that it reads."""
+
+    flops_per_token: float
+    flops_per_output: float  # of the head, for each sampled token
+    flops_per_pair: float  # of attention, for each token and each token that it reads
+    weight_bytes: int  # that a step reads
+    kv_bytes_per_token: int
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the rest of the engine must know about a loaded model."""
 
@@ -51,6 +61,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     embed_size: int = 0  # numbers in a row that may replace a token's embedding; 0: no rows may
     heads: HeadShare | None = None  # the KV heads of this rank's shard; None: all
     layers: LayerShare | None = None  # the layers of this rank's pipeline stage; None: all
+    work: ModelWork | None = None  # None: it is not known
     slower: str = ""  # why it computes more slowly than it could on this machine
 
     @property

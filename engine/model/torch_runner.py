@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tandem.engine.model.adapters import Adapters
     from tandem.engine.model.prefault import PageMaker
 
+# Tokens that a grammar forces and that one step computes. A key of a schema has fewer.
+FORCED_AT_ONCE = 16
+
 
 class TorchRunner:
     """See engine.model.runner.ModelRunner. The runner knows a request from its first step until it has finished. While a request
@@ -63,7 +66,8 @@ class TorchRunner:
         self.parts = parts
         self._device = kv_cache.device
         # A row has room for drafts after the request's last token.
-        max_tokens = info.max_model_len + num_speculative_tokens + 1
+        most_drafts = max(num_speculative_tokens, FORCED_AT_ONCE if masks is not None else 0)
+        max_tokens = info.max_model_len + most_drafts + 1
         state_blocks = sum(group.blocks_per_request for group in info.groups)
         num_groups = len(info.groups) - (state_blocks > 0)
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, num_groups, state_blocks)
@@ -309,7 +313,10 @@ class TorchRunner:
                 output.logprobs[req_id] = computed.read()[: len(of_request)]
             self._requests.append_tokens(row, of_request)
             output.sampled_token_ids[req_id] = of_request
-            if num_drafts := limits.get(req_id, 0) if limits is not None else self._num_drafts:
+            if forced := self._forced(row):
+                output.draft_token_ids[req_id] = forced
+                output.forced_req_ids.add(req_id)
+            elif num_drafts := limits.get(req_id, 0) if limits is not None else self._num_drafts:
                 room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
                 if room > 0:
                     wanted[req_id] = min(num_drafts, room)
@@ -317,6 +324,14 @@ class TorchRunner:
             began = time.perf_counter()
             self._propose(self._drafter, wanted, output)
             output.drafting_s = time.perf_counter() - began
+
+    def _forced(self, row: int) -> list[int]:
+        """What the row's grammar forces next. States that go back to before a draft would be computed twice for it."""
+        if self._masks is None or not self._table.constrained[row] or self._info.state_blocks:
+            return []
+        room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
+        most = min(FORCED_AT_ONCE, room)
+        return self._masks.forced(row, most, self._requests, self._table) if most > 0 else []
 
     def _accepted(self, row: int, sampled: list[int]) -> int:
         """How many leading drafts equal the tokens that were sampled in their place.

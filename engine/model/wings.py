@@ -16,6 +16,7 @@ ROWS = (
     "tandem.engine.model.speculation.capability",
     "tandem.engine.model.hidden_states.capability",
     "tandem.engine.structured.capability",
+    "tandem.engine.model.work.capability",
     "tandem.engine.model.fused.capability",
     "tandem.engine.model.cuda.capability",
     "tandem.engine.model.exact.capability",

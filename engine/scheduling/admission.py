@@ -139,6 +139,8 @@ class RunningPhase:
         room = num_new + request.num_computed_tokens - request.num_tokens - request.num_output_placeholders
         if room > 0:
             step.drafts[request.request_id] = request.spec_token_ids[:room]
+            if request.drafts_are_forced:
+                step.forced.add(request.request_id)
         request.spec_token_ids = []
 
 

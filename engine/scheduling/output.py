@@ -74,6 +74,7 @@ class SchedulerOutput:
     # Parts of images to encode before the forward pass, and parts whose rows the runner drops before that.
     encoder_inputs: list[EncoderInput] = dataclasses.field(default_factory=list)
     forgotten_media: list[str] = dataclasses.field(default_factory=list)
+    forced_req_ids: set[str] = dataclasses.field(default_factory=set)  # whose drafts a grammar forces
     # How many draft tokens each request may get after this step; requests without an entry get none. None: no limit.
     draft_limits: dict[str, int] | None = None
     # The scheduled tokens of requests that get more than one and have no drafts.
@@ -117,6 +118,7 @@ class ModelOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] = dataclasses.field(default_factory=dict)
     # Drafts for the next step to verify.
     draft_token_ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    forced_req_ids: set[str] = dataclasses.field(default_factory=set)  # as in SchedulerOutput
     drafting_s: float = 0.0  # seconds that finding the drafts took
     guess_s: float = 0.0  # seconds that a draft model took for each token
     # Little-endian float32, for requests with `pooling` whose tokens are all computed.

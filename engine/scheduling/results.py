@@ -20,7 +20,7 @@ from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.invalid_blocks import InvalidBlocks
 from tandem.engine.scheduling.lifecycle import Lifecycle, failure_of
 from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
-from tandem.engine.scheduling.state import SchedulerState, leave_steps
+from tandem.engine.scheduling.state import SchedulerState, drafts_settled, leave_steps, take_drafts
 from tandem.kvtransfer.base import ConnectorOutput, Handoff, LoadFailure
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.requests import TokenChunk
@@ -71,9 +71,9 @@ class ModelResults:
                 ):
                     status = status_after(request, token)
                 if drafts and request_id in drafts:
-                    self._settle_drafts(request, len(drafts[request_id]), 0)
+                    self._settle_drafts(step, request, 0)
             else:
-                self._settle_drafts(request, len(drafts.get(request_id, ())), len(tokens) - 1)
+                self._settle_drafts(step, request, len(tokens) - 1)
                 tokens, status = _append_until_end(request, tokens)
                 request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
             num_tokens += len(tokens)
@@ -126,15 +126,13 @@ class ModelResults:
             judge.searched(
                 step.draft_limits, output.draft_token_ids, requests, output.drafting_s, output.guess_s
             )
-        for request_id, proposal in output.draft_token_ids.items():
-            request = requests.get(request_id)
-            if request is not None and request.status is _RUNNING:
-                request.spec_token_ids = proposal
+        take_drafts(self._state, output)
 
-    def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def _settle_drafts(self, step: SchedulerOutput, request: Request, num_accepted: int) -> None:
         """Subtracts rejected drafts from the request's counters: the step counted all drafts as computed, and the KV of rejected
         ones is void. Recurrent states stay at the token before the first draft, so with them all drafts are subtracted, and
         accepted ones are computed again as known tokens."""
+        num_drafts = len(step.spec_token_ids.get(request.request_id, ()))
         num_rejected = num_drafts - num_accepted
         if num_rejected < 0:
             raise InternalError(
@@ -143,10 +141,7 @@ class ModelResults:
         request.num_computed_tokens -= num_drafts if self._state.cache.keeps_states else num_rejected
         if request.num_output_placeholders > 0:
             request.num_output_placeholders -= num_rejected
-        if num_drafts:
-            self._state.totals.drafts_settled(num_drafts, num_accepted)
-            if self._state.judge is not None:
-                self._state.judge.settled(request, num_drafts, num_accepted)
+        drafts_settled(self._state, step, request, num_drafts, num_accepted)
 
     def _fail(self, request: Request, error: TandemError, void: set[str]) -> TokenChunk:
         """Adds to `void` the requests that are rewound with this one."""

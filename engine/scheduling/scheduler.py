@@ -34,6 +34,7 @@ from tandem.engine.scheduling.state import (
     StepPlan,
     StepWatcher,
     Totals,
+    count_read,
     leave_open,
 )
 from tandem.engine.scheduling.unchanged import num_unchanged_steps, take_unchanged_steps
@@ -288,6 +289,7 @@ class Scheduler:
             num_scheduled_tokens=step.num_scheduled,
             total_num_scheduled_tokens=sum(step.num_scheduled.values()),
             spec_token_ids=step.drafts,
+            forced_req_ids=step.forced,
             finished_req_ids=state.finished_req_ids,
             preempted_req_ids=state.preempted_req_ids,
             begins_loads=step.begins_loads,
@@ -298,7 +300,8 @@ class Scheduler:
         if state.cache.checkpoints is not None:
             state.cache.checkpoints.keep(state.requests, step.num_scheduled, state.connector)
             output.state_copies, output.checkpoint_blocks = state.cache.take_state_copies()
-        if state.encoded is not None:
+        if state.encoded is not None and step.num_scheduled:
+            # A step without tokens does not reach the runner.
             output.encoder_inputs, output.forgotten_media = state.encoded.take_step()
         # The output keeps these sets.
         state.finished_req_ids, state.preempted_req_ids = set(), set()
@@ -327,6 +330,7 @@ class Scheduler:
             if encoded is not None and request.has_images:
                 encoded.passed(request)
         self._state.totals.prompt_tokens_computed += of_prompts
+        count_read(self._state, step.num_scheduled, exactly=of_prompts > 0)
 
     def leave_open(self, step: SchedulerOutput) -> bool:
         """Leaves `step`, the newest one, open if the next step may be planned before it is booked; returns whether it did. The

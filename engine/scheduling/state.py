@@ -28,7 +28,7 @@ from tandem.engine.cache.pool import ResidencyTotals
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.idle_work import IdleWork
-from tandem.engine.scheduling.output import EncoderInput, SchedulerOutput
+from tandem.engine.scheduling.output import EncoderInput, ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.queue import QueuePolicy, WaitingRequests
 from tandem.kvtransfer.base import SchedulerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy
@@ -57,6 +57,11 @@ class Totals(ResidencyTotals):
     decode_seconds: float = 0.0  # how long the model needed for these
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     tokens_scheduled: int = 0
+    context_read: int = 0  # tokens whose KV each step read for its requests, all together
+    pairs_read: int = 0  # the same for each of the tokens that it computed
+    grammar_tokens_forced: int = (
+        0  # tokens of answers that a grammar forced, and that took no step of their own
+    )
     speculative_steps: int = 0
     speculative_drafted: int = 0
     speculative_accepted: int = 0
@@ -314,7 +319,8 @@ class SchedulerState:
     idle_work: IdleWork = dataclasses.field(default_factory=IdleWork)
     pins: TurnPins | None = None  # None: turns are not pinned
     encoded: EncodedImages | None = None  # None: the model reads no images
-    judge: DraftLimits | None = None  # None: no drafts
+    judge: DraftLimits | None = None  # None: nothing is guessed
+    has_drafts: bool = False  # False: no request has drafts
     watcher: StepWatcher | None = None
     totals: Totals = dataclasses.field(default_factory=Totals)
     answers: AnswerLengths = dataclasses.field(default_factory=AnswerLengths)
@@ -412,6 +418,7 @@ class StepPlan:
     # By id, for those of `running` that got any.
     new_blocks: dict[str, Tables] = dataclasses.field(default_factory=dict)
     drafts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    forced: set[str] = dataclasses.field(default_factory=set)  # see SchedulerOutput.forced_req_ids
     preempted: list[Request] = dataclasses.field(default_factory=list)
     # For the scheduler trace.
     evictions: list[Eviction] = dataclasses.field(default_factory=list)
@@ -442,7 +449,48 @@ class StepPlan:
             self.running.remove(request)
             self.new_blocks.pop(request.request_id, None)
             self.drafts.pop(request.request_id, None)
+            self.forced.discard(request.request_id)
         return num_tokens
+
+
+def take_drafts(state: SchedulerState, output: ModelOutput) -> None:
+    """Gives requests their drafts for the next step, and no longer ones than their answers may get."""
+    for request_id, proposal in output.draft_token_ids.items():
+        request = state.requests.get(request_id)
+        if request is not None and request.status is RequestStatus.RUNNING:
+            room = request.length_limit - request.num_tokens - 1
+            request.spec_token_ids = proposal[: max(room, 0)]
+            request.drafts_are_forced = request_id in output.forced_req_ids
+            state.has_drafts = True
+
+
+def drafts_settled(
+    state: SchedulerState, step: SchedulerOutput, request: Request, num_drafts: int, num_accepted: int
+) -> None:
+    """Counts how a request's drafts fared. Those that a grammar forced are no guesses."""
+    if request.request_id in step.forced_req_ids:
+        state.totals.grammar_tokens_forced += num_accepted
+    elif num_drafts:
+        state.totals.drafts_settled(num_drafts, num_accepted)
+        if state.judge is not None:
+            state.judge.settled(request, num_drafts, num_accepted)
+
+
+# Of steps that only decode one in so many is counted, for all of them, because what they read changes slowly.
+READ_EVERY = 16
+
+
+def count_read(state: SchedulerState, num_scheduled: Mapping[str, int], *, exactly: bool) -> None:
+    """Counts what a step reads, whose tokens count as computed already. `exactly`: it computes a prompt."""
+    if not exactly and state.totals.steps % READ_EVERY:
+        return
+    times, context, pairs = 1 if exactly else READ_EVERY, 0, 0
+    for request_id, num_tokens in num_scheduled.items():
+        end = state.requests[request_id].num_computed_tokens
+        context += end
+        pairs += num_tokens * end - num_tokens * (num_tokens - 1) // 2
+    state.totals.context_read += times * context
+    state.totals.pairs_read += times * pairs
 
 
 def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
@@ -451,8 +499,10 @@ def leave_open(state: SchedulerState, step: SchedulerOutput) -> bool:
         return False
     if step.draft_limits:
         return False  # drafts for the next step depend on this step's tokens
-    if state.judge is not None and any(request.spec_token_ids for request in state.running):
-        return False  # the next step may verify drafts that had no room in this one
+    if state.has_drafts:
+        state.has_drafts = any(request.spec_token_ids for request in state.running)
+        if state.has_drafts:
+            return False  # the next step may verify drafts that had no room in this one
     sampled: list[Request] = []
     for request_id in step.num_scheduled_tokens:
         if request_id in step.void_req_ids:

@@ -5,6 +5,6 @@ node continues a prefill node's first token exactly, and so do a preempted reque
 
 grammars   one model's compiled grammars; the only file that uses the grammar library
 pending    compiles grammars in threads while their requests wait
-masks      which tokens each row of a step may choose
+masks      which tokens each row of a step may choose, and which it must
 capability gives them to every model
 """

@@ -49,6 +49,11 @@ class GrammarPosition:
         self._vocab_size = vocab_size  # the tokenizer's
         self.num_tokens = 0
         self.num_certain = 0  # how many of them are no drafts
+        # The place in the answer and the first token of the newest forced draft, how many in a row were not chosen, and how often
+        # finding one was slow.
+        self.expected: tuple[int, int] | None = None
+        self.in_vain = 0
+        self.slow = 0
 
     def follow(self, token_ids: list[int]) -> int:
         """Advances over these tokens up to the first one that the grammar forbids; returns how many it allowed. Raises an
@@ -75,6 +80,13 @@ class GrammarPosition:
             raise InvalidRequest(f"the answer's grammar failed: {self._why()}")
         if not mask.any():
             raise InvalidRequest("the answer's grammar leaves nothing that could come next")
+
+    def forced(self) -> list[int]:
+        """Returns the tokens of the text that must come next, as the tokenizer cuts it; none if the grammar leaves a choice. The
+        model may cut the text in another way, as the mask allows. It computes all of that text, however long."""
+        # In a copy, because what is too costly here must not fail the answer.
+        found: list[int] = self._matcher.deep_copy().compute_ff_tokens()
+        return list(itertools.takewhile(lambda token: token < self._vocab_size, found))
 
     def _why(self) -> str:
         lines = str(self._matcher.get_error()).strip().splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +15,10 @@ from tandem.engine.model.staging import to_device
 from tandem.engine.structured.grammars import BitMask, GrammarPosition, TokenizerGrammars
 
 _BANNED = float("-inf")
+# A model that cuts a grammar's words in its own way, so many times in a row, is left alone for the rest of the answer.
+MOST_IN_VAIN = 2
+# All requests share a step, and a grammar may force a text without end. For common schemas it takes a tenth of this time.
+SLOW_S, MOST_SLOW = 0.002, 2
 
 
 def unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
@@ -77,22 +83,49 @@ class GrammarMasks(RunnerPart):
         scores[chosen] = masked
 
     def num_allowed(self, row: int, drafts: list[int], requests: RequestRows, table: SamplingTable) -> int:
-        answered = int(requests.num_tokens[row]) - int(requests.num_prompt_tokens[row])
         try:
-            found = self._position(row, table)
-            if found.num_tokens > found.num_certain:
-                found.go_back(found.num_certain)
-            if found.num_tokens < answered:
-                start = int(requests.num_prompt_tokens[row]) + found.num_tokens
-                found.follow(requests.tokens[row, start : start + answered - found.num_tokens].tolist())
-            if found.num_tokens != answered:
-                return 0  # the answer has ended or cannot go on, which the next step reports
-            found.num_certain = answered
+            if (found := self._caught_up(row, requests, table)) is None:
+                return 0
             allowed = found.follow(drafts)
-            found.go_back(answered)
+            found.go_back(found.num_certain)
         except TandemError:
             return 0
         return allowed
+
+    def forced(self, row: int, most: int, requests: RequestRows, table: SamplingTable) -> list[int]:
+        try:
+            found = self._caught_up(row, requests, table)
+        except TandemError:
+            return []
+        if found is None:
+            return []
+        if found.expected is not None:
+            place, token = found.expected
+            was = int(requests.tokens[row, int(requests.num_prompt_tokens[row]) + place])
+            found.in_vain = 0 if was == token else found.in_vain + 1
+            found.expected = None
+        if found.in_vain >= MOST_IN_VAIN or found.slow >= MOST_SLOW:
+            return []
+        began = time.perf_counter()
+        drafts = found.forced()[:most]
+        found.slow += time.perf_counter() - began > SLOW_S
+        if drafts:
+            found.expected = found.num_certain, drafts[0]
+        return drafts
+
+    def _caught_up(self, row: int, requests: RequestRows, table: SamplingTable) -> GrammarPosition | None:
+        """The row's position after all its tokens; None if the answer has ended or cannot go on, which the next step reports."""
+        answered = int(requests.num_tokens[row]) - int(requests.num_prompt_tokens[row])
+        found = self._position(row, table)
+        if found.num_tokens > found.num_certain:
+            found.go_back(found.num_certain)
+        if found.num_tokens < answered:
+            start = int(requests.num_prompt_tokens[row]) + found.num_tokens
+            found.follow(requests.tokens[row, start : start + answered - found.num_tokens].tolist())
+        if found.num_tokens != answered:
+            return None
+        found.num_certain = answered
+        return found
 
     def _position(self, row: int, table: SamplingTable) -> GrammarPosition:
         found = self._positions.get(row)

@@ -146,6 +146,7 @@ class DraftJudge:
         if seconds <= 0 or not step.num_scheduled_tokens:
             return
         num_drafts = sum(map(len, step.spec_token_ids.values()))
+        forced = sum(len(step.spec_token_ids[request_id]) for request_id in step.forced_req_ids)
         if not step.num_prompt_tokens and not step.encoder_inputs:
             num_tokens = step.total_num_scheduled_tokens
             num_rows = num_tokens - num_drafts
@@ -155,7 +156,7 @@ class DraftJudge:
             if not self._began:
                 self._began, self._saved = True, _AT_FIRST * seconds
             self._save(self._loss * seconds)
-        self._saved -= num_drafts * self._cost * self._row
+        self._saved -= (num_drafts - forced) * self._cost * self._row
 
     def searched(
         self,

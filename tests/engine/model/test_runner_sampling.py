@@ -137,6 +137,9 @@ def test_what_the_grammar_refuses_is_not_drafted(path: Path) -> None:
             asked.append(drafts)
             return 2
 
+        def forced(self, *_: object) -> list[int]:
+            return []
+
     runner._masks = TwoTokens()  # type: ignore[assignment]
     driver.step({"r": 24})
     assert driver.drafts == {"r": [6, 7, 8]}, "a request without a grammar"
