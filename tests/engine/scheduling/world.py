@@ -410,9 +410,10 @@ class World:
         assert stats.free_blocks == stats.total_blocks
         assert stats.quarantined_blocks == 0
         assert (stats.running, stats.waiting, stats.held_requests, stats.waiting_tokens) == (0, 0, 0, 0)
-        if self.scheduler.encoded is not None:
-            still_to_forget = len(self.scheduler.encoded._forgotten)  # with the next step
-            assert len(self.scheduler.encoded) + still_to_forget == len(self.model.encoded)
+        encoded: Any = self.scheduler.encoded
+        if encoded is not None:
+            still_to_forget = len(encoded._forgotten)  # with the next step
+            assert len(encoded) + still_to_forget == len(self.model.encoded)
         for request_id, request in self.requests.items():
             self._check_answer(request_id, request)
 
