@@ -236,6 +236,7 @@ WINGS: dict[str, Wing] = {
     "batches": Wing(
         ("router/batches/", "api/batches/", "cluster/batches/"),
         ("tests/router/batches/", "tests/cluster/batches/", "tests/integration/test_serve_batch.py"),
+        ("messages",),
     ),
     "responses": Wing(("router/responses/", "api/responses/"), ("tests/router/responses/",)),
     "encoder nodes": Wing(

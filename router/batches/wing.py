@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+from tandem.api.anthropic.answer_types import MessagesError
 from tandem.api.batches.answer_types import BatchList, BatchObject, FileDeleted, FileList, FileObject
 from tandem.api.batches.batch_request import BatchRequest
 from tandem.api.batches.messages import (
@@ -193,20 +194,21 @@ Batches.document = WingDocument(
             "post": operation("Answer no more of its lines", None, BatchObject, _ERRORS, parameter="batch_id")
         },
         "/v1/messages/batches": {
-            "get": operation("The batches of messages, the newest first", None, MessageBatchList, _ERRORS),
+            "get": operation("The batches of messages, the newest first", None, MessageBatchList, _ERRORS, error=MessagesError),
             "post": operation(
                 "Have messages answered when the cluster is idle",
                 MessageBatchRequest,
                 MessageBatch,
                 (*_ERRORS, "408", "413", "415"),
+                error=MessagesError,
             ),
         },
         "/v1/messages/batches/{batch_id}": {
-            "get": operation("One batch of messages", None, MessageBatch, _ERRORS, parameter="batch_id"),
-            "delete": operation("Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id"),
+            "get": operation("One batch of messages", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError),
+            "delete": operation("Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id", error=MessagesError),
         },
         "/v1/messages/batches/{batch_id}/cancel": {
-            "post": operation("Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id")
+            "post": operation("Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError)
         },
     },
     examples={
