@@ -16,7 +16,9 @@ class ProcessFacts:
     phase: ProcessPhase
     detail: str  # the reason for the phase
     restarts: int
-    since: float | None  # since when it has served new requests without a break; None: it does not
+    served_s: (
+        float | None
+    )  # for how long it has served new requests without a break, by its last answer; None: it does not
 
     @property
     def keeps_failing(self) -> bool:

@@ -67,9 +67,7 @@ class Fleet:
             hosts,
             frozenset(self.unseen),
             {
-                name: NodeFacts(
-                    node.phase, node.detail, node.restarts, node.ready_since, node.info, node.status
-                )
+                name: NodeFacts(node.phase, node.detail, node.restarts, node.served_s, node.info, node.status)
                 for name, node in self.nodes.items()
             },
             {
@@ -77,7 +75,7 @@ class Fleet:
                     router.phase,
                     router.detail,
                     router.restarts,
-                    router.accepts_since if router.phase is ProcessPhase.READY else None,
+                    router.served_s,
                     router.info,
                     router.load,
                 )

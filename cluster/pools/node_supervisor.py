@@ -63,6 +63,10 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return super().log_sources() | (dict(self.handle.keepers) if self.handle is not None else {})
 
     @property
+    def served_s(self) -> float | None:
+        return self._served_s(self.ready_since)
+
+    @property
     def machines(self) -> set[str]:
         """The names of its machines."""
         return {host.name for host in (self.host, *self._beside)}
@@ -185,6 +189,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                         return reason
             else:
                 silence.answered()
+                self.answered_at = self._clock.now()
                 self._say_vouched("")
                 self.sick = status.sick or self.sick
                 reason = self._unfit(status.epoch, status.state, status.step_age_s, status.detail, info)

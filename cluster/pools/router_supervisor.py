@@ -73,6 +73,10 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
         that never worked has a mistake in its configuration, which the operator must see."""
         return not self.url
 
+    @property
+    def served_s(self) -> float | None:
+        return self._served_s(self.accepts_since if self.phase is ProcessPhase.READY else None)
+
     def _describe(self, info: RouterInfo) -> str:
         return info.url
 
@@ -116,6 +120,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 await self._clock.sleep(timeouts.heartbeat_s)
                 continue
             silence.answered()
+            self.answered_at = self._clock.now()
             said = ""
             before, self.load = self.load, load
             if load.accepts is not before.accepts:

@@ -123,6 +123,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self.detail = ""  # the reason for the phase; when READY again, why it was restarted
         self.restarts = 0
         self.ready_since: float | None = None  # None: it is not READY
+        self.answered_at = 0.0  # when it last answered, as one that serves
         self._context = context
         self._events = context.events
         self._clock = context.clock
@@ -131,6 +132,10 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         self.progress = LastProgress(context.clock.now)  # of its start, or of later loading
         self.handle: H | None = None
         self._has_worked = False
+
+    def _served_s(self, since: float | None) -> float | None:
+        """For how long it has certainly served: it may have ended since its last answer."""
+        return None if since is None else max(0.0, self.answered_at - since)
 
     @property
     def _timeouts(self) -> ClusterTimeouts:

@@ -23,6 +23,7 @@ FOUND_IN_CONTROL = {
     800073: "what was drained on a machine that was not seen was forgotten, and ran on",
     800202: "a new router started before the others were known, so it got no socket, and the rollout was taken back",
     800245: "the new one of two nodes that decode was drained, and the rollout took the other",
+    62000132: "a rollout took old nodes away for new ones whose end, on a machine that was not seen, nothing had told of",
     910124: "a controller that stood still while its deployment was ended started it again",
     840291: "a node that was leaving before it had served ran on when its controller died",
     3580857179: "a node that left before its next controller could reach it was forgotten, and ran on",

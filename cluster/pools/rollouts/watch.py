@@ -38,7 +38,7 @@ def rollout_facts(
             idle.add(name)
         if node is None:
             continue
-        if node.since is not None and (record.revision != number or facts.now - node.since >= settle_s):
+        if node.served_s is not None and (record.revision != number or node.served_s >= settle_s):
             ready.add(name)
         if record.revision == number and (why := _why_failed(node) or _why_convicted(name, facts)):
             failed[name] = why
@@ -55,7 +55,7 @@ def rollout_facts(
         if router is None or new.name in outdated or not (state.rollout and state.rollout.routers):
             continue
         places.add(new.place)
-        if router.since is not None and facts.now - router.since >= settle_s:
+        if router.served_s is not None and router.served_s >= settle_s:
             ready.add(new.name)
             settled.add(new.place)
         if why := _why_failed_router(router):

@@ -83,6 +83,24 @@ async def test_new_nodes_start_before_old_ones_go() -> None:
 
 
 @in_loop
+async def test_a_new_node_that_has_become_silent_has_not_served_long_enough() -> None:
+    """The end of a process on a machine that is not seen is told late."""
+    async with Rig(pools=pools(1, 2)) as rig:
+        await rig.controller.start()
+        rig.launcher.prepare["decode-2"] = lambda node, _: setattr(node, "starts_at_once", False)
+        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.clock.advance(20.0)
+        rig.launcher.node("decode-2").may_start.set()
+        await rig.clock.advance(1.5)
+        rig.launcher.node("decode-2").mute.set()
+        await rig.clock.advance(8.0)
+        assert {"decode-0", "decode-1"} <= rig.routed
+        rig.launcher.node("decode-2").mute.clear()
+        await rig.clock.advance(LONG_S)
+        assert made_with(rig) == {77: 3}
+
+
+@in_loop
 async def test_a_node_that_goes_finishes_what_it_has() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         await rig.controller.start()
