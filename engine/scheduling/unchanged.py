@@ -10,7 +10,7 @@ import heapq
 
 from tandem.base.errors import InternalError
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import SchedulerState
+from tandem.engine.scheduling.state import READ_EVERY, SchedulerState
 
 
 def num_unchanged_steps(state: SchedulerState) -> int:
@@ -71,6 +71,7 @@ def take_unchanged_steps(state: SchedulerState, steps: int) -> None:
     for request, begun in zip(running, begun_at, strict=True):
         _repeat_token(request, begun + steps - request.num_computed_tokens)
     state.finished_req_ids, state.preempted_req_ids = set(), set()
+    _count_read(state, begun_at, steps)
     state.totals.steps += steps
     state.totals.step_of(len(running), steps)
     state.totals.output_tokens += steps * len(running)
@@ -82,3 +83,11 @@ def _repeat_token(request: Request, times: int) -> None:
         request.all_token_ids += [request.all_token_ids[-1]] * times
         request.num_tokens += times
         request.num_computed_tokens += times
+
+
+def _count_read(state: SchedulerState, begun_at: list[int], steps: int) -> None:
+    """As `state.count_read` counts single steps, in each of which a request reads one token more."""
+    first = 1 + -state.totals.steps % READ_EVERY
+    read = sum(sum(begun_at) + len(begun_at) * step for step in range(first, steps + 1, READ_EVERY))
+    state.totals.context_read += READ_EVERY * read
+    state.totals.pairs_read += READ_EVERY * read

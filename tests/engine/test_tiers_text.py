@@ -255,7 +255,7 @@ def test_while_a_disk_hangs_every_request_is_answered_and_every_block_comes_back
 
 def tear(folder: Path, slot_bytes: int) -> None:
     """Changes bytes in every fifth chunk, so that they do not match the chunk's header."""
-    (path,) = folder.iterdir()
+    (path,) = (each for each in folder.iterdir() if each.suffix != ".sources")
     with path.open("r+b") as file:
         for start in range(HEADER_BYTES, path.stat().st_size, 5 * slot_bytes):
             file.seek(start + HEADER_BYTES)

@@ -322,7 +322,7 @@ def test_when_steps_are_planned_ahead(setting: str, device: str, drafts: int, ex
 
 @pytest.mark.parametrize("loss", [0.02, 1.0], ids=["as they pay", "always"])
 def test_guessing_changes_no_token(llama: TorchRunner, loss: float) -> None:
-    arrivals = draw_life(5, PLAIN, 14, aborts=0.2)
+    arrivals = draw_life(8, PLAIN, 14, aborts=0.2)
     plain, _ = live(llama, arrivals, ahead=False)
     for ahead in (False, True):
         told, engine = live(llama, arrivals, ahead=ahead, num_speculative_tokens=3, max_draft_loss=loss)
