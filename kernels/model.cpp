@@ -108,7 +108,8 @@ void Model::load_linear(int which, int layer, const tandem_part* weights, const 
     Linear part{};
     part.n = static_cast<int>(parts[i].rows);
     part.k = w.k;
-    pack(part, {parts[i]}, biases ? std::vector<WeightPart>{bias_parts[i]} : bias_parts, false);
+    // Not `bias_parts` itself: copying a vector needs a newer libstdc++ than wheels may ask for.
+    pack(part, {parts[i]}, biases ? std::vector<WeightPart>{bias_parts[i]} : std::vector<WeightPart>(), false);
     apart.push_back(part);
   }
 }
