@@ -84,6 +84,7 @@ def test_a_seed_is_a_sample_of_the_core_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_the_command_says_which_mutants_are_noticed_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """Slow: it runs tests in a copy of the tree."""
     command = [sys.executable, "-m", "tests.mutation", "--files", "wire/versions.py", "--tests", "tests/wire/test_versions.py"]  # fmt: skip

@@ -16,6 +16,7 @@ from tandem.engine.structured.masks import MOST_IN_VAIN, MOST_SLOW
 from tandem.wire.sampling import SamplingParams
 from tests.engine.structured.grammar_walks import Model, decode, encode
 from tests.integration.one_engine import OneEngine
+from tests.more import more
 
 PERSON = {
     "first_name": {"type": "string", "maxLength": 12},
@@ -77,7 +78,8 @@ def test_a_grammar_that_forces_a_very_long_text_is_left_alone(monkeypatch: pytes
     assert model.failure is None
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, *more([3])])
 def test_answers_are_the_same_in_fewer_steps(
     smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int
 ) -> None:
