@@ -20,7 +20,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -974,8 +974,12 @@ class Schedule:
             return f"orders: {', '.join(order.text for order in self.orders)}"
         if host._stage is not ClusterStage.SERVING:
             return f"the controller is {host._stage.value}: {host._failure}"
+        waits = cast("Controller", host._deployment.control).pools.rollout_waits
         if kept.rollout is not None:
-            return f"a rollout goes on ({kept.rollout.going_back})"
+            # With fewer places than nodes an old one keeps its place, unless `rollout.max_unavailable` says otherwise.
+            if kept.evacuated and "no machine has room" in waits:
+                return ""
+            return f"a rollout goes on ({kept.rollout.going_back or waits})"
         if leaving := [record.node_id for record in kept.nodes if record.leaving]:
             return f"{', '.join(leaving)} should have left"
         return self._wrong_nodes(kept) or self._wrong_routers(kept)
