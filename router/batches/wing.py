@@ -194,7 +194,13 @@ Batches.document = WingDocument(
             "post": operation("Answer no more of its lines", None, BatchObject, _ERRORS, parameter="batch_id")
         },
         "/v1/messages/batches": {
-            "get": operation("The batches of messages, the newest first", None, MessageBatchList, _ERRORS, error=MessagesError),
+            "get": operation(
+                "The batches of messages, the newest first",
+                None,
+                MessageBatchList,
+                _ERRORS,
+                error=MessagesError,
+            ),
             "post": operation(
                 "Have messages answered when the cluster is idle",
                 MessageBatchRequest,
@@ -204,11 +210,22 @@ Batches.document = WingDocument(
             ),
         },
         "/v1/messages/batches/{batch_id}": {
-            "get": operation("One batch of messages", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError),
-            "delete": operation("Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id", error=MessagesError),
+            "get": operation(
+                "One batch of messages",
+                None,
+                MessageBatch,
+                _ERRORS,
+                parameter="batch_id",
+                error=MessagesError,
+            ),
+            "delete": operation(
+                "Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id", error=MessagesError
+            ),
         },
         "/v1/messages/batches/{batch_id}/cancel": {
-            "post": operation("Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError)
+            "post": operation(
+                "Answer no more of it", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError
+            )
         },
     },
     examples={
