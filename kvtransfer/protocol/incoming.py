@@ -255,8 +255,9 @@ class IncomingTransfers:
             return
         if receiving.quarantined is not None or receiving.aborted:
             return
-        valid = self._valid_tokens(receiving)
-        receiving.quarantined = receiving.unsafe_blocks(self._side.geometry.block_size, valid)
+        valid, geometry = self._valid_tokens(receiving), self._side.geometry
+        has_states = geometry.state_blocks > 0
+        receiving.quarantined = receiving.unsafe_blocks(geometry.block_size, valid, has_states=has_states)
         self._side.recorder.quarantined(len(receiving.quarantined))
         self._fail(receiving, receiving.quarantined)
         del self._by_request[receiving.command.request_id]

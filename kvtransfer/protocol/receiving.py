@@ -120,13 +120,18 @@ class IncomingTransfer:
         tokens = self.order[self.num_arrived][1] * self.mapping.grain
         return max(local, tokens // block_size * block_size)
 
-    def unsafe_blocks(self, block_size: int, valid_tokens: int) -> frozenset[int]:
-        """Returns the blocks that hold anything after the first `valid_tokens` tokens."""
+    def unsafe_blocks(self, block_size: int, valid_tokens: int, *, has_states: bool) -> frozenset[int]:
+        """Returns the blocks that hold anything after the first `valid_tokens` tokens. Recurrent states, the last group, are those after
+        the last token, so none of their blocks is safe."""
+        last = len(self.command.block_ids) - 1
         return frozenset(
             block
-            for first, ids in zip(self.command.first_block, self.command.block_ids, strict=True)
+            for group, (first, ids) in enumerate(
+                zip(self.command.first_block, self.command.block_ids, strict=True)
+            )
             for index, block in enumerate(ids, start=first)
-            if block != NULL_BLOCK_ID and index * block_size >= valid_tokens
+            if block != NULL_BLOCK_ID
+            and ((has_states and group == last) or index * block_size >= valid_tokens)
         )
 
     @property

@@ -26,6 +26,7 @@ from tandem.kvtransfer.protocol.commands import (
     VoidSend,
 )
 from tandem.kvtransfer.protocol.halves import token_hash
+from tandem.kvtransfer.protocol.receiving import IncomingTransfer
 from tandem.kvtransfer.protocol.transport import Direction
 from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
@@ -571,6 +572,17 @@ def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> N
     push.world.settle(1.0)
     assert receive.valid_tokens == 0
     assert push.nothing_is_left()
+
+
+def test_blocks_of_recurrent_states_are_never_safe_while_a_peer_may_write() -> None:
+    """They stand at the table's beginning, and hold what comes after the last token."""
+    command = BeginReceive(
+        "r", "t", PeerAddress("p", 1, "tcp://p"), 43, 32, b"", [8, 0], [[23, 24, 25], [26]]
+    )
+    receiving = IncomingTransfer(command, 0.0, 1.0)
+    assert receiving.unsafe_blocks(4, 32, has_states=True) == {23, 24, 25, 26}
+    assert receiving.unsafe_blocks(4, 40, has_states=True) == {25, 26}
+    assert receiving.unsafe_blocks(4, 40, has_states=False) == {25}
 
 
 # ── leases ──

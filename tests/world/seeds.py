@@ -10,6 +10,8 @@ FOUND = {
     3753319020: "an idle node's status seemed old, so a router counted what another had sent there until the next step",
     4239387055: "a node was restarted right after a reset, and a reader whose link had failed never heard of it",
     910027: "a router whose clock is slower than its loop's set an alarm again and again",
+    3025149879: "a block of recurrent states was given back while a peer still wrote to it",
+    3025149909: "a request went on from such a block, and a token was wrong",
     2000252: "a preempted request stayed on such a node, though another had room",
 }
 
