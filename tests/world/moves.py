@@ -108,8 +108,8 @@ class WorldTransport(Transport):
         at = max(now, fabric.busy_until.get(link, 0.0)) + 0.0001 + move.num_bytes / fabric.weather.bytes_per_s
         if rng.random() < fabric.weather.stalls:
             at += rng.uniform(0.5, 8.0)
-        at += self.stall_s()
         fabric.busy_until[link] = at
+        at += self.stall_s()  # of this one alone: the link goes on
         fails = rng.random() < fabric.weather.fails
         flips = rng.random() < (fabric.weather.flips if self.flips is None else self.flips)
         self._process.loop.call_at(at, self._complete, posted, move, fails, flips)
