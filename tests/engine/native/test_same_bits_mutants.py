@@ -14,9 +14,12 @@ import torch
 from tandem.kernels import build, library
 from tests.engine.native import test_same_bits
 
-_LOOP = "for (int i = 0; i < k; i++) {\n    vf a, b;"
-_TURNED = "for (int n = 0; n < k; n++) {\n    const int i = (n + (%s ? k / 2 : 0)) %% k;\n    vf a, b;"
-# When a product is summed from its middle on.
+_LOOP = "for (int i = 0; i < count; i++, at += kPanel) {"
+_TURNED = (
+    "const auto* const group = at; for (int n = 0; n < count; n++) {"
+    " const int i = %s ? count - 1 - n : n; at = group + i * kPanel;"
+)
+# When the terms of a group are summed from its end on.
 MUTANTS = {"a split by batch size": "g.m > 8", "a reduction by thread": "g.threads > 1"}
 
 
