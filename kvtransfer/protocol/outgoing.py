@@ -124,6 +124,7 @@ class OutgoingTransfers:
         self._writes = side.direction is Direction.PUSH
         self._finished_sending = finished_sending
         self._unwanted = unwanted
+        self._made_room_at = 0.0
 
     def pair(self, sending: OutgoingTransfer) -> None:
         """If both halves are there, checks that they belong together."""
@@ -223,6 +224,36 @@ class OutgoingTransfers:
                 self.close(sending, Outcome.LEASE_EXPIRED, "no consumer registered")
             elif sending.notice_sent_at is not None and now >= sending.notice_sent_at + settings.retry_s:
                 self._notify(sending)
+        if now >= self._made_room_at + settings.patience_s:
+            self._make_room(now)
+
+    def _make_room(self, now: float) -> None:
+        """Two nodes that admit in different orders may wait for each other: a prompt here, for which the consumer keeps blocks, waits for
+        the blocks of a computed one, and the computed one waits for blocks of the consumer. The KV that was computed last is given up,
+        one transfer at a time, and its consumer computes it."""
+        since = now - self._side.settings.patience_s
+        starved = {
+            sending.destination.consumer
+            for sending in self._ledger
+            if sending.destination is not None
+            and sending.destination.registered_at <= since
+            and (sending.lost_its_blocks or sending.transfer_id in self._ledger.in_line)
+        }
+        held = [
+            (sending.waiting_since, sending)
+            for sending in self._ledger
+            if not sending.is_over
+            and sending.destination is None
+            and sending.waiting_since is not None
+            and sending.waiting_since <= since
+            and any(map(sending.belongs_to, starved))
+        ]
+        if held:
+            self._made_room_at = now
+            _, last = max(held, key=lambda waiting: waiting[0])
+            self.close(
+                last, Outcome.LEASE_EXPIRED, "its blocks were needed for another prompt of the same consumer"
+            )
 
     def _notify(self, sending: OutgoingTransfer) -> None:
         source, destination = sending.source, sending.destination

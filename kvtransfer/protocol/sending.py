@@ -214,6 +214,11 @@ class OutgoingTransfer:
     def is_over(self) -> bool:
         return self.phase in (SendPhase.CLOSING, SendPhase.CLOSED)
 
+    @property
+    def lost_its_blocks(self) -> bool:
+        """The request was preempted, and has no blocks until it is admitted again."""
+        return self.source is not None and not any(self.source.block_ids)
+
     def extend_source(self, block_ids: BlockTable) -> None:
         if self.source is not None:
             for table, new in zip(self.source.block_ids, block_ids, strict=True):

@@ -613,6 +613,31 @@ def test_the_producer_frees_what_nobody_ever_registers(pair: Pair) -> None:
     assert pair.outcomes()[0] == {"lease_expired": 1}
 
 
+@pytest.mark.parametrize("starved", ["in line", "preempted"])
+def test_prompts_of_one_consumer_do_not_wait_for_each_others_blocks(pair: Pair, starved: str) -> None:
+    """Each node has room for one of two requests, and they began with different ones."""
+    pair.receive(name="r1")
+    if starved == "in line":
+        pair.producer.endpoint.execute(AnnounceSend("r1", "t-r1"))
+    else:
+        pair.producer.preempt(pair.send(name="r1"))
+    held = pair.send(name="r2")
+    pair.complete(held, SETTINGS.patience_s - 0.3)
+    assert held.reported == 0, "the consumer may only be late"
+    pair.world.settle(SETTINGS.patience_s)
+    assert held.reported == 1
+    if starved == "in line":
+        pair.send(name="r1")
+    else:
+        pair.producer.plan(pair.producer.sends["r1"])
+    pair.complete(pair.producer.sends["r1"], 0.5)
+    assert pair.consumer.receives["r1"].finished
+    late = pair.receive(name="r2")
+    pair.world.settle(0.5)
+    assert late.failed is not None, "the consumer computes it"
+    assert pair.nothing_is_left()
+
+
 def test_a_registration_without_a_request_is_kept_for_a_lease(pair: Pair) -> None:
     pair.receive()
     pair.world.deliver_all()
