@@ -27,7 +27,7 @@
 # make test-vllm    nodes whose engine is vLLM, apart and aggregated, beside vLLM alone (about ten minutes). vLLM's environment is made under build/vllm
 #                    (minutes, once), unless VLLM_ENV names one
 # make test-objects  an object store as a tier, with SeaweedFS, which is installed under build/objects (a minute)
-# make test-versions OTHER=v0.1.0   nodes, routers and controllers of this version and of that commit in one cluster, under load
+# make test-versions OTHER=COMMIT   nodes, routers and controllers of this version and of that commit in one cluster, under load
 # make test-image  builds the image of manifests/kuberay on a stand-in for Ray's image, and serves from it; needs root, buildah and debootstrap
 # make test-models   every causal model class of transformers, tiny: served exactly or refused, as docs/models.md says (some
 #                    minutes); make models-page writes that page

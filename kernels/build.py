@@ -286,6 +286,10 @@ def main() -> int:
     said = [""]
 
     def tell(what: str, fraction: float) -> None:
+        """One line that moves on a terminal; elsewhere a line for each file."""
+        if sys.stderr.isatty():
+            print(what, end="\x1b[K\r", file=sys.stderr, flush=True)  # the next line is written over it
+            return
         files = what.partition(" (")[0]
         if files != said[0]:
             log.info("%s", what)

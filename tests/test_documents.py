@@ -165,6 +165,21 @@ def test_the_values_that_are_named_can_be_given() -> None:
         resolve([read_assignments([one])])
 
 
+def test_a_version_is_that_of_one_release_or_on_the_way_to_the_next() -> None:
+    """What /version says must tell what runs: it is not the last release's once something was changed since."""
+    log = PAGES["CHANGELOG.md"]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    releases = re.findall(r"^## ([\d.]+) \(\d+ \w+ \d{4}, commit [0-9a-f]{8}\)$", log, re.MULTILINE)
+    assert [title for title in re.findall(r"^## (\S+)", log, re.MULTILINE) if title != "Unreleased"] == releases
+    last = tuple(map(int, releases[0].split(".")))
+    this = tuple(map(int, version.removesuffix(".dev0").split(".")))
+    if re.search(r"^## Unreleased\n+\S", log, re.MULTILINE):
+        assert version.endswith(".dev0")
+        assert this > last
+    else:
+        assert version == releases[0]
+
+
 def test_the_notice_names_what_we_are_built_on() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     notice = re.sub(r"\s+", " ", (ROOT / "NOTICE").read_text(encoding="utf-8")).lower()

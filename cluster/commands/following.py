@@ -44,8 +44,12 @@ class Follower:
 
     async def until_serving(self) -> ClusterAccount:
         """Returns when the cluster serves. Raises the reason when it cannot start."""
+        answers = False
         while True:
             account = await self._next(SILENT_START_S)
+            if not answers:
+                answers = True
+                self._events.ready("controller", "running")
             if isinstance(account, ClusterEnd):
                 raise Unavailable(f"the cluster was ended while it started: {account.why}")
             if account.stage is ClusterStage.SERVING:

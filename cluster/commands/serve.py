@@ -260,6 +260,7 @@ class _Serving:
         controller = None if own_ray else find_controller(config.name)
         is_new = controller is None
         if controller is None:
+            self._display.progress("controller", "starting its process", 0.0)
             controller = await create_controller(config, own_ray=own_ray, detach=self._where.detach)
         elif not self._where.detach:
             raise Unavailable(

@@ -144,6 +144,12 @@ class RayHandle:
     async def actor(self) -> Any:
         return await asyncio.shield(self._actor)
 
+    async def _actor_to_start(self, report: Report) -> Any:
+        actor = await self.actor()
+        if not self.is_adopted:  # it reports nothing itself until it has imported its code
+            report("starting its process", 0.0)
+        return actor
+
     async def ended(self) -> str:
         return await self._gone()
 
@@ -243,7 +249,7 @@ class RayNode(RayHandle):
         return {}
 
     async def start(self, report: Report) -> NodeInfo:
-        actor = await self.actor()
+        actor = await self._actor_to_start(report)
         given = await self._start_arguments(actor)
         started = self._until_reached(lambda: actor.start.remote(*given))
         info = msgspec.msgpack.decode(await self._followed(actor, started, report), type=NodeInfo)
@@ -343,7 +349,7 @@ class RayRouter(RayHandle):
     door = ""  # where the router that it replaces hands over its listening socket
 
     async def start(self, report: Report) -> RouterInfo:
-        actor = await self.actor()
+        actor = await self._actor_to_start(report)
         asked = self._until_reached(lambda: actor.start.remote(self.door))
         started = await self._followed(actor, asked, report)
         info = msgspec.msgpack.decode(started, type=RouterInfo)

@@ -131,7 +131,9 @@ def test_a_program_that_starts_it_reads_one_document_and_asks_over_tls(
             told = "".join(iter(process.stdout.readline, "}\n")) + "}"
             found = json.loads(told)
             assert found["url"].startswith("https://")
-            assert {"model", "ray", "router", "aggregated-0"} <= {one["name"] for one in found["timings"]}
+            assert {"model", "ray", "controller", "router", "aggregated-0"} <= {
+                one["name"] for one in found["timings"]
+            }
             assert all(one["began_s"] + one["seconds"] <= found["seconds"] + 0.2 for one in found["timings"])
             trusting = ssl.create_default_context(cafile=str(pair.certificate))
             with httpx.Client(base_url=found["url"], verify=trusting, timeout=60, trust_env=False) as client:

@@ -1,5 +1,5 @@
-"""Processes of two versions in one cluster: this Tandem and a later one, whose messages have more fields. With TANDEM_OTHER=v0.1.0 the other
-one is that commit: `make test-versions OTHER=v0.1.0`."""
+"""Processes of two versions in one cluster: this Tandem and a later one, whose messages have more fields. With TANDEM_OTHER the other one
+is that commit: `make test-versions OTHER=COMMIT`."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pty
 import re
 import stat
 import subprocess
@@ -139,6 +140,14 @@ def test_its_progress_is_told_in_files_and_computing(compiler: Path) -> None:
     library_path(lambda what, share: told.append((what, share)))
     assert told[0][1] == 0.0
     assert re.fullmatch(r"compiling the native library, 0 of \d+ files \(\d+ s of computing\)", told[0][0])
+
+
+def test_whoever_watches_a_terminal_sees_it_compute(compiler: Path) -> None:
+    """One unit takes up to a minute: a line for each file alone looks as if it stood still."""
+    ours, its = pty.openpty()
+    subprocess.run([sys.executable, "-m", "tandem.kernels.build"], stderr=its, timeout=60, check=True)
+    seen = os.read(ours, 100_000).decode()
+    assert re.search(r"0 of \d+ files \(\d+ s of computing\)\x1b\[K\r", seen)
 
 
 def test_a_process_that_waits_for_another_ones_compiler_passes_its_progress_on(compiler: Path) -> None:

@@ -54,13 +54,29 @@ def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch
             raise AssertionError("another one is started")
 
         router = RayRouter("router", "tandem", lambda running: running == b"as it is wanted", create, 1.0)
-        info = await router.start(lambda what, share: None)
+        info = await router.start(lambda what, share: pytest.fail(what))
         assert info.url == "http://host:8000"
         assert router.is_adopted
 
     asyncio.run(adopt())
     assert not killed
     assert actor.calls.count("configuration") == actor.calls.count("start") == 3
+
+
+def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_actor(name: str, namespace: str) -> Any:
+        raise ValueError("no such actor")
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
+    said: list[str] = []
+
+    async def start() -> None:
+        router = RayRouter("router", "tandem", lambda running: True, FarActor, 1.0)
+        await router.start(lambda what, share: said.append(what))
+
+    asyncio.run(start())
+    assert said == ["starting its process"]
 
 
 def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
