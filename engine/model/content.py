@@ -19,6 +19,12 @@ from tandem.wire.images import image_rules, processor_settings
 
 # Increase it when the same weights and tokens give other bytes in a KV block than before.
 KV_VERSION = 1
+# The same of GGUF files: the native library computes with their blocks. Before, it widened them to bfloat16 first.
+GGUF_KV_VERSION = 2
+
+BLOCKS_FILE = "tandem-blocks"
+"""Beside a checkpoint that was made of a GGUF file: the same matrices in blocks, by their names in the checkpoint. It is a safetensors
+file under a name that other programs do not take for weights."""
 
 _INDEX = "model.safetensors.index.json"
 # Keys of a configuration that change nothing in the model.
@@ -37,12 +43,12 @@ def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) ->
     try:
         tokenizer = _digest(source.folder / "tokenizer.json")
         parts = {
-            "kv": KV_VERSION,
+            "kv": KV_VERSION if source.gguf_file is None else GGUF_KV_VERSION,
             "config": _meaning(source, "config.json") if source.gguf_file is None else {},
             "generation": _meaning(source, "generation_config.json"),
             "tokenizer": tokenizer or _digest(source.folder / "tokenizer.model"),
             # File names are left out: they only say how the weights are split.
-            "weights": sorted(digests_of(weight_files(source), on_read)),
+            "weights": sorted(digests_of([*weight_files(source), *_blocks(source)], on_read)),
         }
         if source.gguf_file is None and image_rules(source.read_json("config.json"), settings) is not None:
             parts["images"] = settings  # other pixels make other KV
@@ -64,6 +70,12 @@ def weight_files(source: ModelSource) -> list[Path]:
         return [folder / str(name) for name in sorted(set(index.values()))]
     only = folder / "model.safetensors"
     return [only] if only.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _blocks(source: ModelSource) -> list[Path]:
+    """Not every processor computes with blocks what it computes with the checkpoint's weights, bit for bit."""
+    file = source.folder / BLOCKS_FILE
+    return [file] if source.gguf_file is None and file.is_file() else []
 
 
 def _digest(file: Path) -> str:

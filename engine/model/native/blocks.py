@@ -13,12 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tandem.base.errors import ConfigurationError
+from tandem.engine.model.content import BLOCKS_FILE
 from tandem.kernels import library
 from tandem.kernels.library import BlockRows
-
-BLOCKS_FILE = "tandem-blocks"
-"""Beside a checkpoint that was made of a GGUF file: the same matrices in blocks, by their names in the checkpoint. It is a safetensors
-file under a name that other programs do not take for weights."""
 
 
 def write_blocks(folder: Path, matrices: Mapping[str, BlockRows]) -> None:

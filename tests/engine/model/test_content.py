@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.content import ModelContent, content_of
+from tandem.engine.model.content import BLOCKS_FILE, ModelContent, content_of
 from tandem.engine.model.source import find_source
 
 CONFIG = {"model_type": "llama", "rope_theta": 10000.0, "transformers_version": "5.0"}
@@ -81,8 +81,13 @@ def other_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text('{"added_tokens": []}')
 
 
+def blocks_beside(folder: Path) -> None:
+    (folder / BLOCKS_FILE).write_bytes(b"the same weights")
+
+
 @pytest.mark.parametrize(
-    "change", [other_weights, other_names, other_shapes, other_rope, other_end, other_tokenizer]
+    "change",
+    [other_weights, other_names, other_shapes, other_rope, other_end, other_tokenizer, blocks_beside],
 )
 def test_another_content_under_the_same_name_is_another_model(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
     before = content(folder)
@@ -92,9 +97,14 @@ def test_another_content_under_the_same_name_is_another_model(folder: Path, chan
 
 
 def test_another_layout_of_kv_is_another_content(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = content(folder)
+    (folder / "tiny.gguf").write_bytes(b"blocks")
+    file = find_source(str(folder / "tiny.gguf"))
+    before, of_file = content(folder), content_of(file)
     monkeypatch.setattr("tandem.engine.model.content.KV_VERSION", 99)
     assert content(folder).digest != before.digest
+    assert content_of(file) == of_file  # its KV has a version of its own, and is not what it was in the first
+    monkeypatch.setattr("tandem.engine.model.content.GGUF_KV_VERSION", 1)
+    assert content_of(file) != of_file
 
 
 def test_every_shard_of_an_index_counts(folder: Path) -> None:

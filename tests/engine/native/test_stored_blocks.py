@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.native.blocks import BLOCKS_FILE, write_blocks
+from tandem.engine.model.content import BLOCKS_FILE
+from tandem.engine.model.native.blocks import write_blocks
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.kernels import library
 from tandem.kernels.library import BlockRows
