@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import TandemConfig
+from tandem.cluster.pools.state import decode
 from tandem.router.config import RouterConfig, RouterPlacement
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, settle
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, needs_rollouts, pools
@@ -34,14 +37,20 @@ async def test_its_nodes_go_and_their_pools_keep_their_sizes() -> None:
         assert pool.wanted == 1
 
 
-@in_loop
-async def test_the_last_that_writes_answers_waits_for_the_next_one() -> None:
+@asynccontextmanager
+async def evacuating_the_last_writer() -> AsyncIterator[tuple[Rig, asyncio.Task[dict[str, bool]]]]:
+    """Yields while the only decode node's machine is emptied and the next decode node is still starting."""
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
     async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
         await rig.controller.start()
         where = hosts_of(rig)["decode-0"]
         rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
-        going = asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
+        yield rig, asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
+
+
+@in_loop
+async def test_the_last_that_writes_answers_waits_for_the_next_one() -> None:
+    async with evacuating_the_last_writer() as (rig, going):
         await rig.clock.advance(DRAIN_S / 4)
         assert rig.launcher.node("decode-0").drained_with is None
         assert "decode-0" in rig.routed
@@ -85,8 +94,6 @@ async def test_nothing_comes_to_it_while_it_is_there_and_it_is_forgotten_with_it
         await going
         kept = await rig.store.load()
         assert kept is not None
-        from tandem.cluster.pools.state import decode
-
         assert decode(kept).evacuated == ["5"]
 
 
@@ -109,12 +116,7 @@ async def test_a_controller_that_comes_back_goes_on_with_it() -> None:
 
 @in_loop
 async def test_the_next_controller_waits_for_another_that_writes_answers_too() -> None:
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
-        where = hosts_of(rig)["decode-0"]
-        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
-        going = asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
+    async with evacuating_the_last_writer() as (rig, going):
         await settle()
         going.cancel()
         await rig.kill_controller()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,28 +141,25 @@ def full_disk(*_: object) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_what_a_full_disk_was_to_forget_is_not_found_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def expect_full_disk(work: Callable[[], object]) -> None:
+    """While it runs, nothing can be written."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
+        work()
+
+
+def test_what_a_full_disk_was_to_forget_is_not_found_after_a_restart(tmp_path: Path) -> None:
     file = open_file(tmp_path)
     assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
-    with monkeypatch.context() as patched:
-        patched.setattr(file._file, "write", full_disk)
-        with pytest.raises(OSError, match="No space"):
-            file.forget_all()
+    expect_full_disk(file.forget_all)
     file.close()
     assert open_file(tmp_path).content() == []
 
 
-def test_what_is_stored_after_a_full_disk_was_emptied_is_found_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_stored_after_a_full_disk_was_emptied_is_found_after_a_restart(tmp_path: Path) -> None:
     file = open_file(tmp_path)
     assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
-    with monkeypatch.context() as patched:
-        patched.setattr(file._file, "write", full_disk)
-        with pytest.raises(OSError, match="No space"):
-            file.forget({KEYS[0]})
+    expect_full_disk(lambda: file.forget({KEYS[0]}))
     file.forget({KEYS[0]})  # it is tried again
     assert file.write(1, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
     file.close()
@@ -255,11 +253,7 @@ def test_a_disk_that_cannot_be_used_is_refused_in_words(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_is_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = open_file(tmp_path)
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk.os, "pwrite", full)  # type: ignore[attr-defined]
+    monkeypatch.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
     assert not file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
     file.close()
 
