@@ -73,3 +73,8 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def busy(load: float, cores: int) -> str:
+    """Returns "this machine is busy (...)" for a load average that is high for so many cores, else ""."""
+    return f"this machine is busy (load {load:.0f} on {counted(cores, 'core')})" if load > 1.5 * cores else ""

@@ -170,7 +170,9 @@ def test_a_version_is_that_of_one_release_or_on_the_way_to_the_next() -> None:
     log = PAGES["CHANGELOG.md"]
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     releases = re.findall(r"^## ([\d.]+) \(\d+ \w+ \d{4}, commit [0-9a-f]{8}\)$", log, re.MULTILINE)
-    assert [title for title in re.findall(r"^## (\S+)", log, re.MULTILINE) if title != "Unreleased"] == releases
+    assert [
+        title for title in re.findall(r"^## (\S+)", log, re.MULTILINE) if title != "Unreleased"
+    ] == releases
     last = tuple(map(int, releases[0].split(".")))
     this = tuple(map(int, version.removesuffix(".dev0").split(".")))
     if re.search(r"^## Unreleased\n+\S", log, re.MULTILINE):

@@ -116,7 +116,7 @@ FIELDS = PathFields(
     ChatRequest,
     generates=True,
     refused={
-        "echo": FieldRefusal("not in a chat; continue_final_message continues a message, which the client has"),
+        "echo": FieldRefusal("only in completions; continue_final_message goes on with a message that the client has"),
         "best_of": FieldRefusal("only in completions; n gives several answers", (1,)),
         "reasoning": FieldRefusal("use reasoning_effort"),
         "max_output_tokens": FieldRefusal("use max_completion_tokens"),

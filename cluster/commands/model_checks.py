@@ -47,7 +47,7 @@ def check_context(config: TandemConfig) -> None:
         limit, token = engine.cache.memory_bytes, _token_bytes(written, config, engine.cache.dtype)
         if limit is not None and token and token * length > limit and config.pools.of(role).ranks == 1:
             raise ConfigurationError(
-                f"the KV cache of a {role.value} node needs {format_size(token * length)} for one request of {length} tokens, and may use "
+                f"the KV cache of each {role.value} node needs {format_size(token * length)} for one request of {length} tokens, and may use "
                 f"{format_size(limit)}: raise --kv-memory, or accept shorter requests with --max-model-len"
             )
 

@@ -17,13 +17,12 @@ from pathlib import Path
 from tandem.base.errors import TandemError
 from tandem.cluster.commands.preflight import check_address, check_machine_memory, check_model_here
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.describe import counted, format_size
+from tandem.cluster.describe import busy, counted, format_size
 from tandem.cluster.models.store import models_folder
 from tandem.cluster.pools.placement import LocalMachine, place_nodes, this_machine
 from tandem.wire.nodes import Role
 
 _CHECK_TIMEOUT_S = 90.0
-_BUSY = 1.5  # load average for each core from which a machine is busy
 _OUT_OF_TIME = re.compile(r"timed out|time-?out|within [\d.]+ s|too slow", re.IGNORECASE)
 _CLASS = re.compile(r"^(?:\w+\.)+[A-Z]\w*: |^[A-Z]\w*(?:Error|Exception): ")
 _GIB = 1 << 30
@@ -109,9 +108,9 @@ def failed(what: str, advice: str, *, load: float | None = None) -> Finding:
     load = os.getloadavg()[0] if load is None else load
     machine = this_machine()
     cores = machine.quota or len(machine.cores)
-    if _OUT_OF_TIME.search(what) and load > cores * _BUSY:
+    if _OUT_OF_TIME.search(what) and (why := busy(load, cores)):
         return warn(
-            f"this machine is busy (load {load:.0f} on {counted(cores, 'core')}), and the check was not done in time: {what}",
+            f"{why}, and the check was not done in time: {what}",
             "try again when the machine is quieter",
             is_open=True,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
                 f"no machine of the Ray cluster has room for this process: {_first_line(error)}"
             )
         case ray_exceptions.ActorUnavailableError():
-            return ProcessUnreachable(_first_line(error))
+            return ProcessUnreachable(f"its process cannot be reached: {_broken_link(error)}")
         case ray_exceptions.RayActorError():
             return NodeLost(_last_words(error))
         case _:
@@ -36,6 +37,12 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def _broken_link(error: ray_exceptions.ActorUnavailableError) -> str:
+    """Returns what gRPC said, out of Ray's message, which repeats itself and names an actor's number."""
+    found = re.search(r"RPC error: (.+?) rpc_code", str(error))
+    return found[1] if found else _first_line(error)
 
 
 def _last_words(error: ray_exceptions.RayActorError) -> str:

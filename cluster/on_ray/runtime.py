@@ -19,8 +19,10 @@ from typing import Any
 
 from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.cluster.config import DEFAULT_NAME
+from tandem.cluster.describe import busy
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
 from tandem.cluster.on_ray.lean import fewer_processes
+from tandem.cluster.pools.placement import this_machine
 
 NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
 CONTROLLER = "controller"  # the name of the controller's actor, in each deployment's namespace
@@ -113,8 +115,12 @@ def start_ray(when_imported: Callable[[], object] = lambda: None) -> Path:
                 logging_level="ERROR",
             )
     except Exception as error:  # Ray raises bare exceptions, too, for example when it starts too slowly
+        machine = this_machine()
+        why = busy(os.getloadavg()[0], machine.quota or len(machine.cores))
+        advice = f"{why}: try again when it is quieter" if why else "`tandem doctor` looks for the reason"
+        said = " ".join(str(error).split()).rstrip(".")
         raise Unavailable(
-            f"Ray did not start: {' '.join(str(error).split()).rstrip('.')}. `tandem doctor` looks for the reason; its logs are in /tmp/ray/session_latest/logs"
+            f"Ray did not start: {said}; {advice}. Ray's logs are in /tmp/ray/session_latest/logs"
         ) from error
     return Path(context.address_info["session_dir"]) / "logs"
 

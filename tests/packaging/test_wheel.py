@@ -118,7 +118,7 @@ def test_nothing_but_one_name_is_installed(wheel: Path) -> None:
 
 
 def test_the_wheel_is_for_any_python_on_this_platform(wheel: Path) -> None:
-    assert re.fullmatch(r"tandem_serve-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
+    assert re.fullmatch(r"tandem_serve-[\w.]+-py3-none-linux_\w+\.whl", wheel.name)
 
 
 # The newest of each that manylinux_2_28 promises.

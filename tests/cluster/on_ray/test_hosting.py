@@ -248,4 +248,7 @@ def test_every_error_of_ray_becomes_one_of_ours() -> None:
     assert translated(failed(ours)) is ours
     assert str(translated(failed(ValueError("x")))) == "ValueError: x"
     assert isinstance(translated(exceptions.ActorDiedError()), NodeLost)
+    broken = "The actor is temporarily unavailable: RpcError: RPC error: Socket closed rpc_code: 14. The task may or may not have run."
+    unreached = translated(exceptions.ActorUnavailableError(broken, b"a" * 16))
+    assert str(unreached) == "its process cannot be reached: Socket closed"
     assert str(translated(exceptions.GetTimeoutError("late"))) == "Ray: GetTimeoutError: late"

@@ -13,9 +13,10 @@ from tandem.cluster.on_ray.runtime import import_ray, start_ray
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("load", [0.0, 500.0])
 @pytest.mark.parametrize("error", [Exception("timed out during startup"), RuntimeError("no"), OSError("no")])
 def test_whatever_ray_says_when_it_cannot_start_is_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, error: Exception, load: float
 ) -> None:
     """Slow: imports Ray."""
 
@@ -23,7 +24,9 @@ def test_whatever_ray_says_when_it_cannot_start_is_a_sentence(
         raise error
 
     monkeypatch.setattr(import_ray(), "init", refuse)
-    with pytest.raises(Unavailable, match=f"Ray did not start: {error}"):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    advice = "this machine is busy .load 500 on .*: try again" if load else "`tandem doctor` looks"
+    with pytest.raises(Unavailable, match=f"Ray did not start: {error}; {advice}"):
         start_ray()
 
 
