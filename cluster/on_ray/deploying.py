@@ -31,6 +31,7 @@ from tandem.cluster.pools.room import needs_of
 LOCAL_HOST = "127.0.0.1"  # where the routers and nodes of a single machine reach each other
 MACHINES = "machines"
 _OWNER_PERIOD_S = 1.0
+KILL_S = 60.0  # for Ray to take the order to kill one process, when a whole deployment ends
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ async def clear_away(deployment: str, but: str = "") -> None:
     # First what a controller that stood still looks for when it wakes up, so that it starts nothing after the others have been killed.
     await RayStateStore(STATE, namespace).forget()
     for name in await left_behind(deployment, but):
-        await end_actor(name, namespace)
+        await end_actor(name, namespace, KILL_S)
     for store in (MACHINES, WANTED, WANTED_LABELS, EXCHANGE, MADE_WITH):
         await RayStateStore(store, namespace).forget()
     await stands(deployment).forget()

@@ -21,7 +21,7 @@ from tandem.base.settings import without_defaults
 from tandem.cluster.launcher import LogSource
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.hosts import ray_nodes
-from tandem.cluster.on_ray.spread import NodePlacementGroup
+from tandem.cluster.on_ray.spread import NodePlacementGroup, group_of
 from tandem.cluster.tasks import cancel, first_ended, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -41,9 +41,20 @@ _NAME_RETRY_S = 0.05  # Ray does not announce when a name is free, so creating t
 Create = Callable[[], Any]
 
 
-async def end_actor(name: str, namespace: str) -> None:
-    """Kills the actor with this name, if there is one. Ray kills one on a machine that it does not see when it sees it again."""
-    await _until_taken(name, lambda: ray.kill(ray.get_actor(name, namespace), no_restart=True))
+async def end_actor(name: str, namespace: str, within_s: float | None = None) -> None:
+    """Kills the actor with this name, if there is one. Ray kills one on a machine that it does not see when it sees it again.
+    Raises Unavailable if Ray's control store has not answered `within_s`. None: it asks for as long as it must."""
+    try:
+        async with asyncio.timeout(within_s):
+            await _until_taken(name, lambda: ray.kill(ray.get_actor(name, namespace), no_restart=True))
+    except TimeoutError:
+        raise Unavailable(f"Ray did not end the process {name} within {within_s:g} s") from None
+
+
+async def end_node(name: str, namespace: str) -> None:
+    """Ends a node by its name alone. One on several machines has processes there, in a placement group of its own."""
+    await end_actor(name, namespace)
+    await _until_taken(name, NodePlacementGroup(group_of(name, namespace), {}, ()).give_back)
 
 
 async def _until_taken(name: str, kill: Callable[[], None]) -> None:
@@ -53,8 +64,9 @@ async def _until_taken(name: str, kill: Callable[[], None]) -> None:
             with contextlib.suppress(ValueError):  # there is none
                 await asyncio.to_thread(kill)
             return
-        except RayError as error:
-            logger.warning("Ray could not end the process %s; trying again: %s", name, translated(error))
+        except (RayError, Unavailable) as error:
+            why = translated(error) if isinstance(error, RayError) else error
+            logger.warning("Ray could not end the process %s; trying again: %s", name, why)
         await asyncio.sleep(_REACH_AGAIN_S)
 
 

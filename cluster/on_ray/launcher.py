@@ -13,10 +13,10 @@ from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
 from tandem.cluster.on_ray.exchange import only_with
-from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded, end_actor
+from tandem.cluster.on_ray.handles import Create, RayNode, RayRanks, RayRouter, SpreadNode, encoded, end_node
 from tandem.cluster.on_ray.router_actor import RouterActor
 from tandem.cluster.on_ray.runtime import HEAD_ONLY
-from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor
+from tandem.cluster.on_ray.spread import NodePlacementGroup, RanksActor, group_of
 from tandem.cluster.roles import make_node, traits_of
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -52,9 +52,8 @@ class RayLauncher:
         create = self._node_creator(config, options)
         if beside:
             machines = [there.name for there in (host, *beside)]
-            group = NodePlacementGroup(
-                f"{self._namespace}:{config.node_id}", {slot.value: 1, **needs}, machines
-            )
+            name = group_of(config.node_id, self._namespace)
+            group = NodePlacementGroup(name, {slot.value: 1, **needs}, machines)
             kind = SpreadNode
 
             def create() -> Any:
@@ -106,7 +105,7 @@ class RayLauncher:
         return router
 
     async def end(self, name: str) -> None:
-        await end_actor(name, self._namespace)
+        await end_node(name, self._namespace)
 
     def _node_creator(self, config: NodeConfig, options: Mapping[str, Any]) -> Create:
         # Each actor can become a node of any role, so it is told how to make them all.

@@ -37,6 +37,11 @@ _ROUND_S = 3600.0  # one wait for the ranks' end; it is repeated
 _LAST_WORDS_S = 2.0
 
 
+def group_of(node_id: str, namespace: str) -> str:
+    """The name of a node's placement group, unique in the Ray cluster."""
+    return f"{namespace}:{node_id}"
+
+
 class NodePlacementGroup:
     """Ray's placement group of one node, with a bundle on each machine. Ray reserves all bundles or none. The group is
     detached, so it outlives the process that reserved it. Every method waits for Ray's control store and raises Unavailable

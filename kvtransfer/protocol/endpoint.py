@@ -205,7 +205,7 @@ class TransferEndpoint:
         if message.envelope.receiver_epoch != self._side.me.epoch:
             self._refuse_epoch(message)
             return
-        self.consumer.generations.hear(message.envelope)
+        is_news = self.consumer.generations.hear(message.envelope)
         match message:
             case Hello():
                 self.producer.on_hello(message)
@@ -223,6 +223,9 @@ class TransferEndpoint:
                 self.consumer.on_registered(message)
             case LeaseRenewed():
                 self.consumer.on_renewed(message)
+                if is_news:  # so that the producer need not tell it again
+                    envelope = self._side.me.envelope(message.envelope.sender_epoch)
+                    self._side.send(message.envelope.reply_to, RenewLease(envelope, message.stamp, []))
             case KVArrived():
                 self.consumer.on_arrived(message)
             case TransferPace():

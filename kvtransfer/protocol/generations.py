@@ -55,11 +55,14 @@ class SourceGenerations:
         if told and times >= told:
             del self.accused[key]
 
-    def hear(self, envelope: Envelope) -> None:
+    def hear(self, envelope: Envelope) -> bool:
+        """Returns whether it is news that the sender distrusts what it handed over."""
         key = key_of(envelope)
-        if self._sources.hear(key, envelope.generation):
+        is_news = self._sources.hear(key, envelope.generation)
+        if is_news:
             self._sources.clear()  # the engine gives up everything
             self._distrusted(f"{key.node_id} distrusts its own cache, from which KV was received")
+        return is_news
 
     @property
     def seconds_until_ask(self) -> float:

@@ -23,6 +23,7 @@ from tandem.kvtransfer.protocol.side import (
     key_of,
 )
 from tandem.kvtransfer.protocol.transport import Activity, Direction
+from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
@@ -37,6 +38,9 @@ from tandem.wire.handoff import (
 
 logger = logging.getLogger(__name__)
 MOST_READERS = 256
+# Consumers are told of a new generation again until they say that they know, at most until they have asked by themselves.
+TELL_AGAIN_S = 0.25
+TELL_S = ASK_S
 
 
 class Producer:
@@ -91,12 +95,18 @@ class Producer:
         self._tokens_per_s: float | None = None  # our engine's rate for prompt tokens
         # Consumers that may have KV of the present generation, also those whose links are gone. The last to register comes last.
         self._readers: OrderedDict[PeerKey, str] = OrderedDict()
+        # Those that have not said that they know of the present generation: where, from which of our stamps on they know, until when
+        # they are told.
+        self._untold: dict[PeerKey, tuple[str, int, float]] = {}
+        self._tell_at = 0.0
 
     @property
     def is_idle(self) -> bool:
         """True if nothing here has a deadline."""
-        return not self._links.has_leaving and all(
-            sending.phase is SendPhase.CLOSED for sending in self._ledger
+        return (
+            not self._links.has_leaving
+            and not self._untold
+            and all(sending.phase is SendPhase.CLOSED for sending in self._ledger)
         )
 
     # ── commands of our own engine ──
@@ -185,7 +195,17 @@ class Producer:
             if sending.source is not None:
                 self._void(sending)
         readers, self._readers = self._readers, OrderedDict()
-        for key, endpoint in readers.items():
+        now, stamp = self._side.clock(), self._stamps.issue()
+        self._untold |= {key: (endpoint, stamp, now + TELL_S) for key, endpoint in readers.items()}
+        self._tell(now)
+
+    def _tell(self, now: float) -> None:
+        """Tells consumers of the present generation. A node that ends soon answers no question of theirs any more."""
+        self._tell_at = now + TELL_AGAIN_S
+        for key, (endpoint, _, until) in list(self._untold.items()):
+            if now > until:
+                del self._untold[key]
+                continue
             envelope = self._side.me.envelope(key.epoch)
             news = LeaseRenewed(envelope, self._stamps.issue(), [], [], self._tokens_per_s)
             self._side.send(endpoint, news)
@@ -305,6 +325,8 @@ class Producer:
     def on_renew(self, message: RenewLease) -> None:
         key = key_of(message.envelope)
         me = self._side.me
+        if key in self._untold and message.stamp >= self._untold[key][1]:
+            del self._untold[key]
         found_wrong, heard_in = self._found_wrong.get(f"{key.epoch}/{key.node_id}") or (0, me.generation)
         if message.found_wrong > found_wrong:
             found_wrong, heard_in = message.found_wrong, me.generation
@@ -402,6 +424,7 @@ class Producer:
     def peer_ended(self, key: PeerKey, reason: str) -> None:
         """This incarnation has certainly ended."""
         self._links.mark_ended(key)
+        self._untold.pop(key, None)
         self._outgoing.close_all_to(key, Outcome.PEER_LOST, reason)
 
     # ── the loop's turn ──
@@ -414,6 +437,8 @@ class Producer:
 
     def tick(self) -> None:
         self._outgoing.tick()
+        if self._untold and (now := self._side.clock()) >= self._tell_at:
+            self._tell(now)
         if self._writes:
             self._pushing.tell_pace()
 
@@ -425,4 +450,4 @@ class Producer:
             self._outgoing.close(sending, Outcome.SHUTDOWN, "the node shuts down")
         self._links.leave_all()
         self._pushing.close_idle_links()
-        return self._ledger.is_empty and not self._links.has_leaving
+        return self._ledger.is_empty and not self._links.has_leaving and not self._untold

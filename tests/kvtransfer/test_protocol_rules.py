@@ -561,6 +561,20 @@ def test_a_consumer_whose_link_is_gone_hears_at_once_that_its_kv_was_wrong(push:
     assert push.consumer.distrusted == ["p distrusts its own cache, from which KV was received"]
 
 
+def test_a_consumer_is_told_of_a_new_generation_until_it_has_heard(pair: Pair) -> None:
+    """Also by a node that ends before the consumer asks it again."""
+    receive, send = pair.begin()
+    pair.complete(send, 0.5)
+    assert receive.finished
+    pair.producer.endpoint.execute(BeginGeneration())
+    pair.world.network.clear()  # what it has just said is lost
+    assert not pair.producer.endpoint.shutdown()
+    pair.world.settle(1.0)
+    assert pair.consumer.distrusted == ["p distrusts its own cache, from which KV was received"]
+    assert pair.producer.endpoint.is_idle
+    assert pair.producer.endpoint.shutdown()
+
+
 def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> None:
     """Its first blocks had arrived and were told of before that was known."""
     receive, send = push.begin()

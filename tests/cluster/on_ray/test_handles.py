@@ -17,8 +17,10 @@ ray = import_ray()  # its environment is set first, or other tests of this run c
 
 from ray.exceptions import ActorUnavailableError, GetTimeoutError  # noqa: E402
 
-from tandem.cluster.on_ray import handles  # noqa: E402
+from tandem.base.errors import Unavailable  # noqa: E402
+from tandem.cluster.on_ray import handles, spread  # noqa: E402
 from tandem.cluster.on_ray.handles import RayRouter  # noqa: E402
+from tandem.cluster.on_ray.launcher import RayLauncher  # noqa: E402
 
 
 class FarActor:
@@ -94,6 +96,46 @@ def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: 
     monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
     asyncio.run(handles.end_actor("decode-0", "tandem"))
     assert killed == [actor]
+
+
+def test_who_ends_a_whole_deployment_is_told_that_ray_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill(actor: FarActor, no_restart: bool) -> None:
+        raise GetTimeoutError("the control store did not answer")
+
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: FarActor())
+    monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.001)
+    with pytest.raises(Unavailable, match="did not end the process decode-0 within"):
+        asyncio.run(handles.end_actor("decode-0", "tandem", 0.05))
+
+
+def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ranks there would go on to hold their places and their memory."""
+    removed, asked = list[str](), list[int]()
+    groups = {
+        f"{number:036x}": {"name": name, "state": "CREATED"}
+        for number, name in enumerate(("tandem:decode-1", "tandem:decode-0", "other:decode-0"))
+    }
+
+    def table() -> dict[str, dict[str, str]]:
+        asked.append(1)
+        if len(asked) == 1:
+            raise GetTimeoutError("the control store did not answer")
+        return groups
+
+    def there_is_none(name: str, namespace: str) -> object:
+        raise ValueError(name)
+
+    monkeypatch.setattr(ray, "get_actor", there_is_none)
+    monkeypatch.setattr(spread, "placement_group_table", table)
+    monkeypatch.setattr(spread, "remove_placement_group", lambda group: removed.append(group.id.hex()))
+    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
+    asyncio.run(RayLauncher(1.0, namespace="tandem").end("decode-0"))
+    assert [groups[each]["name"] for each in removed] == ["tandem:decode-0"]
 
 
 def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
