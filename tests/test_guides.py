@@ -7,9 +7,11 @@ import importlib.util
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
+from PIL import Image
 
 from tandem.cluster.settings.combined import resolve
 from tandem.cluster.settings.layers import read_file
@@ -90,12 +92,23 @@ def test_every_row_of_the_comparison_says_where_it_was_read() -> None:
     assert len(named) > 30
 
 
-def test_the_pictures_are_what_their_script_draws() -> None:
-    place = DOCS / "figures" / "draw.py"
-    spec = importlib.util.spec_from_file_location("draw", place)
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / "figures" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, text in module.pictures().items():
-        assert (place.parent / name).read_text(encoding="utf-8") == text, "`make docs` draws them again"
+    return module
+
+
+def test_the_pictures_are_what_their_script_draws() -> None:
+    for name, text in script("draw").pictures().items():
+        drawn = (DOCS / "figures" / name).read_text(encoding="utf-8")
+        assert drawn == text, "`make docs` draws them again"
+
+
+@pytest.mark.parametrize("name", ["page-light", "page-dark"])
+def test_the_pictures_of_the_page_show_the_page_that_stands(name: str) -> None:
+    with Image.open(DOCS / "figures" / f"{name}.png") as picture:
+        shown = picture.info.get("page")
+    assert shown == script("page").digest(), "`python docs/figures/page.py` takes them again"

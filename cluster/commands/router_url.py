@@ -25,7 +25,7 @@ def choose_url(named: str | None, environ: Mapping[str, str] = os.environ) -> st
     address = environ.get(RAY_ADDRESS)
     here = [record for record in running() if address in (None, "", AUTO, record.address)]
     if len(here) > 1:
-        raise several(here, [f"--url {record.url}" if record.url else "starting" for record in here])
+        raise several(here, [f"--url {record.url}" if record.url else "no URL yet" for record in here])
     if here:
         if not here[0].url:
             raise Unavailable(

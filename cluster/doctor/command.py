@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
@@ -44,12 +44,15 @@ def doctor(
     config: TandemConfig, console: Console, *, hosts: Sequence[str] = (), as_json: bool = False
 ) -> int:
     """Returns 1 if a finding is FAIL. `hosts` are the cluster's other machines, whose ports this machine must reach."""
-    with Console(stderr=True).status("looking at this machine (about ten seconds)"):
+    with Console(stderr=True).status("looking at this machine (about ten seconds)") as shown:
         here = of_one_machine(config)
         numa = {"numa": lambda: check_numa(here, this_machine())}
         engine = {} if config.model.engine == OWN_ENGINE else {"engine": lambda: check_other_engine(config)}
         others = {**numa, **engine, **gpu_checks(), **link_checks(hosts, config.pools)}
-        findings = run_checks({**checks_for(here), **others})
+        findings = run_checks(
+            {**checks_for(here), **others},
+            lambda left: shown.update(f"looking at this machine, still at: {', '.join(left)}"),
+        )
     if as_json:
         print_json(findings)
     else:
@@ -66,19 +69,22 @@ def check_other_engine(config: TandemConfig) -> Finding:
     return Finding("engine", Level.OK, f"{found.name} {found.version} of {found.python}, for {found.device}")
 
 
-def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
-    """Runs all checks at once and returns their findings in order. A check that raises is a FAIL finding."""
+def run_checks(
+    checks: Mapping[str, Check], report: Callable[[list[str]], object] = lambda left: None
+) -> list[Finding]:
+    """Runs all checks at once and returns their findings in order. A check that raises is a FAIL finding. `report` gets the names of
+    those that are not done."""
+    left = list(checks)
 
     def run(subject: str, check: Check) -> Finding:
         try:
-            return dataclasses.replace(check(), subject=subject)
+            found = dataclasses.replace(check(), subject=subject)
         except Exception as error:
-            return Finding(
-                subject,
-                Level.FAIL,
-                f"the check itself failed: {type(error).__name__}: {error}",
-                "report this",
-            )
+            what = f"the check itself failed: {type(error).__name__}: {error}"
+            found = Finding(subject, Level.FAIL, what, "report this")
+        left.remove(subject)
+        report(list(left))
+        return found
 
     with ThreadPoolExecutor(max_workers=len(checks)) as pool:
         return list(pool.map(run, checks.keys(), checks.values()))

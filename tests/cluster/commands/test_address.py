@@ -103,6 +103,8 @@ def test_a_name_chooses_between_two_servers(
     assert choose_address(WhichCluster(name="chat"), {}) == "127.0.0.1:2"
     with pytest.raises(ConfigurationError, match="2 servers"):
         choose_address(WhichCluster(name="neither"), {})
+    with pytest.raises(ConfigurationError, match=r"no URL yet  \(chat still starting"):
+        choose_url(None, {})
 
 
 def test_deployments_of_one_ray_cluster_are_told_apart_by_its_names(

@@ -7,6 +7,7 @@ import json
 import resource
 import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import msgspec
@@ -97,7 +98,11 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on() -> None:
     def broken() -> Finding:
         raise RuntimeError("oops")
 
-    found = doctor.run_checks({"a": broken, "b": lambda: Finding("b", Level.OK, "fine")})
+    said: list[list[str]] = []
+    ended = threading.Event()
+    slow = {"b": lambda: Finding("b", Level.OK, "fine" if ended.wait(10) else "never")}
+    found = doctor.run_checks({"a": broken, **slow}, lambda left: (said.append(left), ended.set()))
+    assert said == [["b"], []], "who waits sees what for"
     assert [(finding.subject, finding.level) for finding in found] == [("a", Level.FAIL), ("b", Level.OK)]
     assert "RuntimeError: oops" in found[0].what
 
