@@ -12,11 +12,10 @@ from tandem.api.batches import batch_request, messages
 from tandem.api.field_table import FieldTable
 from tandem.api.json_body import parse_object, read_request
 from tandem.base.errors import InvalidRequest
-from tandem.router.batches.store import FileNotHere
 from tandem.router.batches.store_thread import StoreThread
+from tandem.router.batches.stored_files import FileNotHere
 from tandem.router.config import UnknownFields
 from tandem.router.http.body import INLINE_BYTES, BodyShare, read_bytes
-from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
 
@@ -45,9 +44,9 @@ async def read_own(services: Services, exchange: HttpExchange, request_type: typ
 
 
 async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, owner: str) -> None:
-    about = await thread.do(lambda store: store.file(file_id, owner))
+    about = await thread.ask(lambda store: store.files.one(file_id, owner))
     try:
-        file = await thread.do(lambda store: store.path_of(file_id).open("rb"))
+        file = await thread.ask(lambda store: store.files.path_of(file_id).open("rb"))
     except FileNotFoundError:
         raise FileNotHere(f"there is no file {file_id} any more") from None
     headers = [
@@ -59,7 +58,7 @@ async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, o
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         left = about.bytes
         while left:
-            data = await thread.do(lambda _: file.read(READ_BYTES))
+            data = await thread.ask(lambda _: file.read(READ_BYTES))
             left -= len(data)
             await exchange.send(
                 {"type": "http.response.body", "body": data, "more_body": left > 0 and bool(data)}
@@ -70,12 +69,7 @@ async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, o
     try:
         await exchange.until_disconnect(write)
     finally:
-        file.close()
-
-
-def refuse_when_draining(services: Services) -> None:
-    if services.draining:
-        raise RouterDraining("this router is shutting down and takes no new requests")
+        thread.soon(lambda _: file.close())
 
 
 class Query:

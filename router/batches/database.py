@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tandem.base.errors import InternalError, TandemError, Unavailable
+from tandem.base.errors import InternalError, InvalidRequest, TandemError, Unavailable
 
 BUSY_S = 10.0  # how long a transaction waits for another process's
 
@@ -81,14 +82,38 @@ def _full(folder: Path) -> DiskFull:
     )
 
 
-def connect(folder: Path) -> sqlite3.Connection:
-    """Opens the database; makes it where there is none."""
-    database = sqlite3.connect(
-        folder / "batches.sqlite", timeout=BUSY_S, isolation_level=None, check_same_thread=False
-    )
-    database.row_factory = sqlite3.Row
-    database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES)
-    return database
+class StoreFolder:
+    """The folder and its database, which is opened, and made, with its first use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._database: sqlite3.Connection | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._database is not None
+
+    @property
+    def exists(self) -> bool:
+        """Whether anything was ever stored here. Asking makes nothing."""
+        return self._database is not None or (self.folder / "batches.sqlite").exists()
+
+    @property
+    def database(self) -> sqlite3.Connection:
+        if self._database is None:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (self.folder / "files").mkdir(exist_ok=True, mode=0o700)
+            self._database = sqlite3.connect(
+                self.folder / "batches.sqlite", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            self._database.row_factory = sqlite3.Row
+            self._database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES)
+        return self._database
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
 
 
 @contextlib.contextmanager
@@ -102,3 +127,28 @@ def transaction(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         with contextlib.suppress(sqlite3.Error):
             database.execute("ROLLBACK")
         raise
+
+
+def page_of(
+    database: sqlite3.Connection,
+    table: str,
+    condition: str,
+    values: Sequence[Any],
+    after: str | None,
+    limit: int,
+    *,
+    newest_first: bool,
+) -> tuple[list[sqlite3.Row], bool]:
+    """Returns a page of a table's rows that begins after the row with this id, and whether more follow."""
+    order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+    if after is not None:
+        found = database.execute(f"SELECT serial FROM {table} WHERE id = ?", (after,)).fetchone()
+        if found is None:
+            raise InvalidRequest(
+                f"after: there is no {after[:100]!r}; give the last id of the page before", "after"
+            )
+        condition, values = f"{condition} AND serial {beyond} ?", [*values, found[0]]
+    rows = database.execute(
+        f"SELECT * FROM {table} WHERE {condition} ORDER BY serial {order} LIMIT ?", (*values, limit + 1)
+    ).fetchall()
+    return rows[:limit], len(rows) > limit

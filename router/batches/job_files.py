@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import BinaryIO
 
 from tandem.api.batches.answer_types import BatchMistake
 from tandem.api.batches.lines import LineMistake, check_line, line_id, unanswered_line
 from tandem.api.batches.messages import unanswered_result
-from tandem.router.batches.store import BatchStore, Job, lines_of
+from tandem.router.batches.store import BatchStore, Job
 from tandem.router.batches.store_thread import StoreThread
 
 MOST_LINES = 50_000  # OpenAI's limit of a batch
@@ -25,7 +26,7 @@ async def read_job(thread: StoreThread, job: Job, most_bytes: int) -> None:
     """Checks the job's lines, and begins it; or the job fails and says which lines are wrong."""
     try:
         await thread.do(lambda store: store.begin_lines(job))
-        lines = lines_of(thread.store.path_of(job.input_file), most_bytes)
+        lines = _lines_of(thread.store.files.path_of(job.input_file), most_bytes)
         mistakes: list[BatchMistake] = []
         number = 0
         more = True
@@ -58,6 +59,21 @@ async def read_job(thread: StoreThread, job: Job, most_bytes: int) -> None:
         await thread.do(lambda store: store.let_go(job))
 
 
+def _lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
+    """Yields each line's place in the file, and the line without its end; a line longer than `most` bytes is cut there, one
+    byte later. Empty lines are left out."""
+    with path.open("rb") as file:
+        while True:
+            place = file.tell()
+            line = file.readline(most + 2)
+            if not line:
+                return
+            if stripped := line.strip():
+                yield place + line.index(stripped), stripped
+            while line and not line.endswith(b"\n"):
+                line = file.readline(1 << 20)
+
+
 def _next_part(
     lines: Iterator[tuple[int, bytes]], endpoint: str, most_bytes: int, number: int
 ) -> tuple[list[_Place], list[BatchMistake], bool]:
@@ -81,7 +97,7 @@ class _Output:
     """A file that is being written, and is there whole once it is closed: until then no one knows its id."""
 
     def __init__(self, store: BatchStore) -> None:
-        self.id, self._path = store.new_path()
+        self.id, self._path = store.files.new_path()
         self._file: BinaryIO | None = None
         self._size = 0
 

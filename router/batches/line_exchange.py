@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from starlette.types import Message
 
+from tandem.api.batches.lines import body_of_line
 from tandem.base.errors import TandemError
 from tandem.router.http.errors import body_of, status_of
 from tandem.router.http.exchange import HttpExchange
@@ -22,6 +23,13 @@ from tandem.wire.requests import new_id
 LineHandler = Callable[[Services, HttpExchange], Awaitable[None]]
 
 
+class _Streaming(msgspec.Struct):
+    stream: object = None
+
+
+_streaming = msgspec.json.Decoder(_Streaming)
+
+
 class LineAnswer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
@@ -29,14 +37,20 @@ class LineAnswer(msgspec.Struct, frozen=True):
     begun: bool  # nodes have worked on it
 
 
-class _NoConnection:
-    """Stands where a request has its connection. Its reader never is behind, and never goes away."""
+class LineConnection:
+    """Stands where a request has its connection. Its reader never is behind, and never goes away. The line's text is here
+    until the handler takes its body: a line may run for a day."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
+    def __init__(self, data: bytes) -> None:
+        self._body: bytes | None = body_of_line(data)
+
+    @property
+    def asks_for_a_stream(self) -> bool:
+        return self._body is not None and bool(_streaming.decode(self._body).stream)
 
     def whole_body(self) -> bytes | None:
-        return self._body
+        body, self._body = self._body, None
+        return body
 
     def watch(self, on_lost: Callable[[], None]) -> None: ...
     def unwatch(self) -> None: ...
@@ -49,14 +63,14 @@ class _NoConnection:
 
 
 async def answer_line(
-    services: Services, handler: LineHandler, path: str, body: bytes, tenant: Tenant | None
+    services: Services, handler: LineHandler, path: str, connection: LineConnection, tenant: Tenant | None
 ) -> LineAnswer:
     """Returns the answer, which may be an error's. An error that is no TandemError is raised: it is a bug."""
     parts: list[bytes] = []
     status = 0
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": connection.whole_body() or b"", "more_body": False}
 
     async def send(message: Message) -> None:
         nonlocal status
@@ -72,7 +86,7 @@ async def answer_line(
         "query_string": b"",
         "http_version": "1.1",
         "headers": [(b"content-type", b"application/json")],
-        "state": {"connection": _NoConnection(body)},
+        "state": {"connection": connection},
     }
     exchange = HttpExchange(scope, receive, send, f"batch-{new_id()}", None)
     exchange.tenant, exchange.when_idle, exchange.route = tenant, True, path

@@ -11,7 +11,7 @@ from tandem.api.batches.messages import (
     shown,
 )
 from tandem.base.errors import InvalidRequest
-from tandem.router.batches.answering import Query, read_own, refuse_when_draining, send_file
+from tandem.router.batches.answering import Query, read_own, send_file
 from tandem.router.batches.job_files import MOST_LINES
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore, Form
@@ -29,7 +29,7 @@ async def batches(
 ) -> None:
     owner = exchange.owner
     if exchange.scope["method"] == "POST":
-        refuse_when_draining(services)
+        services.refuse_when_draining()
         if ENDPOINT not in services.handlers:
             raise InvalidRequest(f"this server has no {ENDPOINT}, so it answers no batches of messages")
         with services.bodies.share() as share:
@@ -39,7 +39,7 @@ async def batches(
                 raise InvalidRequest(
                     f"requests: {count} are more than {MOST_LINES}; split the batch", "requests"
                 )
-            made = await thread.do(lambda store: _add(store, owner, request.lines(), count))
+            made = await thread.ask(lambda store: _add(store, owner, request.lines(), count))
         runner.wake()
         await send_json(exchange.send, made)
         return
@@ -47,7 +47,7 @@ async def batches(
     if query.text("before_id") is not None:
         raise InvalidRequest("before_id: not read here; page with after_id", "before_id")
     after, limit = query.text("after_id"), query.number("limit", USUAL_PAGE, MOST_IN_PAGE)
-    found, more = await thread.do(lambda store: store.jobs(owner, after, limit, FORM))
+    found, more = await thread.ask(lambda store: store.jobs(owner, after, limit, FORM))
     ids = [each.id for each in found]
     page = [shown(each) for each in found]
     await send_json(
@@ -56,33 +56,35 @@ async def batches(
 
 
 def _add(store: BatchStore, owner: str, lines: bytes, count: int) -> object:
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(lines)
-    store.add_file(file_id, owner, "messages.jsonl", INPUT_PURPOSE, len(lines), None)
+    store.files.add(file_id, owner, "messages.jsonl", INPUT_PURPOSE, len(lines), None)
     return shown(store.add_job(owner, BatchRequest(file_id, ENDPOINT), FORM, count))
 
 
 async def one_batch(thread: StoreThread, services: Services, exchange: HttpExchange) -> None:
     batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
     if exchange.scope["method"] == "DELETE":
-        await thread.do(lambda store: store.delete_job(batch_id, owner, FORM))
+        await thread.ask(lambda store: store.delete_job(batch_id, owner, FORM))
         await send_json(exchange.send, MessageBatchDeleted(batch_id))
     else:
-        await send_json(exchange.send, shown(await thread.do(lambda store: store.job(batch_id, owner, FORM))))
+        await send_json(
+            exchange.send, shown(await thread.ask(lambda store: store.job(batch_id, owner, FORM)))
+        )
 
 
 async def cancel(
     thread: StoreThread, runner: BatchRunner, services: Services, exchange: HttpExchange
 ) -> None:
     batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
-    cancelled = await thread.do(lambda store: store.cancel(batch_id, owner, FORM))
+    cancelled = await thread.ask(lambda store: store.cancel(batch_id, owner, FORM))
     runner.wake()
     await send_json(exchange.send, shown(cancelled))
 
 
 async def results(thread: StoreThread, services: Services, exchange: HttpExchange) -> None:
     batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
-    batch = await thread.do(lambda store: store.job(batch_id, owner, FORM))
+    batch = await thread.ask(lambda store: store.job(batch_id, owner, FORM))
     if batch.output_file_id is None:
         raise InvalidRequest(f"{batch_id} is {batch.status} and has no results", "batch_id")
     await send_file(thread, exchange, batch.output_file_id, owner)

@@ -11,14 +11,12 @@ import contextlib
 import logging
 import time
 
-import msgspec
-
 from tandem.api.batches.lines import answer_line as written
-from tandem.api.batches.lines import body_of_line, line_id
+from tandem.api.batches.lines import line_id
 from tandem.api.batches.messages import result_line
 from tandem.base.errors import TandemError
 from tandem.router.batches.job_files import read_job, write_job
-from tandem.router.batches.line_exchange import LineAnswer, answer_line
+from tandem.router.batches.line_exchange import LineAnswer, LineConnection, answer_line
 from tandem.router.batches.store import LEASE_S, BatchStore, ClaimedLine, LineResult
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.http.errors import error_body
@@ -33,13 +31,7 @@ MOST_ATTEMPTS = 5  # of a line that fails by no fault of its own; then its error
 RETRIED = frozenset({499, 500, 502, 503, 504})
 GATHER_S = 0.02  # lines that end within this time are kept, and followed by others, in one transaction
 HOUSEKEEPING_S = 600.0
-
-
-class _Streaming(msgspec.Struct):
-    stream: object = None
-
-
-_streaming = msgspec.json.Decoder(_Streaming)
+STOP_S = 5.0  # for the store, when the router ends
 
 
 class BatchRunner:
@@ -71,9 +63,11 @@ class BatchRunner:
         """Ends what runs. Other processes, or this one's successor, answer the lines that are left."""
         self._stopping = True
         try:
-            await self._let_go()
-        except TandemError as error:
-            logger.warning("batches: lines are given back only when the lease ends: %s", error)
+            async with asyncio.timeout(STOP_S):
+                await self._let_go()
+        except (TandemError, TimeoutError) as error:
+            why = str(error) or f"the disk has not answered for {STOP_S:g} s"
+            logger.warning("batches: lines are given back only when the lease ends: %s", why)
 
     async def _let_go(self) -> None:
         """Ends what runs, keeps what is answered, and gives the rest back."""
@@ -81,13 +75,18 @@ class BatchRunner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        if self._thread.store.exists:
+        if await self._is_used():
             await self._keep()
             await self._thread.do(BatchStore.give_back_all)
 
+    async def _is_used(self) -> bool:
+        """Whether anything was ever stored. The file system is only asked until this process has opened the store."""
+        place = self._thread.store.place
+        return place.is_open or await self._thread.do(lambda _: place.exists)
+
     async def _keep_lease(self) -> None:
         while not self._stopping:
-            if self._thread.store.exists:
+            if await self._is_used():
                 try:
                     await self._thread.do(BatchStore.renew)
                 except TandemError as error:
@@ -100,7 +99,7 @@ class BatchRunner:
         answered, so they are given back first."""
         await self._let_go()
         while True:
-            if self._thread.store.exists and not self._stopping:
+            if not self._stopping and await self._is_used():
                 try:
                     await self._turn()
                 except (
@@ -133,7 +132,7 @@ class BatchRunner:
             self._job_task.add_done_callback(self._on_job_done)
         if now > self._cleaned_at + HOUSEKEEPING_S:
             self._cleaned_at = now
-            await do(BatchStore.forget_expired)
+            await do(lambda store: store.files.forget_expired())
 
     def _on_job_done(self, task: asyncio.Task[None]) -> None:
         self._job_task = None
@@ -150,10 +149,13 @@ class BatchRunner:
         if room <= 0:
             return
         lines = await self._thread.do(lambda store: store.claim(room))
-        if len(lines) == GROUP:
+        if lines:
             self._news.set()  # there may be room for more
-        for line in lines:
-            task = asyncio.create_task(self._answer(line), name=f"{line.job}/{line.number}")
+        while lines:
+            line, data = lines.pop(0)
+            work = self._answer(line, LineConnection(data))
+            del data
+            task = asyncio.create_task(work, name=f"{line.job}/{line.number}")
             self._running[task] = line
             task.add_done_callback(self._on_line_done)
             await asyncio.sleep(0)  # one at a time, so that requests get their turns in between
@@ -166,23 +168,21 @@ class BatchRunner:
             self._take(line, LineAnswer(500, body, "", begun=True))
         self._news.set()
 
-    async def _answer(self, line: ClaimedLine) -> None:
-        answer = await self._answer_of(line)
-        self._take(line, answer)
+    async def _answer(self, line: ClaimedLine, connection: LineConnection) -> None:
+        self._take(line, await self._answer_of(line, connection))
 
-    async def _answer_of(self, line: ClaimedLine) -> LineAnswer:
+    async def _answer_of(self, line: ClaimedLine, connection: LineConnection) -> LineAnswer:
         handler = self._services.handlers.get(line.endpoint)
         tenant = self._services.keys.named(line.owner)
         if handler is None:
             return _refused(404, "not_found", f"this server has nothing at {line.endpoint}")
         if tenant is None and (line.owner or self._services.keys.required):
             return _refused(401, "invalid_api_key", "the batch's key is none of this server's any more")
-        body = body_of_line(line.data)
-        if _streaming.decode(body).stream:
+        if connection.asks_for_a_stream:
             return _refused(
                 400, "invalid_request", "stream: the lines of a batch are answered whole; leave it out"
             )
-        return await answer_line(self._services, handler, line.endpoint, body, tenant)
+        return await answer_line(self._services, handler, line.endpoint, connection, tenant)
 
     def _take(self, line: ClaimedLine, answer: LineAnswer) -> None:
         if answer.status in RETRIED and line.attempts < MOST_ATTEMPTS:

@@ -1,11 +1,11 @@
-"""Files, jobs and their lines in a folder. Every method blocks, so callers run it in the store's thread (`StoreThread`)."""
+"""Jobs and their lines in a folder. Every method blocks, so callers run it in the store's thread (`StoreThread`)."""
 
 from __future__ import annotations
 
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -16,24 +16,20 @@ from tandem.api.batches.answer_types import (
     BatchMistake,
     BatchMistakes,
     BatchObject,
-    FileObject,
     RequestCounts,
     Status,
 )
 from tandem.api.batches.batch_request import BatchRequest, window_s
 from tandem.api.openai.served_model import NotHere
 from tandem.base.errors import InvalidRequest, Overloaded
-from tandem.router.batches.database import connect, transaction, translated
+from tandem.router.batches.database import StoreFolder, page_of, transaction, translated
+from tandem.router.batches.stored_files import StoredFiles
 
 LEASE_S = 30.0  # of a worker; it renews its lease several times in this time
-MOST_FILES = 10_000  # of one owner
 MOST_UNFINISHED = 100  # jobs of one owner
+CLAIMED_BYTES = 32 << 20  # of lines that are claimed together, unless one is longer
 OUTPUT_PURPOSE = "batch_output"
 Form = Literal["openai", "anthropic"]
-
-
-class FileNotHere(NotHere):
-    code = "not_found"
 
 
 class BatchNotHere(NotHere):
@@ -49,7 +45,6 @@ class ClaimedLine(msgspec.Struct, frozen=True):
     number: int
     custom_id: str
     attempts: int  # this one included
-    data: bytes
     form: Form
 
 
@@ -76,145 +71,26 @@ class BatchStore:
     """`worker` names this process. Only one thread at a time may use a store."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self.folder = folder
+        self.place = StoreFolder(folder)
+        self.files = StoredFiles(self.place, clock)
         self.worker = secrets.token_hex(8)
         self._clock = clock
-        self._database: sqlite3.Connection | None = None
-
-    @property
-    def exists(self) -> bool:
-        """Whether anything was ever stored here. Asking makes nothing."""
-        return self._database is not None or (self.folder / "batches.sqlite").exists()
 
     @property
     def _db(self) -> sqlite3.Connection:
-        if self._database is None:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (self.folder / "files").mkdir(exist_ok=True, mode=0o700)
-            self._database = connect(self.folder)
-        return self._database
+        return self.place.database
 
     def close(self) -> None:
-        if self._database is not None:
-            with translated(self.folder):
+        if self.place.is_open:
+            with translated(self.place.folder):
                 self.give_back_all()
-                self._database.close()
-            self._database = None
-
-    # --- files
-
-    def path_of(self, file_id: str) -> Path:
-        return self.folder / "files" / file_id
-
-    def new_path(self) -> tuple[str, Path]:
-        """Returns a new file's id, and where its bytes are to be written before `add_file`."""
-        self._db  # noqa: B018 (makes the folder)
-        file_id = f"file-{secrets.token_hex(16)}"
-        return file_id, self.path_of(file_id)
-
-    def stored_bytes(self, owner: str) -> tuple[int, int, int]:
-        """Returns how many bytes all owners' files have, how many this one's, and how many files those are."""
-        found = self._db.execute(
-            "SELECT coalesce(sum(size), 0), coalesce(sum(CASE WHEN owner = ? THEN size END), 0), sum(owner = ?) FROM files",
-            (owner, owner),
-        ).fetchone()
-        return found[0], found[1], found[2] or 0
-
-    def add_file(
-        self, file_id: str, owner: str, name: str, purpose: str, size: int, expires: int | None
-    ) -> FileObject:
-        now = int(self._clock())
-        with transaction(self._db) as db:
-            self._insert_file(db, file_id, owner, name, purpose, size, now, expires)
-        return FileObject(file_id, size, now, name, purpose, expires)
-
-    @staticmethod
-    def _insert_file(db: sqlite3.Connection, *values: Any) -> None:
-        db.execute(
-            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(serial), 0) + 1 FROM files))",
-            values,
-        )
-
-    def file(self, file_id: str, owner: str) -> FileObject:
-        """Raises FileNotHere, also for another owner's file."""
-        row = self._db.execute(
-            "SELECT * FROM files WHERE id = ? AND owner = ? AND (expires IS NULL OR expires >= ?)",
-            (file_id, owner, self._clock()),
-        ).fetchone()
-        if row is None:
-            raise FileNotHere(f"there is no file {file_id[:100]!r} of this key")
-        return _file_of(row)
-
-    def files(
-        self, owner: str, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
-    ) -> tuple[list[FileObject], bool]:
-        condition, values = "owner = ?", [owner]
-        if purpose is not None:
-            condition, values = f"{condition} AND purpose = ?", [*values, purpose]
-        rows, more = self._page("files", condition, values, after, limit, newest_first=newest_first)
-        return [_file_of(row) for row in rows], more
-
-    def _page(
-        self,
-        table: str,
-        condition: str,
-        values: Sequence[Any],
-        after: str | None,
-        limit: int,
-        *,
-        newest_first: bool,
-    ) -> tuple[list[sqlite3.Row], bool]:
-        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
-        if after is not None:
-            found = self._db.execute(f"SELECT serial FROM {table} WHERE id = ?", (after,)).fetchone()
-            if found is None:
-                raise InvalidRequest(
-                    f"after: there is no {after[:100]!r}; give the last id of the page before", "after"
-                )
-            condition, values = f"{condition} AND serial {beyond} ?", [*values, found[0]]
-        rows = self._db.execute(
-            f"SELECT * FROM {table} WHERE {condition} ORDER BY serial {order} LIMIT ?", (*values, limit + 1)
-        ).fetchall()
-        return rows[:limit], len(rows) > limit
-
-    def delete_file(self, file_id: str, owner: str) -> None:
-        """Raises FileNotHere, and InvalidRequest while a job reads the file."""
-        self.file(file_id, owner)
-        with transaction(self._db) as db:
-            reader = db.execute(
-                f"SELECT id FROM jobs WHERE input_file = ? AND status NOT IN {ENDED}", (file_id,)
-            ).fetchone()
-            if reader is not None:
-                raise InvalidRequest(
-                    f"{file_id}: {reader[0]} still reads this file; cancel that batch first", "file_id"
-                )
-            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
-        self.path_of(file_id).unlink(missing_ok=True)
-
-    def forget_expired(self) -> int:
-        """Deletes the files whose time is over, and those that a process wrote without naming them before it died."""
-        now = self._clock()
-        with transaction(self._db) as db:
-            over = db.execute(
-                f"DELETE FROM files WHERE expires < ? AND id NOT IN (SELECT input_file FROM jobs WHERE status NOT IN {ENDED}) "
-                "RETURNING id",
-                (now,),
-            ).fetchall()
-            named = {row[0] for row in db.execute("SELECT id FROM files")}
-        for row in over:
-            self.path_of(row[0]).unlink(missing_ok=True)
-        for path in (self.folder / "files").iterdir():
-            if path.name not in named and path.stat().st_mtime < now - 86400:
-                path.unlink(missing_ok=True)
-        return len(over)
-
-    # --- jobs
+                self.place.close()
 
     def add_job(
         self, owner: str, request: BatchRequest, form: Form = "openai", total: int = 0
     ) -> BatchObject:
         """Raises FileNotHere, and Overloaded when the owner has too many unfinished jobs."""
-        self.file(request.input_file_id, owner)
+        self.files.one(request.input_file_id, owner)
         now = int(self._clock())
         prefix = "batch_" if form == "openai" else "msgbatch_"
         job_id = prefix + secrets.token_hex(16)
@@ -251,8 +127,8 @@ class BatchStore:
     def jobs(
         self, owner: str, after: str | None, limit: int, form: Form = "openai"
     ) -> tuple[list[BatchObject], bool]:
-        rows, more = self._page(
-            "jobs", "owner = ? AND form = ?", (owner, form), after, limit, newest_first=True
+        rows, more = page_of(
+            self._db, "jobs", "owner = ? AND form = ?", (owner, form), after, limit, newest_first=True
         )
         return [_batch_of(row) for row in rows], more
 
@@ -282,7 +158,7 @@ class BatchStore:
             db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
             db.executemany("DELETE FROM files WHERE id = ?", [(each,) for each in files])
         for each in files:
-            self.path_of(each).unlink(missing_ok=True)
+            self.files.path_of(each).unlink(missing_ok=True)
 
     def _move(
         self,
@@ -406,8 +282,9 @@ class BatchStore:
         with transaction(self._db) as db:
             db.execute("UPDATE jobs SET worker = NULL WHERE id = ? AND worker = ?", (job.id, self.worker))
 
-    def claim(self, most: int) -> list[ClaimedLine]:
-        """Takes up to `most` lines of the job that was served least recently, so that all go on."""
+    def claim(self, most: int) -> list[tuple[ClaimedLine, bytes]]:
+        """Takes up to `most` lines of the job that was served least recently, so that all go on: fewer of long ones, because
+        their texts are read into memory. Returns each with its text."""
         now = self._clock()
         with transaction(self._db) as db:
             job = db.execute(
@@ -417,13 +294,16 @@ class BatchStore:
             if job is None:
                 return []
             self._sign_in(db)
-            numbers = [
-                row[0]
-                for row in db.execute(
-                    "SELECT number FROM lines WHERE job = ? AND worker IS NULL AND done = 0 ORDER BY number LIMIT ?",
-                    (job["id"], most),
-                )
-            ]
+            numbers: list[int] = []
+            size = 0
+            for row in db.execute(
+                "SELECT number, size FROM lines WHERE job = ? AND worker IS NULL AND done = 0 ORDER BY number LIMIT ?",
+                (job["id"], most),
+            ):
+                size += row["size"]
+                if numbers and size > CLAIMED_BYTES:
+                    break
+                numbers.append(row["number"])
             rows = [
                 db.execute(
                     "UPDATE lines SET worker = ?, attempts = attempts + 1 WHERE job = ? AND number = ? RETURNING *",
@@ -433,7 +313,7 @@ class BatchStore:
             ]
             db.execute("UPDATE jobs SET served = ? WHERE id = ?", (now, job["id"]))
         try:
-            with self.path_of(job["input_file"]).open("rb") as file:
+            with self.files.path_of(job["input_file"]).open("rb") as file:
                 return [self._claimed(job, row, file) for row in rows]
         except FileNotFoundError:
             self._lost_input(job["id"])
@@ -450,19 +330,19 @@ class BatchStore:
             self._move(db, job_id, "finalizing", ends_as="failed")
 
     @staticmethod
-    def _claimed(job: sqlite3.Row, row: sqlite3.Row, file: Any) -> ClaimedLine:
+    def _claimed(job: sqlite3.Row, row: sqlite3.Row, file: Any) -> tuple[ClaimedLine, bytes]:
         file.seek(row["place"])
         data: bytes = file.read(row["size"])
-        return ClaimedLine(
+        line = ClaimedLine(
             job["id"],
             job["owner"],
             job["endpoint"],
             row["number"],
             row["custom_id"],
             row["attempts"],
-            data,
             job["form"],
         )
+        return line, data
 
     def give_back(self, lines: Sequence[ClaimedLine], *, uncounted: bool) -> None:
         """These lines get their answer later. `uncounted`: the attempt did not begin."""
@@ -532,16 +412,12 @@ class BatchStore:
             ):
                 if made is not None:
                     name = f"{job.id}_{what}.jsonl"
-                    self._insert_file(db, made[0], job.owner, name, OUTPUT_PURPOSE, made[1], now, expires)
+                    self.files.insert(db, made[0], job.owner, name, OUTPUT_PURPOSE, made[1], now, expires)
                     db.execute(f"UPDATE jobs SET {column} = ? WHERE id = ?", (made[0], job.id))
             db.execute("UPDATE jobs SET failed = failed + ? WHERE id = ?", (unanswered, job.id))
             self._move(db, job.id, job.ends_as or "completed")
             db.execute("DELETE FROM answers WHERE job = ?", (job.id,))
             db.execute("DELETE FROM lines WHERE job = ?", (job.id,))
-
-
-def _file_of(row: sqlite3.Row) -> FileObject:
-    return FileObject(row["id"], row["size"], row["made"], row["name"], row["purpose"], row["expires"])
 
 
 def _batch_of(row: sqlite3.Row) -> BatchObject:
@@ -572,18 +448,3 @@ _TIMES = frozenset(name for name in BatchObject.__struct_fields__ if name.endswi
 
 def _no_job(job_id: str) -> NoReturn:
     raise BatchNotHere(f"there is no batch {job_id[:100]!r} of this key")
-
-
-def lines_of(path: Path, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yields each line's place in the file, and the line without its end; a line longer than `most` bytes is cut there, one
-    byte later. Empty lines are left out."""
-    with path.open("rb") as file:
-        while True:
-            place = file.tell()
-            line = file.readline(most + 2)
-            if not line:
-                return
-            if stripped := line.strip():
-                yield place + line.index(stripped), stripped
-            while line and not line.endswith(b"\n"):
-                line = file.readline(1 << 20)

@@ -11,10 +11,11 @@ from typing import BinaryIO
 from tandem.api.batches.answer_types import FileObject
 from tandem.api.batches.batch_request import ExpiresAfter, check_expiry
 from tandem.base.errors import Cancelled, InvalidRequest, Overloaded
-from tandem.router.batches.database import DiskFull, translated
+from tandem.router.batches.database import DiskFull
 from tandem.router.batches.form import FormReader, PartBegins
-from tandem.router.batches.store import MOST_FILES, BatchStore
+from tandem.router.batches.store import BatchStore
 from tandem.router.batches.store_thread import StoreThread
+from tandem.router.batches.stored_files import MOST_FILES
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
@@ -36,43 +37,45 @@ async def upload(thread: StoreThread, services: Services, exchange: HttpExchange
         raise BodyTooLarge(f"the body has {int(declared)} bytes; a file may have {MOST_FILE_BYTES}")
     form = _Form(FormReader((exchange.header(b"content-type") or b"").decode("latin-1")))
     owner = exchange.owner
-    file_id, path = await thread.do(lambda store: _room(store, owner))
+    file_id, path = await thread.ask(lambda store: _room(store, owner))
     try:
         with services.bodies.share() as share:
             share.take(owner, 2 * WRITE_BYTES)
-            await _receive(form, exchange, services.config.timeouts.body, path)
+            await _receive(thread, form, exchange, services.config.timeouts.body, path)
         name, purpose, expires = form.checked()
-        return await thread.do(
-            lambda store: store.add_file(file_id, owner, name, purpose, form.size, expires)
+        return await thread.ask(
+            lambda store: store.files.add(file_id, owner, name, purpose, form.size, expires)
         )
     except BaseException:
-        path.unlink(missing_ok=True)
+        thread.soon(lambda store: store.files.drop(file_id))
         raise
 
 
 def _room(store: BatchStore, owner: str) -> tuple[str, Path]:
     """Returns a new file's id and path. Raises when there is no room for the largest one."""
-    made = store.new_path()
-    stored, own, files = store.stored_bytes(owner)
+    made = store.files.new_path()
+    stored, own, files = store.files.stored_bytes(owner)
     most_own = MOST_STORED_BYTES // 2 if owner else MOST_STORED_BYTES
     if files >= MOST_FILES:
         raise Overloaded(f"this key has {files} files, and may have {MOST_FILES}: delete some")
     if stored + MOST_FILE_BYTES > MOST_STORED_BYTES or own + MOST_FILE_BYTES > most_own:
         raise DiskFull(f"files have {stored} bytes, {own} of them this key's: delete some")
-    if shutil.disk_usage(store.folder).free < SPARE_BYTES:
+    if shutil.disk_usage(store.place.folder).free < SPARE_BYTES:
         raise DiskFull(
-            f"less than {SPARE_BYTES >> 20} MiB are free on the disk of {store.folder}, which keeps batches: delete files, or "
+            f"less than {SPARE_BYTES >> 20} MiB are free on the disk of {store.place.folder}, which keeps batches: delete files, or "
             "set router.batches_folder"
         )
     return made
 
 
-async def _receive(form: _Form, exchange: HttpExchange, patience_s: float, path: Path) -> None:
-    """Reads the body to its end. Pieces are written by a thread, a megabyte at a time."""
+async def _receive(
+    thread: StoreThread, form: _Form, exchange: HttpExchange, patience_s: float, path: Path
+) -> None:
+    """Reads the body to its end. Pieces are written by the store's thread, a megabyte at a time: a disk that hangs must
+    not hold the threads that all requests share."""
     ends = asyncio.get_running_loop().time() + UPLOAD_S
     more = True
-    with translated(path.parent):
-        file = await asyncio.to_thread(path.open, "xb")
+    file = await thread.ask(lambda _: path.open("xb"))
     try:
         while more:
             try:
@@ -87,10 +90,9 @@ async def _receive(form: _Form, exchange: HttpExchange, patience_s: float, path:
             more = message.get("more_body", False)
             form.take(message.get("body", b""))
             if form.unwritten_size >= WRITE_BYTES or not more:
-                with translated(path.parent):
-                    await asyncio.to_thread(form.write_to, file)
+                await thread.ask(lambda _: form.write_to(file))
     finally:
-        await asyncio.to_thread(file.close)
+        thread.soon(lambda _: file.close())
 
 
 class _Form:

@@ -17,7 +17,7 @@ from tandem.api.batches.messages import (
     MessageBatchRequest,
 )
 from tandem.router.batches import messages
-from tandem.router.batches.answering import Query, read_own, refuse_when_draining, send_file
+from tandem.router.batches.answering import Query, read_own, send_file
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.store_thread import StoreThread
@@ -89,15 +89,15 @@ class Batches(RouterWing):
 
 async def files(wing: Batches, services: Services, exchange: HttpExchange) -> None:
     if exchange.scope["method"] == "POST":
-        refuse_when_draining(services)
+        services.refuse_when_draining()
         await send_json(exchange.send, await upload(wing.thread, services, exchange))
         return
     query = Query(exchange)
     after, limit = query.text("after"), query.number("limit", USUAL_PAGE, MOST_IN_PAGE)
     purpose, newest_first = query.text("purpose"), query.text("order") != "asc"
     owner = exchange.owner
-    found, more = await wing.thread.do(
-        lambda store: store.files(owner, after, limit, purpose, newest_first=newest_first)
+    found, more = await wing.thread.ask(
+        lambda store: store.files.page(owner, after, limit, purpose, newest_first=newest_first)
     )
     ids = [each.id for each in found]
     await send_json(exchange.send, FileList(found, ids[0] if ids else None, ids[-1] if ids else None, more))
@@ -106,10 +106,10 @@ async def files(wing: Batches, services: Services, exchange: HttpExchange) -> No
 async def one_file(wing: Batches, services: Services, exchange: HttpExchange) -> None:
     file_id, owner = exchange.scope["path_params"]["file_id"], exchange.owner
     if exchange.scope["method"] == "DELETE":
-        await wing.thread.do(lambda store: store.delete_file(file_id, owner))
+        await wing.thread.ask(lambda store: store.files.delete(file_id, owner))
         await send_json(exchange.send, FileDeleted(file_id))
     else:
-        await send_json(exchange.send, await wing.thread.do(lambda store: store.file(file_id, owner)))
+        await send_json(exchange.send, await wing.thread.ask(lambda store: store.files.one(file_id, owner)))
 
 
 async def content(wing: Batches, services: Services, exchange: HttpExchange) -> None:
@@ -121,29 +121,29 @@ async def content(wing: Batches, services: Services, exchange: HttpExchange) -> 
 async def batches(wing: Batches, services: Services, exchange: HttpExchange) -> None:
     owner = exchange.owner
     if exchange.scope["method"] == "POST":
-        refuse_when_draining(services)
+        services.refuse_when_draining()
         with services.bodies.share() as share:
             request = await read_own(services, exchange, BatchRequest, share)
         request.check(wing.endpoints)
-        made = await wing.thread.do(lambda store: store.add_job(owner, request))
+        made = await wing.thread.ask(lambda store: store.add_job(owner, request))
         wing.runner.wake()
         await send_json(exchange.send, made)
         return
     query = Query(exchange)
     after, limit = query.text("after"), query.number("limit", USUAL_PAGE, MOST_BATCHES_IN_PAGE)
-    found, more = await wing.thread.do(lambda store: store.jobs(owner, after, limit))
+    found, more = await wing.thread.ask(lambda store: store.jobs(owner, after, limit))
     ids = [each.id for each in found]
     await send_json(exchange.send, BatchList(found, ids[0] if ids else None, ids[-1] if ids else None, more))
 
 
 async def one_batch(wing: Batches, services: Services, exchange: HttpExchange) -> None:
     batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
-    await send_json(exchange.send, await wing.thread.do(lambda store: store.job(batch_id, owner)))
+    await send_json(exchange.send, await wing.thread.ask(lambda store: store.job(batch_id, owner)))
 
 
 async def cancel(wing: Batches, services: Services, exchange: HttpExchange) -> None:
     batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
-    cancelled = await wing.thread.do(lambda store: store.cancel(batch_id, owner))
+    cancelled = await wing.thread.ask(lambda store: store.cancel(batch_id, owner))
     wing.runner.wake()
     await send_json(exchange.send, cancelled)
 

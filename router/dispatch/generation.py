@@ -67,8 +67,7 @@ class Generation:
         if self._unplaced:
             if self._places:
                 self._start_soon()
-            deadline = min(life.spec.deadline for life in self._unplaced)
-            self._late = self._loop.call_at(deadline, self._on_late)
+            self._wait_for_places()
 
     def _next(self) -> RequestLife:
         """Takes the next life to begin, and one of the free places for it."""
@@ -110,7 +109,15 @@ class Generation:
                 logger.exception("%s: starting it failed", life.spec.label)
                 life.fail(InternalError(f"the router failed to start it: {type(error).__name__}"))
 
+    def _wait_for_places(self) -> None:
+        """Not at a time of the loop's own clock, which deadlines are not on."""
+        left = min(life.spec.deadline for life in self._unplaced) - self._clock()
+        self._late = self._loop.call_later(left, self._on_late)
+
     def _on_late(self) -> None:
+        if any(life.spec.deadline > self._clock() for life in self._unplaced):
+            self._wait_for_places()  # the loop's clock is ahead
+            return
         self._on_refused(DeadlineExceeded("no node had room for all of the request before its deadline"))
 
     def _on_refused(self, error: TandemError) -> None:

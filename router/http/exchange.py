@@ -51,6 +51,7 @@ OPEN_PATHS = frozenset(
 )
 
 
+IDLE_OWNER = "\0"  # no key's name
 ErrorForm = Callable[[bytes], bytes]  # from an error's body in OpenAI's form to that in another API's
 
 
@@ -108,8 +109,10 @@ class HttpExchange:
     @property
     def owner(self) -> str:
         """The name of the request's key; "" where there are no keys. What runs when nothing else does has no part in its
-        key's shares."""
-        return self.tenant.name if self.tenant is not None and not self.when_idle else ""
+        key's shares: all of it is one owner, which leaves the others theirs."""
+        if self.when_idle:
+            return IDLE_OWNER
+        return self.tenant.name if self.tenant is not None else ""
 
     def header(self, name: bytes) -> bytes | None:
         """Returns the first header of this name."""

@@ -34,7 +34,6 @@ from tandem.router.http.body import (
     read_body,
     without_payload,
 )
-from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import EventStream, HttpExchange, send_bytes, send_pieces
 from tandem.router.http.services import Services
 from tandem.router.keys import Reservation
@@ -279,8 +278,7 @@ class Delivery:
 def enter(services: Services, exchange: HttpExchange) -> Reservation | None:
     """Counts a request for its tenant. The caller must settle or void the reservation. Returns None without
     tenants."""
-    if services.draining:
-        raise RouterDraining("this router is shutting down and takes no new requests")
+    services.refuse_when_draining()
     # What runs when nothing else does uses no quota: a key's batches would keep its own users out.
     return exchange.tenant.enter() if exchange.tenant is not None and not exchange.when_idle else None
 

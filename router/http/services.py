@@ -13,6 +13,7 @@ from tandem.base.tasks import Tasks
 from tandem.router.config import RouterConfig
 from tandem.router.dispatch import Dispatcher
 from tandem.router.http.body import BodyBudget, KeptMemory
+from tandem.router.http.errors import RouterDraining
 from tandem.router.http.exchange import ErrorForm, HttpExchange
 from tandem.router.http.hosts import is_loopback
 from tandem.router.keys import KeyRing
@@ -78,6 +79,10 @@ class Services:
     def tells_decisions(self) -> bool:
         """Whether the controller's decisions are shown: to operators, and without keys to this machine's users."""
         return self.control is not None and (self.keys.required or is_loopback(self.config.host))
+
+    def refuse_when_draining(self) -> None:
+        if self.draining:
+            raise RouterDraining("this router is shutting down and takes no new requests")
 
     def why_unhealthy(self) -> str | None:
         """Returns why a new request would be refused, or None."""

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from tandem.base.errors import DeadlineExceeded, TandemError
 from tandem.router.config import Limits, Timeouts
+from tandem.router.dispatch.admission import Admission
+from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.placement import Alarms
+from tandem.router.metrics import RouterMetrics
 from tests.router.conftest import StartRouter
 
 
@@ -98,3 +106,41 @@ def test_an_alarm_of_a_slow_clock_is_set_again_a_few_times_only() -> None:
         assert len(rung) < 20
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ahead_s", [1000.0, -1000.0])
+def test_sequences_without_a_place_end_at_their_deadline_by_the_routers_clock(ahead_s: float) -> None:
+    class Life:
+        def __init__(self, deadline: float, on_end: Any) -> None:
+            self.spec, self._on_end, self.ended = SimpleNamespace(deadline=deadline), on_end, False
+
+        def start(self) -> None:
+            pass
+
+        def fail(self, error: TandemError) -> None:
+            self._on_end(self)
+            failed.set_result(error)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        admission = Admission(lambda: 1, 10, 60.0, clock, RouterMetrics(), lambda: None)
+        deadline = clock() + 0.05
+        slots = await admission.acquire("", 2, deadline)
+        specs = cast("Any", [deadline, deadline])
+        make = cast("Any", lambda deadline, on_news, on_end: Life(deadline, on_end))
+        Generation(make, specs, slots, eager=False, clock=clock).start()
+        assert not failed.done()
+        async with asyncio.timeout(5):
+            assert isinstance(await failed, DeadlineExceeded)
+        assert clock() >= deadline
+        assert loop.time() + ahead_s < deadline + 4
+
+    def clock() -> float:
+        return time.monotonic() + ahead_s
+
+    loop = asyncio.new_event_loop()
+    failed: asyncio.Future[TandemError] = loop.create_future()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.router.batches import uploads
+from tandem.router.batches import runner, store_thread, uploads
+from tandem.router.batches.line_exchange import LineConnection
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.wing import Batches
 from tandem.router.config import ApiKey, Limits
@@ -320,6 +323,22 @@ def test_interactive_requests_take_the_places_of_lines(start_router: StartRouter
         stream.close()
 
 
+def test_lines_together_leave_others_half_of_the_routers_memory(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    router = start_router(batches_folder=str(tmp_path), limits=Limits(kept_bytes=220_000))
+    for node in router.nodes.values():
+        node.set(pause_at=1)
+    batch = begin(router, jsonl([line(f"n{index}", n=10) for index in range(4)]))
+    news, kept = router.wing(Batches).runner._news, router.server.services.kept
+    router.wait_for(lambda: kept.held > 80_000 and not news.is_set(), "as many run as may")
+    assert router.look(lambda: kept.held) < 110_000
+    assert not [each for each in gc.get_objects() if isinstance(each, LineConnection) and each._body]
+    for node in router.nodes.values():
+        node.resume()
+    assert ended(router, batch)["request_counts"]["completed"] == 4
+
+
 def test_a_line_whose_node_is_lost_is_answered_all_the_same(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=2)
     batch = begin(router, jsonl([line("a", max_tokens=6)]))
@@ -340,8 +359,49 @@ def test_a_full_disk_is_said_and_leaves_nothing(
         patched.setattr(uploads._Form, "write_to", full)
         refused = put(router, jsonl([line("a")]))
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "insufficient_storage")
-    assert list((tmp_path / "batches" / "files").iterdir()) == []
+    until(lambda: not list((tmp_path / "batches" / "files").iterdir()))
     assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed"
+
+
+def test_a_disk_that_hangs_keeps_only_who_needs_it_waiting(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_again, threads = threading.Event(), set[str]()
+
+    def hangs(self: object, file: object) -> None:
+        threads.add(threading.current_thread().name)
+        answers_again.wait(20)
+
+    monkeypatch.setattr(store_thread, "ANSWER_S", 0.2)
+    monkeypatch.setattr(uploads._Form, "write_to", hangs)
+    monkeypatch.setattr(runner, "STOP_S", 0.2)
+    try:
+        for _ in range(3):
+            refused = put(router, jsonl([line("a")]))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "batch_store_unavailable")
+        # One that is tokenized by the threads that all requests share.
+        assert router.complete(prompt="the fox " * 400, max_tokens=2).status_code == 200
+        assert {name.partition("_")[0] for name in threads} == {"batches"}
+        router.call(router.wing(Batches).ending())
+    finally:
+        answers_again.set()
+
+
+def test_the_event_loop_never_asks_the_file_system(
+    start_router: StartRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists, asked = Path.exists, list[str]()
+
+    def noted(path: Path) -> bool:
+        if path.name == "batches.sqlite":
+            asked.append(threading.current_thread().name.partition("_")[0])
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", noted)
+    monkeypatch.setattr(runner, "TURN_S", 0.01)
+    start_router(batches_folder=str(tmp_path / "none"))
+    until(lambda: len(asked) > 3)
+    assert set(asked) == {"batches"}
 
 
 def test_a_file_too_large_is_cut_off(
@@ -350,7 +410,7 @@ def test_a_file_too_large_is_cut_off(
     monkeypatch.setattr(uploads, "MOST_FILE_BYTES", 100_000)
     assert put(router, b"x" * 300_000).status_code == 413
     assert put(router, b"x" * 120_000).status_code == 413
-    assert list((tmp_path / "batches" / "files").iterdir()) == []
+    until(lambda: not list((tmp_path / "batches" / "files").iterdir()))
     content = bytes(range(256)) * 300
     kept = put(router, content).json()
     assert router.client.get(f"/v1/files/{kept['id']}/content").content == content
@@ -359,12 +419,12 @@ def test_a_file_too_large_is_cut_off(
 def test_files_go_when_their_time_is_over(tmp_path: Path) -> None:
     now = [1000.0]
     store = BatchStore(tmp_path, clock=lambda: now[0])
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(b"x")
-    store.add_file(file_id, "", "a", "batch", 1, expires=2000)
-    assert store.forget_expired() == 0
+    store.files.add(file_id, "", "a", "batch", 1, expires=2000)
+    assert store.files.forget_expired() == 0
     now[0] = 2001.0
-    assert store.forget_expired() == 1
+    assert store.files.forget_expired() == 1
     assert not path.exists()
     store.close()
 
@@ -374,7 +434,7 @@ def test_where_no_batch_was_ever_asked_for_nothing_is_written(
 ) -> None:
     router = start_router(batches_folder=str(tmp_path / "none"))
     assert router.complete(max_tokens=2).status_code == 200
-    assert router.wing(Batches).thread.store.exists is False
+    assert router.wing(Batches).thread.store.place.exists is False
     assert not (tmp_path / "none").exists()
 
 
