@@ -81,6 +81,14 @@ int tandem_set_rotary(tandem_model* m, const float* inverse_frequencies, int32_t
   return guarded([&] { m->model.set_rotary(inverse_frequencies, count, scaling); });
 }
 
+int tandem_write_weights(tandem_model* m, int32_t file) {
+  return guarded([&] { m->model.write_weights(file); });
+}
+
+int tandem_use_weights(tandem_model* m, int32_t file) {
+  return guarded([&] { m->model.use_weights(file); });
+}
+
 int tandem_use_cache(tandem_model* m, const tandem_cache* cache) {
   return guarded([&] { m->model.use_cache(*cache); });
 }

@@ -162,6 +162,11 @@ TANDEM_API int tandem_widen(const tandem_part*, int64_t inputs, int32_t dtype, v
 // Keeps the pointer to the embedding, [vocab, hidden], and does not copy it.
 TANDEM_API int tandem_use_embedding(tandem_model*, const tandem_part*);
 TANDEM_API int tandem_set_rotary(tandem_model*, const float* inverse_frequencies, int32_t count, float scaling);
+// Writes all that was loaded to an empty file, for models with this specification on the same instruction set. Only the library that wrote
+// a file may read it.
+TANDEM_API int tandem_write_weights(tandem_model*, int32_t file);
+// Maps such a file in place of loading, or in place of what was loaded, which is freed. The file may be closed afterwards.
+TANDEM_API int tandem_use_weights(tandem_model*, int32_t file);
 TANDEM_API int tandem_use_cache(tandem_model*, const tandem_cache*);
 
 // One step: begin, then all layers in ascending ranges, then logits. The batch's arrays must stay valid until the last call.

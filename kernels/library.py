@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,6 +185,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_load_vector": (c_int32, [c_void_p, c_int32, c_int32, POINTER(WeightRows)]),
     "tandem_use_embedding": (c_int32, [c_void_p, POINTER(WeightRows)]),
     "tandem_set_rotary": (c_int32, [c_void_p, POINTER(c_float), c_int32, c_float]),
+    "tandem_write_weights": (c_int32, [c_void_p, c_int32]),
+    "tandem_use_weights": (c_int32, [c_void_p, c_int32]),
     "tandem_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
     "tandem_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
     "tandem_run_layers": (c_int32, [c_void_p, c_int32, c_int32]),
@@ -270,6 +273,11 @@ def _load(report: Report) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def path() -> Path:
+    """The file of the library that this process uses."""
+    return Path(load()._name)
 
 
 def last_error() -> str:

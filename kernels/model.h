@@ -32,6 +32,10 @@ class Model {
   void load_vector(int which, int layer, const tandem_part& part);
   void use_embedding(const tandem_part& part);
   void set_rotary(const float* inverse_frequencies, int count, float scaling);
+  // Writes what was loaded to the file, which is empty. Throws std::system_error.
+  void write_weights(int file);
+  // Maps what a model like this one wrote. A model that was loaded frees its own weights. Throws std::exception.
+  void use_weights(int file);
   void use_cache(const tandem_cache& cache);
 
   void begin(const tandem_batch& batch);
@@ -64,6 +68,8 @@ class Model {
   Linear& linear(int which, int layer);
   void pack(Linear& w, const std::vector<WeightPart>& parts, const std::vector<WeightPart>& biases, bool interleave);
   std::vector<float>& vector(int which, int layer);
+  template <typename Walk>
+  void each_loaded(Walk& walk);
   void require_loaded() const;
   void check(const tandem_batch& batch) const;
   void reserve(int tokens, int logit_rows);

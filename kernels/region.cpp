@@ -1,9 +1,11 @@
 #include "region.h"
 
+#include <errno.h>
 #include <stdint.h>
 #include <sys/mman.h>
 
 #include <new>
+#include <system_error>
 #include <utility>
 
 namespace tandem {
@@ -11,6 +13,7 @@ namespace {
 
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kSlack = 4096;  // tile prefetches run past the end, tile loads past a row's
+constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14
 
 }  // namespace
 
@@ -26,6 +29,18 @@ Region::Region(size_t bytes) : size_(bytes) {
 #if defined(MADV_HUGEPAGE)
   if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
 #endif
+}
+
+Region::Region(int file, size_t bytes) : Region(bytes) {
+  // Over the anonymous memory, whose end stays readable. It is aligned as huge pages of the file's cache are.
+  if (mmap(data_, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
+    throw std::system_error(errno, std::generic_category(), "mmap");
+#if defined(MADV_HUGEPAGE)
+  madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+  // Read now, so that no step waits for it and a disk's error is a sentence and no signal.
+  if (madvise(data_, bytes, kPopulateRead) != 0 && errno != EINVAL)
+    throw std::system_error(errno, std::generic_category(), "the file cannot be read");
 }
 
 Region::~Region() {

@@ -10,6 +10,8 @@ class Region {
  public:
   Region() = default;
   explicit Region(size_t bytes);  // throws std::bad_alloc
+  // The file's first bytes, only to be read. Processes that map one file have its bytes in memory once.
+  Region(int file, size_t bytes);  // throws std::system_error
   ~Region();
   Region(Region&& other) noexcept;
   Region& operator=(Region&& other) noexcept;

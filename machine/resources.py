@@ -68,6 +68,15 @@ def bind(threads: Iterable[int], cores: Collection[int]) -> None:
             raise ConfigurationError(f"cannot bind to cores {sorted(cores)}: {error}") from error
 
 
+def resident_memory() -> int | None:
+    """Returns how many bytes of memory this process uses, mapped files among them; None if the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_memory() -> int:
     """Returns how many bytes can be allocated now without pushing another process's memory out."""
     return min(_machine_available(), _cgroup_available())

@@ -23,7 +23,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.wings import Connect, EngineWing, other_engine
 from tandem.kvtransfer.base import ConnectorContext, SchedulerConnector, WorkerConnector
 from tandem.kvtransfer.config import LoadFailurePolicy, TierConfig, TransferConfig
-from tandem.machine.resources import bind, core_quota, free_memory, threads_here
+from tandem.machine.resources import bind, core_quota, free_memory, resident_memory, threads_here
 from tandem.node.config import NodeConfig
 from tandem.node.loop import InStep, Item, Mailbox
 from tandem.node.near import near_device
@@ -33,6 +33,7 @@ from tandem.node.routers import CacheNewsSender, NamedBlocks
 from tandem.node.service import NodeService, TellNews
 from tandem.node.wings import OtherRanks, Publish, ranks_wing, wings
 from tandem.wire.nodes import NodeInfo
+from tandem.wire.requests import NodeMemory
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class EngineNode(Node[NodeService]):
                 channel,
                 news=lambda tell, publishers: self._news(engine, tell, publishers),
                 wings=wings(),
+                memory=self._memory,
             )
         )
         return NodeInfo(
@@ -218,7 +220,10 @@ class EngineNode(Node[NodeService]):
         wanted = cache.host_bytes_of_tiers
         # A KV cache in host memory takes its pages only when they are first written, so free memory does not show it yet.
         kv_cache = runner.kv_cache.nbytes if wanted and runner.kv_cache.device.type == "cpu" else 0
-        if wanted and wanted + kv_cache > (free := free_memory()):
+        weights = (
+            runner.info.weight_bytes if runner.info.shares_weights else 0
+        )  # a file's, which count as free
+        if wanted and wanted + kv_cache > (free := free_memory() - weights):
             raise ConfigurationError(
                 f"cache.tiers asks for {wanted >> 20} MiB of host memory, and {max(free - kv_cache, 0) >> 20} MiB are left "
                 "beside this node's weights and KV cache: ask for less, or for fewer nodes on this machine"
@@ -268,6 +273,17 @@ class EngineNode(Node[NodeService]):
                 f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s"
             )
         return dict(slots.served)
+
+    def _memory(self) -> NodeMemory | None:
+        """What this process has. None if the engine is another one's, or its device keeps weights and KV."""
+        engine = self._engine
+        resident = resident_memory()
+        if not isinstance(engine, Engine) or engine.info.device != "cpu" or resident is None:
+            return None
+        info, kv = engine.info, engine.runner.kv_in_memory
+        return NodeMemory(
+            info.weight_bytes, info.shares_weights, kv, max(0, resident - info.weight_bytes - kv)
+        )
 
     @property
     def _runner(self) -> ModelRunner:

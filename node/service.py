@@ -70,6 +70,7 @@ from tandem.wire.requests import (
     Follow,
     ListCache,
     NodeCounters,
+    NodeMemory,
     NodeStatus,
     Ping,
     Recall,
@@ -106,12 +107,15 @@ class NodeService(NodeLifecycle):
         clock: Callable[[], float] = time.monotonic,
         news: Callable[[TellNews, list[Publish]], CacheNewsSender | None] | None = None,
         wings: Iterable[NodeWing] = (),
+        memory: Callable[[], NodeMemory | None] = lambda: None,
     ) -> None:
-        """`news` builds the sender that tells routers, and the given publishers, what is cached; None: they are not told."""
+        """`news` builds the sender that tells routers, and the given publishers, what is cached; None: they are not told. `memory` says what
+        the process has."""
         super().__init__(config, epoch, line, clock)
         self._rules = rules
         self._engine = engine
         self._mailbox = mailbox
+        self._memory = memory
         self._eos = engine.info.eos_token_ids
         self._adapters = engine.adapters
         self._kept = KeptAnswers(config.answers, self._send_chunks, clock)
@@ -205,6 +209,7 @@ class NodeService(NodeLifecycle):
             age_s=0.0 if self.loop.has_read_all else max(0.0, now - self._stats_of),
             slower=self._engine.info.slower,
             sick=tuple(device for part in self._parts for device in part.sick),
+            memory=self._memory(),
         )
 
     def _come_to_rest(self, timeout_s: float) -> bool:

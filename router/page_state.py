@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.router.recent import Moment, RequestAccount, SlowRequest, Trouble
-from tandem.wire.requests import NodeCounters, NodeStatus
+from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus
 
 SLOWEST_SHOWN = 12
 
@@ -51,6 +51,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     quarantined_blocks: int = 0
     pinned_blocks: int = 0
     is_silent: bool = False  # it has reported nothing, so its figures are unknown
+    memory: NodeMemory | None = None
 
     @classmethod
     def of(
@@ -89,6 +90,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
             _notes(status),
             status.quarantined_blocks,
             status.pinned_blocks,
+            memory=status.memory,
         )
 
 

@@ -359,6 +359,15 @@ class SickDevice(msgspec.Struct, frozen=True):
     why: str
 
 
+class NodeMemory(msgspec.Struct, frozen=True):
+    """What a process on CPUs has of its machine's memory, in bytes."""
+
+    weights: int
+    shared: bool  # all nodes of the machine map one file of them, so they are in memory once
+    kv: int  # the part of the KV cache that is in memory; the rest takes none until it is used
+    own: int  # everything else, with the code of libraries
+
+
 class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defaults=True):
     """A node's state, sent a few times a second. `step_age_s` shows an engine that hangs."""
 
@@ -398,6 +407,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     replaced_adapters: Mapping[str, tuple[str, ...]] = EMPTY_TABLE
     slower: str = ""  # why the node computes more slowly than it could on its machine
     sick: tuple[SickDevice, ...] = ()
+    memory: NodeMemory | None = None  # None: it is not known, as on GPUs
 
     @property
     def totals(self) -> NodeCounters:

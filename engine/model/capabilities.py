@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from tandem.engine.model.content import ModelContent
 from tandem.engine.model.source import ModelSource, Progress
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class ModelLoad:
     device: torch.device
     threads: int
     progress: Progress
+    content: Callable[[], ModelContent] | None = (
+        None  # waits for the model's identity; None on ranks that do not tell it
+    )
     native: bool = True  # the native library may compute the model
     shard: Shard | None = None  # this process's part of the model; None: all of it
 

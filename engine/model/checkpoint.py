@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.plain_config import read_plain_config
+from tandem.engine.model.plain_config import PlainConfig, read_plain_config
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.weight_formats import config_of, weight_format
 
@@ -41,11 +41,14 @@ def read_config(source: ModelSource) -> Any:
     plain = read_plain_config(source.read_json("config.json")) if source.gguf_file is None else None
     if plain is not None:
         return plain
-    # Imported here because the import takes seconds, which a plain model does not need.
-    from transformers import AutoConfig
-
     with translated_errors(source):
-        config = config_of(source) or AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+        if (config := config_of(source)) is None:
+            # Imported here because the import takes seconds, which a plain model does not need.
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
+    if isinstance(config, PlainConfig):
+        return config
     kind = config.model_type
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")

@@ -37,4 +37,6 @@ class LoadedModel:
     embed_size: int = 0  # numbers in a token's embedding, if other rows may replace it; 0: they may not
     generates: bool = True  # False: the checkpoint has no head, so the logits mean nothing
     heads: HeadShare | None = None  # the KV heads that a rank with a cache of its own keeps; None: all
+    weight_bytes: int = 0  # in host memory; 0: not known
+    shares_weights: bool = False  # they are a file's, which the kernel counts as memory that is free
     of_stage: frozenset[int] | None = None  # the layers of this rank's stage; None: all

@@ -68,7 +68,9 @@ def load_runner(
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
     content = _read_content(source, tell) if shard is None or shard.rank == 0 else None
-    loading = ModelLoad(model, cache, scheduler, source, config, dtype, device, threads, tell, native, shard)
+    loading = ModelLoad(
+        model, cache, scheduler, source, config, dtype, device, threads, tell, content, native, shard
+    )
     capabilities = capabilities_for(loading)
     slower = ""
     if (shard is None or shard.stages == 1) and not any(each.unchanged for each in capabilities):
@@ -179,6 +181,7 @@ def _num_blocks(
         tokens_per_step=scheduler.max_num_batched_tokens,
         beside=beside,
         more_per_block=sum(each.bytes_per_block for each in capabilities),
+        mapped=loaded.weight_bytes if loaded.shares_weights else 0,
     )
     if shard is not None:
         num_blocks = shard.least(num_blocks)
@@ -211,6 +214,8 @@ def _described(
         num_blocks=num_blocks,
         embed_size=loaded.embed_size,
         heads=loaded.heads,
+        weight_bytes=loaded.weight_bytes,
+        shares_weights=loaded.shares_weights,
     )
 
 

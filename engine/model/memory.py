@@ -40,13 +40,15 @@ def size_block_pool(
     tokens_per_step: int,
     beside: int = 0,
     more_per_block: int = 0,
+    mapped: int = 0,
 ) -> int:
     """Returns the number of blocks, with the null block: at most what all sequences at full length can use. `beside` bytes, which a
-    step needs besides the cache, stay free whatever the cache's share is. `more_per_block` is what others keep beside each block."""
+    step needs besides the cache, stay free whatever the cache's share is. `more_per_block` is what others keep beside each block.
+    `mapped` bytes of files are in use, although the system counts them as free."""
     block_bytes = plan.elements_per_block * dtype.itemsize + more_per_block
     one_request = plan.blocks_for(max_model_len, tokens_per_step)
     needed = (one_request + 1) * block_bytes
-    free = available_bytes(device)
+    free = max(0, available_bytes(device) - mapped)
     if cache.memory_bytes is not None:
         if cache.memory_bytes > free:
             raise ConfigurationError(

@@ -14,6 +14,7 @@ from tandem.engine.model.capabilities import Capability, ModelLoad, ToAttend, fi
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
+from tandem.engine.model.native.shared import pack_once
 from tandem.engine.model.runner import Forward
 from tandem.engine.model.weight_formats import weight_format
 
@@ -41,20 +42,28 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
     def tell(share: float) -> None:
         loading.progress("loading weights", share)
 
-    if found is None:
-        forward = NativeLlamaForward.from_checkpoint(
-            source.folder, config, dtype=dtype, threads=threads, progress=tell, may_lack_head=may_lack_head
-        )
-    elif (stored := found.stored_tensors(config)) is not None:
-        forward = NativeLlamaForward(
-            config, stored.take, dtype=dtype, threads=threads, rotary=stored.rotary(), progress=tell
-        )
-        stored.refuse_rest()
-    else:
+    def pack() -> NativeLlamaForward:
+        if found is None:
+            return NativeLlamaForward.from_checkpoint(
+                source.folder,
+                config,
+                dtype=dtype,
+                threads=threads,
+                progress=tell,
+                may_lack_head=may_lack_head,
+            )
+        if (stored := found.stored_tensors(config)) is not None:
+            forward = NativeLlamaForward(
+                config, stored.take, dtype=dtype, threads=threads, rotary=stored.rotary(), progress=tell
+            )
+            stored.refuse_rest()
+            return forward
         from tandem.engine.model.general import load_model
 
         module = load_model(source, config, dtype, loading.device, loading.progress)
-        forward = NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
+        return NativeLlamaForward.from_module(module, threads=threads, release=True, progress=tell)
+
+    forward = pack_once(loading, plain, pack)
     log.info("%s: %d kB of packed matrices", source.name, forward.weight_bytes // 1000)
     # The library has its own threads on the same cores, and torch only samples, so torch gets one thread.
     torch.set_num_threads(1)
@@ -71,6 +80,8 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
         vector_size=plain.hidden_size,
         embed_size=plain.hidden_size,
         generates=forward.generates,
+        weight_bytes=forward.file_bytes or forward.weight_bytes,
+        shares_weights=forward.file_bytes > 0,
     )
 
 

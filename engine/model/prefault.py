@@ -53,6 +53,11 @@ class PageMaker:
                 self._changed.notify()
         return self._wanted < self._length
 
+    @property
+    def made(self) -> int:
+        """How many bytes of the cache are in memory."""
+        return self._made
+
     def _run(self) -> None:
         pause_s = 0.0
         try:

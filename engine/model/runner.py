@@ -63,6 +63,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     layers: LayerShare | None = None  # the layers of this rank's pipeline stage; None: all
     work: ModelWork | None = None  # None: it is not known
     slower: str = ""  # why it computes more slowly than it could on this machine
+    weight_bytes: int = 0  # in host memory; 0: not known
+    shares_weights: bool = False  # they are a file's that all nodes of the machine map
 
     @property
     def keeps_tokens(self) -> bool:
@@ -120,6 +122,11 @@ class ModelRunner(Protocol):
     @property
     def kv_cache(self) -> torch.Tensor:
         """[num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim]: see kvtransfer.base.KVCacheMemory."""
+        ...
+
+    @property
+    def kv_in_memory(self) -> int:
+        """How many of the cache's bytes are in memory by now."""
         ...
 
     @property

@@ -89,6 +89,10 @@ class TorchRunner:
         return self._kv_cache
 
     @property
+    def kv_in_memory(self) -> int:
+        return self._kv_cache.nbytes if self.pages is None else self.pages.made
+
+    @property
     def grammars(self) -> Grammars | None:
         return self._masks.grammars if self._masks is not None else None
 

@@ -127,6 +127,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         node.update((name, getattr(status, name)) for name in _REPORTED)
         node["tiers"] = msgspec.to_builtins(status.tiers)
         node["sick"] = msgspec.to_builtins(status.sick)
+        node["memory"] = msgspec.to_builtins(status.memory)
         node["counters"] = member.counters.in_full()
         node["counters_age_s"] = (
             round(now - member.counters_at, 3) if member.counters_at is not None else None

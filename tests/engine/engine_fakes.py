@@ -35,6 +35,7 @@ class FakeRunner:
             num_blocks=num_blocks,
         )
         self.kv_cache = None
+        self.kv_in_memory = 0
         self.grammars = None
         self.adapters = None
         self.states_wait = False

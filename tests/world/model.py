@@ -136,6 +136,10 @@ class WorldModel:
     def block_bytes(self) -> int:
         return self.kv_cache[0].nbytes
 
+    @property
+    def kv_in_memory(self) -> int:
+        return self.kv_cache.nbytes
+
     def corrupt(self, block: int, offset: int, value: int) -> None:
         """Writes another token's KV there, whole and well-formed."""
         self._write(block, offset, as_floats(value))

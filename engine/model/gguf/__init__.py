@@ -2,5 +2,6 @@
 
 format    finds out whether a model is a GGUF file, and joins the loader
 metadata  what a file says that transformers ignores
+plain     the configuration of plain Llamas and Qwens, without transformers
 tensors   what the native library computes with: blocks as they are
 """

@@ -19,15 +19,12 @@ def read_config(source: ModelSource) -> Any:
     if source.gguf_file is None:
         return None
     # Imported here because few models are GGUF files.
-    from transformers import AutoConfig
-
-    from tandem.engine.model.gguf.metadata import Metadata, complete_config, refuse_parts
+    from tandem.engine.model.gguf.metadata import Metadata, refuse_parts, whole_config
+    from tandem.engine.model.gguf.plain import plain_config
 
     metadata = Metadata(source)
     refuse_parts(metadata)
-    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, gguf_file=source.gguf_file)
-    complete_config(metadata, config)
-    return config
+    return plain_config(metadata) or whole_config(source)
 
 
 def weight_format(source: ModelSource, config: Any) -> WeightFormat | None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from gguf import GGUFReader
-from transformers import GgufConfig
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.leftovers import is_draft_layer, layer_of, num_layers, refuse_leftovers
+from tandem.engine.model.plain_config import PlainConfig
 from tandem.engine.model.source import ModelSource
 
 FACTORS = "rope_freqs.weight"
@@ -50,9 +50,14 @@ class Metadata:
     def get(self, key: str) -> Any:
         return self.general(self._prefix + key)
 
+    def length(self, key: str) -> int:
+        """The number of values in a list; 0 without it."""
+        field = self._reader.get_field(key)
+        return 0 if field is None else len(field.data)
+
     def below(self, key: str) -> dict[str, Any]:
-        """All values whose keys begin with this one, by the rest of the key."""
-        start = f"{self._prefix}{key}."
+        """All values whose keys begin with this one, by the rest of the key; with "" all of the architecture."""
+        start = f"{self._prefix}{key}." if key else self._prefix
         return {
             name.removeprefix(start): self.general(name)
             for name in self._reader.fields
@@ -67,11 +72,23 @@ class Metadata:
 def loading_options(source: ModelSource, config: Any) -> dict[str, Any]:
     """Options for `from_pretrained`. The configuration is among them, because transformers would otherwise read it again from the
     file."""
+    from transformers import GgufConfig
+
     return {
-        "config": config,
+        "config": whole_config(source) if isinstance(config, PlainConfig) else config,
         "gguf_file": source.gguf_file,
         "quantization_config": GgufConfig(dequantize=True),
     }
+
+
+def whole_config(source: ModelSource) -> Any:
+    """transformers' configuration."""
+    # Imported here because few files need it, and it takes seconds.
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False, gguf_file=source.gguf_file)
+    complete_config(Metadata(source), config)
+    return config
 
 
 def refuse_parts(metadata: Metadata) -> None:

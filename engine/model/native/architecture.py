@@ -30,6 +30,12 @@ class Architecture(msgspec.Struct, frozen=True):
     mlp_bias: bool
     tied: bool  # the head is the embedding
 
+    @property
+    def num_weights(self) -> int:
+        """Of all matrices, without biases."""
+        of_layer = self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.intermediate)
+        return self.layers * of_layer + (1 if self.tied else 2) * self.vocab * self.hidden
+
 
 def refusal(config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a model with this configuration cannot run here; None if it can."""

@@ -208,7 +208,7 @@ class NativeLlamaForward:
     def __init__(
         self,
         config: Any,
-        take: Take,
+        take: Take | None,
         *,
         dtype: torch.dtype,
         threads: int,
@@ -216,7 +216,8 @@ class NativeLlamaForward:
         instruction_set: str = "",
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """`rotary` has the inverse frequencies and the scaling; with None they follow from the configuration.
+        """`rotary` has the inverse frequencies and the scaling; with None they follow from the configuration. Without `take` call
+        `use_file` next.
 
         `instruction_set` forbids all better ones than the one named.
         """
@@ -252,8 +253,11 @@ class NativeLlamaForward:
         # At exit a step may be running in another thread, and the system frees everything anyway.
         self._close.atexit = False
         self._native = native
-        self._embedding = load_weights(made, a, take, progress)
-        self._set_rotary(*rotary_of(config) if rotary is None else rotary)
+        self._embedding: Weights | None = None
+        self.file_bytes = 0  # of the mapped file with the weights; 0: they are this process's own
+        if take is not None:
+            self._embedding = load_weights(made, a, take, progress)
+            self._set_rotary(*rotary_of(config) if rotary is None else rotary)
 
     @classmethod
     def from_checkpoint(
@@ -313,6 +317,16 @@ class NativeLlamaForward:
             instruction_set=instruction_set,
             progress=progress,
         )
+
+    def write_file(self, file: int) -> None:
+        """Writes all weights to an empty file, which only the same library may read. Raises an InternalError without room."""
+        checked(self._native.tandem_write_weights(self._model, file))
+
+    def use_file(self, file: int) -> None:
+        """Maps the weights that a model like this one wrote, and frees its own. The file may be closed afterwards."""
+        checked(self._native.tandem_use_weights(self._model, file))
+        self._embedding = None
+        self.file_bytes = os.fstat(file).st_size
 
     def use_cache(self, kv_cache: torch.Tensor, groups: Sequence[KVCacheGroup]) -> None:
         """Sets the KV cache tensor [num_blocks, slots, 2, num_kv_heads, block_size, head_dim]; slot s holds layer s of its group."""
@@ -386,7 +400,7 @@ class NativeLlamaForward:
 
     @property
     def weight_bytes(self) -> int:
-        """The memory of the packed matrices. The embedding is not among them: it is read where it lies."""
+        """The memory of the packed matrices. The embedding is not among them: it is read where it lies, in a file."""
         return int(self._native.tandem_weight_bytes(self._model))
 
     def close(self) -> None:

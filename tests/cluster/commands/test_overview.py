@@ -33,7 +33,7 @@ from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, Ro
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.page_state import PageState
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice, TierStatus
+from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus, SickDevice, TierStatus
 from tests.cluster.direct_cluster import DirectCluster
 from tests.cluster.page_states import page_with
 from tests.cluster.pools.helpers import in_loop, settle
@@ -351,6 +351,21 @@ def test_a_node_that_computes_without_the_native_library_says_so() -> None:
     assert "! decode-0: it computes without the native library, several times slower: no g++" in text
     plain = Overview.of(view, None, lambda url, key: router_answer()).json()
     assert plain["nodes"][0]["status"]["slower"] == slow.slower
+
+
+def test_the_memory_of_nodes_counts_the_weights_that_they_share_once() -> None:
+    status = msgspec.structs.replace(STATUS, memory=NodeMemory(256 << 20, True, 64 << 20, 192 << 20))
+    nodes = [
+        SupervisedNode(f"decode-{number}", Role.DECODE, host, "ready", "", 0, status)
+        for number, host in enumerate(("10.0.0.3", "10.0.0.3", "10.0.0.4"))
+    ]
+    view = msgspec.structs.replace(VIEW, nodes=nodes)
+    text, _ = shown(view, router_answer())
+    row = next(line for line in text.splitlines() if line.startswith("decode-0"))
+    assert row.split()[-7:] == ["256.0", "MiB", "shared", "64.0", "MiB", "192.0", "MiB"]
+    assert "memory of the nodes: 1.2 GiB, shared weights counted once" in text
+    plain = Overview.of(view, None, lambda url, key: router_answer()).json()
+    assert plain["nodes"][0]["status"]["memory"]["own"] == 192 << 20
 
 
 def test_a_node_with_a_sick_card_says_what_it_has() -> None:

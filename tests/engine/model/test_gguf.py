@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.model.checkpoint import read_config
+from tandem.engine.model.gguf.metadata import whole_config
+from tandem.engine.model.native.architecture import describe
+from tandem.engine.model.plain_config import PlainConfig
 from tandem.engine.model.source import ModelSource
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
@@ -252,6 +256,28 @@ def test_the_native_library_reads_fewer_bytes_of_a_quantized_file(
             load(path, dtype="bfloat16")
         sizes += map(int, re.findall(r"(\d+) kB of packed matrices", caplog.messages[-1]))
     assert sizes[1] < sizes[0] * 0.9
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_plain_configuration_is_what_transformers_reads(kind: str, tmp_path: Path) -> None:
+    config = tiny.build(kind).config
+    if kind == "qwen3":
+        config.head_dim = 128
+    folder = save(config, tmp_path)
+    write_gguf(folder, folder / "tiny.gguf", kind)
+    source = ModelSource(folder, "tiny.gguf", "tiny")
+    plain, whole = read_config(source), whole_config(source)
+    assert isinstance(plain, PlainConfig)
+    for name in set(PlainConfig.__struct_fields__) - {
+        "dtype",
+        "mlp_bias",
+        "attention_bias",
+        "sliding_window",
+    }:
+        assert getattr(plain, name) == getattr(whole, name, getattr(plain, name)), name
+    assert msgspec.structs.replace(describe(plain), eps=0.0) == msgspec.structs.replace(
+        describe(whole), eps=0.0
+    )
 
 
 def test_one_file_of_several_is_refused_and_a_whole_one_asked_for(llama: Path, tmp_path: Path) -> None:

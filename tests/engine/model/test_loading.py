@@ -396,7 +396,7 @@ def test_what_a_step_needs_beside_the_cache_stays_free(llama: Path, monkeypatch:
     plan = plan_cache((AttentionLayer(0, 2, 2, 8, 8, None),), 16)
     block = plan.elements_per_block * 4
 
-    def blocks(beside: int, device: str = "cuda", **cache: Any) -> int:
+    def blocks(beside: int, device: str = "cuda", mapped: int = 0, **cache: Any) -> int:
         return size_block_pool(
             plan,
             CacheConfig(**cache),
@@ -406,10 +406,12 @@ def test_what_a_step_needs_beside_the_cache_stays_free(llama: Path, monkeypatch:
             max_num_seqs=1 << 20,
             tokens_per_step=64,
             beside=beside,
+            mapped=mapped,
         )
 
     assert blocks(0) == int((100 << 20) * 0.85) // block
     assert blocks(0, "cpu") == (50 << 20) // block
+    assert blocks(0, "cpu", mapped=40 << 20) == (30 << 20) // block, "a file's pages count as free"
     assert blocks(40 << 20) == (60 << 20) // block
     assert blocks(40 << 20, memory_share=0.1) == int((100 << 20) * 0.1) // block
     with pytest.raises(ConfigurationError, match="is missing"):

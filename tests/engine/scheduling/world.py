@@ -179,6 +179,10 @@ class LazyDevice:
 
     def forget_requests(self) -> None: ...
 
+    @property
+    def kv_in_memory(self) -> int:
+        return 0
+
 
 @dataclasses.dataclass
 class _Queued:
