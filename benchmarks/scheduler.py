@@ -56,9 +56,11 @@ class SchedulerWorkload(msgspec.Struct, frozen=True):
     answer: int
     running: int
     shared: int = 0
+    drafts: int = 0
 
     def __str__(self) -> str:
         shared = f", {self.shared} shared" if self.shared else ""
+        shared += f", {self.drafts} drafts" if self.drafts else ""
         return f"{self.requests} × {self.prompt}+{self.answer}{shared}, {self.running} running"
 
 
@@ -71,6 +73,8 @@ WORKLOADS = (
     SchedulerWorkload(256, 512, 128, 256, shared=448),
     SchedulerWorkload(1024, 128, 128, 1024),
     SchedulerWorkload(1024, 512, 64, 1024, shared=448),
+    SchedulerWorkload(32, 512, 128, 32, drafts=3),
+    SchedulerWorkload(256, 512, 128, 256, drafts=3),
 )
 
 
@@ -84,9 +88,14 @@ class Speed(msgspec.Struct, frozen=True):
     update: float | None = None
 
 
-def make_scheduler(running: int, num_blocks: int = NUM_BLOCKS) -> Scheduler:
+def make_scheduler(running: int, num_blocks: int = NUM_BLOCKS, drafts: int = 0) -> Scheduler:
     return Scheduler(
-        SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=TOKEN_BUDGET),
+        SchedulerConfig(
+            max_num_seqs=running,
+            max_num_batched_tokens=TOKEN_BUDGET,
+            num_speculative_tokens=drafts,
+            max_draft_loss=1.0,  # as many as may be
+        ),
         CacheConfig(block_size=BLOCK_SIZE),
         [KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,))],
         num_blocks,
@@ -117,13 +126,15 @@ def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> floa
 
 
 def answer_to(step: SchedulerOutput, scheduler: Scheduler) -> ModelOutput:
-    """Returns what a model answers at once: a token for each request whose tokens this step computes to the end."""
+    """Returns what a model answers at once: a token for each request whose tokens this step computes to the end. Of its drafts the first is
+    right, and the next are made."""
     requests, sampled = scheduler.requests, {}
     for request_id in step.num_scheduled_tokens:
         request = requests[request_id]
         if request.num_computed_tokens >= request.num_tokens:
-            sampled[request_id] = [7]
-    return ModelOutput(sampled)
+            sampled[request_id] = [7, 7] if request_id in step.spec_token_ids else [7]
+    limits = step.draft_limits or {}
+    return ModelOutput(sampled, draft_token_ids={name: [7] * most for name, most in limits.items()})
 
 
 def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
@@ -140,7 +151,8 @@ def steps(scheduler: Scheduler) -> Iterator[tuple[float, float, float, int]]:
 
 
 def measure(work: SchedulerWorkload) -> Speed:
-    scheduler = make_scheduler(work.running, max(NUM_BLOCKS, work.running * (work.prompt + work.answer) // 8))
+    num_blocks = max(NUM_BLOCKS, work.running * (work.prompt + work.answer) // 8)
+    scheduler = make_scheduler(work.running, num_blocks, work.drafts)
     prompts = random_prompts(work.requests, work.prompt, work.shared)
     adding = add_all(scheduler, prompts, work.answer)
     whole, planning, booking, tokens = zip(*steps(scheduler), strict=True)

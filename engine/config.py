@@ -45,6 +45,7 @@ class Reserve(enum.StrEnum):
 
 
 OWN_ENGINE = "tandem"
+OWN_HEAD = "mtp"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,9 +111,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft: Annotated[
         str,
         about(
-            "a small model with the same tokenizer, named as `path` is, or an EAGLE head made for the model. It guesses the "
-            "next `scheduler.num_speculative_tokens` tokens ([guesses](scheduler.md#guesses)); its memory counts to the "
-            "node's. Empty: the text so far makes the guesses"
+            "a small model with the same tokenizer, named as `path` is, an EAGLE head made for the model, or `mtp`: the head "
+            "that the checkpoint itself has. It guesses the next `scheduler.num_speculative_tokens` tokens "
+            "([guesses](scheduler.md#guesses)); its memory counts to the node's. Empty: the text so far makes the guesses"
         ),
     ] = ""
     pooling: Annotated[

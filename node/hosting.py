@@ -18,6 +18,7 @@ import msgspec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError, Unavailable
 from tandem.base.logs import LogPosition, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
+from tandem.engine.config import OWN_HEAD
 from tandem.node.config import NodeConfig
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.sockets import admit, public_key, raise_descriptor_limit
@@ -92,7 +93,7 @@ class NodeHost:
         if self._find_model is None:
             return self._node.start(self._report, keepers=keepers)
         folder = self._find_model(self._model, self._report)
-        draft = self._find_model(self._draft, self._report) if self._draft else None
+        draft = None if self._draft in ("", OWN_HEAD) else self._find_model(self._draft, self._report)
         return self._node.start(
             self._report,
             model_folder=folder,

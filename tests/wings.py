@@ -132,6 +132,7 @@ WINGS: dict[str, Wing] = {
             "tests/engine/scheduling/test_speculation.py",
             "tests/engine/test_draft_model.py",
             "tests/engine/test_eagle.py",
+            "tests/engine/test_mtp.py",
             "tests/engine/model/test_ngram.py",
         ),
     ),

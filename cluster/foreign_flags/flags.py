@@ -114,15 +114,20 @@ def _adapters(values: list[str]) -> list[Assignment]:
 
 
 def _speculation(values: list[str]) -> list[Assignment]:
-    """The value is an object with `num_speculative_tokens`, and `model` for a draft model; `method` chooses between the ways to guess."""
+    """The value is an object with `num_speculative_tokens`, and `model` for a draft model; `method` chooses between the ways to guess.
+    A model's own head has many methods' names: vLLM has one for each kind of model, such as `deepseek_mtp`."""
     try:
         described = dict(json.loads(values[0]))
     except (ValueError, TypeError):
         raise RefusedValue(f"is not a JSON object: {values[0][:80]!r}") from None
     model, count = described.pop("model", None), described.pop("num_speculative_tokens", None)
     method = described.pop("method", "draft_model" if model else "ngram")
-    if method not in ("ngram", "draft_model", "eagle", "eagle3"):
-        raise RefusedValue(f"`method` must be `ngram`, `draft_model`, `eagle` or `eagle3`, not {method!r}")
+    if str(method).endswith("mtp"):
+        method = model = "mtp"
+    if method not in ("ngram", "draft_model", "eagle", "eagle3", "mtp"):
+        raise RefusedValue(
+            f"`method` must be `ngram`, `draft_model`, `eagle`, `eagle3` or `mtp`, not {method!r}"
+        )
     if described:
         raise RefusedValue(f"has {', '.join(map(repr, described))}, which Tandem does not read: leave it out")
     if method != "ngram" and not model:
@@ -278,7 +283,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(
         ("--speculative-config",),
         SettingFlag(
-            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram`, `draft_model`, `eagle` and `eagle3`"
+            ("scheduler.num_speculative_tokens", "model.draft"), _speculation, "methods `ngram`, `draft_model`, `eagle`, `eagle3` and `mtp`"
         ),
     ),
     Flag(("--num-speculative-tokens",), sets("scheduler.num_speculative_tokens")),

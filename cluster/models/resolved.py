@@ -12,7 +12,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.adapters import adapter_place
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.store import Model, check_name, local_model, resolve_revision, tokenizer_folder
-from tandem.engine.config import SchedulingPolicy
+from tandem.engine.config import OWN_HEAD, SchedulingPolicy
 
 
 def with_model(config: TandemConfig, model: Model) -> TandemConfig:
@@ -49,7 +49,7 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
 
 def draft_place(name: str) -> str:
     """Returns a name or path of the draft model that every process can read from any working directory. Raises ConfigurationError."""
-    if not name:
+    if name in ("", OWN_HEAD):
         return name
     check_name(name, setting="model.draft")
     local = local_model(name, setting="model.draft") if name not in PACKAGED else None

@@ -26,7 +26,7 @@ _HARMLESS = [
     r"(^|\.)(attn|attention)\.(masked_)?bias$",
     # Scales of an 8-bit KV cache. Ours is in the model's own dtype, or rounds to FP8 without scales.
     r"\.(self_attn|attn|attention)\.([kv]_proj\.)?[kv]_scale$",
-    # Multi-token prediction, which makes drafts. Tandem does not use these drafts, and the model's output does not need them.
+    # Multi-token prediction, which makes drafts (`model.draft: mtp`). The model's output does not need them.
     r"(^|\.)mtp(_layers)?\.",
     # Parts that read images and sound. No request to this model has any.
     r"(^|\.)(vision|visual|audio|speech)(_\w+)?\.",

@@ -308,7 +308,7 @@ def test_its_keys_and_values_count_to_the_caches_memory(llama: Path) -> None:
     assert blocks(str(llama)) == blocks("") // 2
 
 
-def refused(model: Path, draft: Path) -> str:
+def refused(model: Path, draft: Path | str) -> str:
     with pytest.raises(ConfigurationError) as caught:
         start(model, draft)
     return str(caught.value)

@@ -14,12 +14,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice
+from tandem.engine.model.hidden_states.experts import RoutedExperts
 from tandem.engine.model.observed import ObservedLayers
 from tandem.engine.model.parts import AskedRequest, RunnerPart
 from tandem.engine.model.runner import Batch, Forward
@@ -35,13 +38,14 @@ _MOST_BYTES = 2 << 30
 class _Prompt:
     tokens: int = 0  # tokens whose states are collected
     pieces: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    experts: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 class HiddenStates(RunnerPart):
-    """Collects the hidden states of prompts whose requests ask for a file."""
+    """Collects the hidden states of prompts whose requests ask for a file, and the experts that their tokens were routed to."""
 
-    def __init__(self, observed: ObservedLayers, folder: str) -> None:
-        self._observed = observed
+    def __init__(self, observed: ObservedLayers, experts: RoutedExperts, folder: str) -> None:
+        self._observed, self._experts = observed, experts
         self._files = StatesFiles(folder)
         self._names: dict[int, str] = {}  # the file for each request's hidden states, by row
         self._prompts: dict[int, _Prompt] = {}  # by the request's row
@@ -84,13 +88,23 @@ class HiddenStates(RunnerPart):
                     f"{prompt.tokens} tokens of a prompt are noted, and it goes on at {first}"
                 )
             prompt.tokens = min(context, whole)
-            prompt.pieces.append(self._observed.rows(begin, begin + prompt.tokens - first))
+            last = begin + prompt.tokens - first
+            prompt.pieces.append(self._observed.rows(begin, last))
+            if self._experts.layers:
+                prompt.experts.append(self._experts.rows(begin, last))
             if prompt.tokens == whole:
                 del self._prompts[row]
-                token_ids = torch.from_numpy(requests.tokens[row, :whole].astype("int64"))
-                self._files.write(
-                    self._names[row], {"token_ids": token_ids, "hidden_states": torch.cat(prompt.pieces)}
-                )
+                self._files.write(self._names[row], self._tensors(requests.tokens[row, :whole], prompt))
+
+    def _tensors(self, tokens: npt.NDArray[np.int32], prompt: _Prompt) -> dict[str, torch.Tensor]:
+        tensors = {
+            "token_ids": torch.from_numpy(tokens.astype("int64")),
+            "hidden_states": torch.cat(prompt.pieces),
+        }
+        if prompt.experts:
+            tensors["routed_experts"] = torch.cat(prompt.experts)
+            tensors["routed_layers"] = torch.tensor(self._experts.layers)
+        return tensors
 
 
 class StatesFiles:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, InternalError
+from tandem.engine.config import OWN_HEAD
 from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.source import find_source
 from tandem.engine.model.speculation.text import TextDrafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_layers import MtpModel
 
     from tandem.engine.model.attention.layers import CachePlan
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
@@ -28,8 +30,9 @@ log = logging.getLogger(__name__)
 
 
 def capability(loading: ModelLoad) -> Capability | None:
-    named = loading.model.draft and loading.scheduler.num_speculative_tokens
-    return NamedDrafts(loading) if named else TextDrafts()
+    if not (loading.model.draft and loading.scheduler.num_speculative_tokens):
+        return TextDrafts()
+    return OwnHead(loading) if loading.model.draft == OWN_HEAD else NamedDrafts(loading)
 
 
 class TextDrafts(Capability):
@@ -40,6 +43,10 @@ class TextDrafts(Capability):
 
 class NamedDrafts(Capability):
     """Drafts from a draft model or an EAGLE head."""
+
+    _observed: ObservedLayers | None = None
+    _found: tuple[LoadedDraftModel | LoadedHead, LoadedModel, CachePlan] | None = None
+    _reads_hidden = False
 
     def __init__(self, loading: ModelLoad) -> None:
         from tandem.engine.model.speculation.eagle_loading import layers_read  # it needs transformers
@@ -53,9 +60,6 @@ class NamedDrafts(Capability):
             )
         self.unchanged = bool(self._layers)
         self.general = "model.draft asks for hidden states" if self._layers else ""
-        self._observed: ObservedLayers | None = None
-        self._found: tuple[LoadedDraftModel | LoadedHead, LoadedModel, CachePlan] | None = None
-        self._reads_hidden = False
 
     def change(self, model: PreTrainedModel) -> None:
         if self._layers:
@@ -64,12 +68,18 @@ class NamedDrafts(Capability):
             self._observed = ObservedLayers(self._loading.source.name, model, self._layers)
 
     def planned(self, loaded: LoadedModel, plan: CachePlan) -> None:
-        from tandem.engine.model.speculation.draft_loading import load_draft_model
+        from tandem.engine.model.speculation.draft_loading import check_plan
 
         if loaded.generates:
-            draft = load_draft_model(self._loading, plan, loaded, self._observed)
+            check_plan(self._loading.source, plan)
+            draft = self._load(loaded, plan)
             self.bytes_per_block = draft.bytes_per_block
             self._found = draft, loaded, plan
+
+    def _load(self, loaded: LoadedModel, plan: CachePlan) -> LoadedDraftModel | LoadedHead:
+        from tandem.engine.model.speculation.draft_loading import load_draft_model
+
+        return load_draft_model(self._loading, plan, loaded, self._observed)
 
     def beside_cache(self, shape: ForwardShape, tokens: int) -> int:
         return self._found[0].beside_cache(shape, tokens) if self._found is not None else 0
@@ -93,3 +103,29 @@ class NamedDrafts(Capability):
 
     def complete(self, info: ModelInfo) -> ModelInfo:
         return msgspec.structs.replace(info, reads_hidden=self._reads_hidden)
+
+
+class OwnHead(NamedDrafts):
+    """Drafts from the head that the model's own checkpoint has."""
+
+    general = f"model.draft is {OWN_HEAD}"
+
+    def __init__(self, loading: ModelLoad) -> None:
+        self._loading = loading
+        self._layer: MtpModel | None = None
+        self._model: PreTrainedModel | None = None
+
+    def check(self, model: PreTrainedModel) -> None:
+        from tandem.engine.model.speculation.mtp import load_layer  # it needs transformers
+
+        self._layer = load_layer(self._loading.source, model)
+
+    def change(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def _load(self, loaded: LoadedModel, plan: CachePlan) -> LoadedHead:
+        from tandem.engine.model.speculation.mtp import made_head
+
+        if self._layer is None or self._model is None:
+            raise InternalError("the model was loaded without its head")
+        return made_head(self._loading.source, self._layer, self._model, plan)

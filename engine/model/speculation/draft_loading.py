@@ -68,16 +68,20 @@ class LoadedDraftModel:
         )
 
 
-def load_draft_model(
-    loading: ModelLoad, plan: CachePlan, guessed: LoadedModel, observed: ObservedLayers | None
-) -> LoadedDraftModel | LoadedHead:
-    """All arguments belong to the model that drafts are made for. Raises a ConfigurationError."""
-    target, source = loading.source, find_source(loading.model.draft)
+def check_plan(target: ModelSource, plan: CachePlan) -> None:
+    """Raises a ConfigurationError if the KV of a draft model or head has no blocks to lie beside."""
     if not any(group.keeps_every_token for group in plan.groups):
         raise ConfigurationError(
             f"model.draft cannot guess for {target.name}: none of its layers keeps every token, and the draft model's keys and "
             "values lie where such a layer's do. Leave model.draft empty"
         )
+
+
+def load_draft_model(
+    loading: ModelLoad, plan: CachePlan, guessed: LoadedModel, observed: ObservedLayers | None
+) -> LoadedDraftModel | LoadedHead:
+    """All arguments belong to the model that drafts are made for. Raises a ConfigurationError."""
+    target, source = loading.source, find_source(loading.model.draft)
     from tandem.engine.model.speculation.eagle_loading import is_head, load_head  # they need transformers
 
     if is_head(source):

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
-from tandem.engine.model.attention.gathered import GatheredAttention
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
+from tandem.engine.model.compressed import gathering
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.general import keep_rotary_constant
 from tandem.engine.model.loaded import ForwardShape
@@ -29,7 +29,7 @@ from tandem.engine.model.memory import allocate_cache
 from tandem.engine.model.observed import ObservedLayers
 from tandem.engine.model.probe import probe_attention
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.speculation.eagle import EagleHead
+from tandem.engine.model.speculation.eagle import EagleHead, Join
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 
 _EMBEDDINGS = "model.embed_tokens.weight"
@@ -112,8 +112,8 @@ class _ThirdLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers' cla
         return found
 
 
-class _NoEmbeddings(torch.nn.Module):
-    """The head's embedding, which a step never uses because all rows are given. For probing it returns rows that differ by token."""
+class NoEmbeddings(torch.nn.Module):
+    """A head's embedding, which a step never uses because all rows are given. For probing it returns rows that differ by token."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -126,11 +126,11 @@ class _NoEmbeddings(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedHead:
-    """An EAGLE head whose weights are loaded and which has no KV cache yet."""
+    """A head whose weights are loaded and which has no KV cache yet."""
 
     source: ModelSource
-    model: LlamaForCausalLM
-    rows: _Rows
+    model: PreTrainedModel
+    rows: Join
     parts: ModelParts
     plan: CachePlan
     words: torch.Tensor | None = None  # the model's token for each of the head's, if they differ
@@ -154,7 +154,7 @@ class LoadedHead:
     ) -> EagleHead:
         kv_cache = allocate_cache(self.plan, num_blocks, self.model.dtype, device)
         return EagleHead(
-            TransformersForward(self.model, GatheredAttention(kv_cache, self.plan), self.parts),
+            TransformersForward(self.model, gathering(kv_cache, self.plan, self.parts.latents), self.parts),
             self.rows,
             num_blocks,
             device,
@@ -214,7 +214,7 @@ def load_head(
     model: Any = _empty_model(config, dtype, own.get("lm_head.weight", head).shape[0] if third else 0)
     model.model.norm = torch.nn.Identity()
     if third:
-        model.model.embed_tokens = _NoEmbeddings(2 * hidden_size, dtype, device)
+        model.model.embed_tokens = NoEmbeddings(2 * hidden_size, dtype, device)
         weights["lm_head.1.weight"] = own.get("lm_head.weight", head)
         if "norm.weight" in own:
             weights["lm_head.0.weight"] = own["norm.weight"]

@@ -109,6 +109,10 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
         ["--speculative-config", '{"method": "eagle", "model": "a/head", "num_speculative_tokens": 2}'],
         {"scheduler.num_speculative_tokens": 2, "model.draft": "a/head"},
     ),
+    (
+        ["--speculative-config", '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'],
+        {"scheduler.num_speculative_tokens": 1, "model.draft": "mtp"},
+    ),
     (["--enable-prompt-embeds"], {"router.prompt_embeds": True}),
     (["--disable-log-requests", "--disable-log-stats", "--enable-metrics"], {}),
     (["--otlp-traces-endpoint", "http://c:4318"], {"router.tracing.otlp_endpoint": "http://c:4318"}),
@@ -139,7 +143,7 @@ def test_api_keys_become_tenants() -> None:
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
         (
             ["--speculative-config", '{"method": "medusa", "model": "a/head", "num_speculative_tokens": 2}'],
-            "--speculative-config: `method` must be `ngram`, `draft_model`, `eagle` or `eagle3`, not 'medusa'",
+            "--speculative-config: `method` must be `ngram`, `draft_model`, `eagle`, `eagle3` or `mtp`, not 'medusa'",
         ),
         (
             ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],

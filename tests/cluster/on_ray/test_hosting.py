@@ -171,7 +171,10 @@ def test_hold_ends_when_the_node_is_stopped(host: tuple[NodeHost, FakeNode]) -> 
     assert node.stopped
 
 
-def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode]) -> None:
+@pytest.mark.parametrize(("draft", "found"), [("me/small", "/here/me/small"), ("mtp", None)])
+def test_a_node_looks_for_its_model_where_it_runs(
+    host: tuple[NodeHost, FakeNode], draft: str, found: str | None
+) -> None:
     made: list[FakeNode] = []
 
     def make(config: NodeConfig) -> FakeNode:
@@ -186,7 +189,7 @@ def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode
     config = NodeConfig(
         node_id="decode-0",
         role=Role.DECODE,
-        engine=EngineConfig(model=ModelConfig(path="smollm2", adapters={"sql": "me/sql"}, draft="me/small")),
+        engine=EngineConfig(model=ModelConfig(path="smollm2", adapters={"sql": "me/sql"}, draft=draft)),
     )
     hosted = NodeHost(
         make,  # type: ignore[arg-type]
@@ -197,8 +200,8 @@ def test_a_node_looks_for_its_model_where_it_runs(host: tuple[NodeHost, FakeNode
     hosted.start()
     assert made[0].model_folder == "/here/smollm2"
     assert made[0].adapters == {"sql": "/here/sql/me/sql"}
-    assert made[0].draft_folder == "/here/me/small"
-    assert hosted.progress_after(0, PATIENCE_S)[0] == 3, "fetching both, then loading"
+    assert made[0].draft_folder == found
+    assert hosted.progress_after(0, PATIENCE_S)[0] == 2 + bool(found), "fetching each, then loading"
 
 
 def test_who_asks_again_whether_it_has_started_gets_the_same_answer(host: tuple[NodeHost, FakeNode]) -> None:

@@ -23,6 +23,7 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.ranks_here import ranks_here
+from tests.more import more
 
 LAYERS = [0, 1, -1]
 
@@ -49,6 +50,7 @@ def close_files(runner: TorchRunner) -> None:
 def check(folder: Path, name: str, path: Path, prompt: list[int]) -> None:
     found = load_file(folder / (name + SUFFIX))
     assert found["token_ids"].tolist() == prompt
+    assert ("routed_experts" in found) == (path.name == "mixtral")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
@@ -76,6 +78,39 @@ def test_the_files_have_what_transformers_gives(name: str, width: int, tmp_path:
     for index in range(3):
         check(folder, f"file-{index}", path, asked[index])
     assert list(answers.values()) == [found.tokens for found in tiny.reference(path, asked, 6)]
+
+
+@pytest.mark.parametrize("name", ["mixtral", *more(["deepseek-v3", "gpt-oss"])])
+def test_the_files_have_the_experts_of_each_token(name: str, tmp_path: Path) -> None:
+    path, folder = tiny.save(name, tmp_path / "model"), tmp_path / "states"
+    (prompt,) = prompts((29,))
+    runner = load(path, folder)
+    driver = Driver(runner)
+    driver.add("r", prompt, wanting("r"))
+    driver.generate(3, max_chunk=11)
+    close_files(runner)
+    found = load_file(folder / ("r" + SUFFIX))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected: list[torch.Tensor] = []
+    # A layer's output changes where an expert that was chosen for a token changes, and nowhere else.
+    for layer in found["routed_layers"].tolist():
+        experts = model.model.layers[layer].mlp.experts
+        used = torch.zeros(len(prompt), experts.num_experts, dtype=torch.bool)
+        for expert in range(experts.num_experts):
+            outputs: list[torch.Tensor] = []
+            hook = experts.register_forward_hook(lambda _m, _g, out: outputs.append(out.clone()))  # noqa: B023
+            with torch.inference_mode():
+                model(torch.tensor([prompt]))
+                kept = experts.down_proj[expert].clone()
+                experts.down_proj[expert] += 1
+                model(torch.tensor([prompt]))
+                experts.down_proj[expert] = kept
+            hook.remove()
+            used[:, expert] = (outputs[0] - outputs[1]).reshape(len(prompt), -1).abs().amax(-1) > 1e-6
+        expected.append(used)
+    assert found["routed_layers"].tolist() == ([1] if name == "deepseek-v3" else [0, 1])
+    chosen = torch.zeros_like(torch.stack(expected, dim=1))
+    assert chosen.scatter(2, found["routed_experts"].long(), True).equal(torch.stack(expected, dim=1))
 
 
 def test_a_prompt_that_is_preempted_is_noted_from_its_beginning_again(tmp_path: Path) -> None:
