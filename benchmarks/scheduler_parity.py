@@ -213,7 +213,7 @@ class Pair:
         self.ours.check_integrity()
         queue = self.theirs.kv_cache_manager.block_pool.free_block_queue
         free = (
-            list(self.ours._state.cache.pool.free_queue),
+            list(self.ours.state.cache.pool.free_queue),
             [block.block_id for block in queue.get_all_free_blocks()],
         )
         return {} if free[0] == free[1] else {"free queue": free}

@@ -182,7 +182,7 @@ class OneModel:
         seconds = time.perf_counter() - started
         while self.scheduler.stats().free_blocks < self.scheduler.stats().total_blocks:
             self._step()
-        self.scheduler._state.cache.reset_prefix_cache()
+        self.scheduler.state.cache.reset_prefix_cache()
         return seconds
 
     def _step(self) -> bool:

@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 Report = Callable[[str, float], None]
 """Takes what is being done, and which fraction of it is done (0 to 1)."""
 
-_SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent
 _NAME = "libtandem_native.so"
 _STAMP = "sources"
-_SHIPPED = _SOURCES / "compiled"  # in a wheel that contains the library
-_SAID = "said"  # the progress of the process that compiles, for those that wait for it
+_SHIPPED = SOURCES / "compiled"  # in a wheel that contains the library
+SAID = "said"  # the progress of the process that compiles, for those that wait for it
 _LOOK_S = 1.0
 
 # No -march=native: machines of different kinds may share the file system. Each unit is compiled for its instruction set, and the
 # library asks the processor which one to use. NaN and infinity keep their meaning (no -ffast-math).
-_FLAGS = [
+FLAGS = [
     "-std=c++20",
     "-O3",
     "-fPIC",
@@ -45,14 +45,14 @@ _FLAGS = [
     "-ffp-contract=fast",
 ]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
-_UNIT_FLAGS = {
+UNIT_FLAGS = {
     "unit_avx2.cpp": ["-mavx2", "-mfma"],
     "unit_avx512.cpp": _AVX512,
     "unit_avx512bf16.cpp": [*_AVX512, "-mavx512bf16"],
     "unit_amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 _X86 = ("x86_64", "amd64")
-_LEFT_OUT = "-DTANDEM_LEFT_OUT"  # a unit that is compiled with this has no kernels
+LEFT_OUT = "-DTANDEM_LEFT_OUT"  # a unit that is compiled with this has no kernels
 
 # The processor's features, as Linux names them, without which a unit does not run.
 _NEEDS_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -72,13 +72,13 @@ def quiet(what: str, fraction: float) -> None:
 def library_path(report: Report = quiet, *, for_all: bool = False) -> Path:
     """Returns the compiled library: the one in the wheel, or one that this machine has compiled; compiles it if there is neither. If CXX
     names a compiler, that is always used. `for_all` compiles it with the units that this processor cannot run. Raises BuildFailed."""
-    found, compiler, library = _look(for_all)
+    found, compiler, library = look(for_all)
     if found is not None:
         return found
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with (library.parent / "lock").open("w") as lock:
-            _take(lock.fileno(), library.parent / _SAID, report)
+            _take(lock.fileno(), library.parent / SAID, report)
             if not library.exists():
                 _compile(compiler, library, frozenset() if for_all else left_out(), report)
     except OSError as error:
@@ -88,14 +88,14 @@ def library_path(report: Report = quiet, *, for_all: bool = False) -> Path:
 
 def is_ready() -> bool:
     """Returns whether there is a library, so that nothing needs to be compiled. Raises BuildFailed."""
-    return _look(for_all=False)[0] is not None
+    return look(for_all=False)[0] is not None
 
 
-def _look(for_all: bool) -> tuple[Path | None, str, Path]:
+def look(for_all: bool) -> tuple[Path | None, str, Path]:
     """Returns the library that is there, the compiler, and where that would put one."""
     if not os.environ.get("CXX") and (shipped := _shipped()) is not None:
         return shipped, "", shipped
-    compiler = _find_compiler()
+    compiler = find_compiler()
     of_all, of_this = (
         _cache_folder() / _fingerprint(compiler, units) / _NAME for units in (frozenset(), left_out())
     )
@@ -133,7 +133,7 @@ def _shipped() -> Path | None:
     return library if matches and library.exists() else None
 
 
-def _find_compiler() -> str:
+def find_compiler() -> str:
     named = os.environ.get("CXX")
     for name in [named] if named else ["g++", "c++", "clang++"]:
         found = shutil.which(name)
@@ -155,14 +155,14 @@ def _cache_folder() -> Path:
 
 
 def _sources(suffix: str) -> list[Path]:
-    return sorted(_SOURCES.glob(f"*{suffix}"))
+    return sorted(SOURCES.glob(f"*{suffix}"))
 
 
 def _digest_of_sources() -> str:
     digest = hashlib.sha256()
     for path in [*_sources(".cpp"), *_sources(".h")]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(repr((_FLAGS, _UNIT_FLAGS, platform.machine(), platform.system())).encode())
+    digest.update(repr((FLAGS, UNIT_FLAGS, platform.machine(), platform.system())).encode())
     return digest.hexdigest()
 
 
@@ -201,7 +201,7 @@ def _compile(compiler: str, library: Path, without: frozenset[str], report: Repo
             what = (
                 f"compiling the native library, {done} of {len(objects)} files ({seconds:.0f} s of computing)"
             )
-            (folder / _SAID).write_text(f"{done / len(objects)} {what}", encoding="utf-8")
+            (folder / SAID).write_text(f"{done / len(objects)} {what}", encoding="utf-8")
             report(what, done / len(objects))
 
         _run_all(commands, finished, say)
@@ -214,8 +214,8 @@ def _compile(compiler: str, library: Path, without: frozenset[str], report: Repo
 
 def _flags_of(unit: str, without: frozenset[str]) -> list[str]:
     if unit in without:
-        return [*_FLAGS, _LEFT_OUT]
-    return [*_FLAGS, *(_UNIT_FLAGS.get(unit, []) if platform.machine().lower() in _X86 else [])]
+        return [*FLAGS, LEFT_OUT]
+    return [*FLAGS, *(UNIT_FLAGS.get(unit, []) if platform.machine().lower() in _X86 else [])]
 
 
 def _run_all(commands: Sequence[Sequence[str]], finished: Path, say: Callable[[float], None]) -> None:

@@ -103,11 +103,11 @@ class BlockHasher:
         else:
             keys = [extra_keys(request, i * size, (i + 1) * size) for i in range(first, last)]
         try:
-            chain += self._hash_blocks(parent, tokens, keys)
+            chain += self.hash_blocks(parent, tokens, keys)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest("every token id must be a number from 0 to 4294967295", "prompt") from error
 
-    def _hash_blocks(
+    def hash_blocks(
         self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
     ) -> list[bytes]:
         digest = self._digest
@@ -126,7 +126,7 @@ class BlockHasher:
 class CborBlockHasher(BlockHasher):
     """Hashes canonical CBOR instead of the fixed binary layout."""
 
-    def _hash_blocks(
+    def hash_blocks(
         self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
     ) -> list[bytes]:
         _pack(tokens)  # raises for an id that is not a token

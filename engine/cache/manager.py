@@ -207,7 +207,7 @@ class KVCacheManager:
                 self.coordinator.managers, self._states, checkpoint_tokens, num_lookahead_tokens
             )
         # Blocks that a connector is copying, once for each copy. They stay in use after their requests have freed them.
-        self._reads: list[int] = []
+        self.reads: list[int] = []
 
     def _longest_request(self, max_model_len: int) -> int:
         low, high = 0, max_model_len
@@ -417,11 +417,11 @@ class KVCacheManager:
     def begin_reads(self, blocks: Sequence[int]) -> None:
         """A connector begins to copy these blocks. They are not freed before `end_reads`, even if their requests end."""
         self.pool.touch(blocks)
-        self._reads += blocks
+        self.reads += blocks
 
     def end_reads(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self._reads.remove(block)
+            self.reads.remove(block)
         self.pool.release(blocks)
 
     def reset_prefix_cache(self) -> None:
@@ -434,7 +434,7 @@ class KVCacheManager:
         tables = [table for manager in managers for table in manager.tables.values()]
         if self._states is not None:
             tables.append(self._states.held)
-        tables.append(self._reads)
+        tables.append(self.reads)
         self.pool.check_integrity(tables)
         for manager in managers:
             if manager.tables.keys() != owners.keys():

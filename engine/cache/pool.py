@@ -273,7 +273,7 @@ class BlockPool:
         # Blocks that are in no table and not free, because a peer may still write to them.
         self.quarantined: set[int] = set()
         self._group_of = array("H", bytes(2 * num_blocks))  # the group that a block's hash is registered in
-        self._cached: list[CachedBlocks] = [{} for _ in range(num_groups)]
+        self.cached: list[CachedBlocks] = [{} for _ in range(num_groups)]
         self.free_queue.remove(NULL_BLOCK_ID)
         self.residency = Residency(num_blocks)
 
@@ -355,7 +355,7 @@ class BlockPool:
         self._group_of[block] = group
         if not block % self.residency.every:
             self.residency.cached(block)
-        cached = self._cached[group]
+        cached = self.cached[group]
         there = cached.setdefault(block_hash, block)
         if there == block:
             return True
@@ -372,7 +372,7 @@ class BlockPool:
             return
         if not block % self.residency.every:
             self.residency.forgotten(block)
-        cached = self._cached[self._group_of[block]]
+        cached = self.cached[self._group_of[block]]
         there = cached[block_hash]
         if isinstance(there, dict):
             del there[block]
@@ -385,17 +385,17 @@ class BlockPool:
 
     def uncache_named(self, group: int, block_hash: bytes) -> None:
         """Removes every block with this content from the prefix cache."""
-        there = self._cached[group].get(block_hash)
+        there = self.cached[group].get(block_hash)
         for block in list(there) if isinstance(there, dict) else () if there is None else (there,):
             self.uncache(block)
 
     def lookup(self, group: int, block_hash: bytes) -> int | None:
-        there = self._cached[group].get(block_hash)
+        there = self.cached[group].get(block_hash)
         return next(iter(there)) if isinstance(there, dict) else there
 
     def lookup_run(self, group: int, block_hashes: Iterable[bytes]) -> list[int]:
         """Returns the blocks of the leading hashes, up to the first one that is not cached."""
-        get = self._cached[group].get
+        get = self.cached[group].get
         found: list[int] = []
         for block_hash in block_hashes:
             there = get(block_hash)
@@ -413,7 +413,7 @@ class BlockPool:
         """Empties the prefix cache. Used blocks stay in their tables, but no other request finds them."""
         self.hashes.clear()
         self.residency.all_forgotten()
-        for cached in self._cached:
+        for cached in self.cached:
             cached.clear()
         if self.events is not None:
             self.events.cleared()
@@ -438,7 +438,7 @@ class BlockPool:
             if (block in self.free_queue) == (owners[block] > 0):
                 raise InternalError(f"block {block} is in {owners[block]} tables and free, or in neither")
         found = 0
-        for group, cached in enumerate(self._cached):
+        for group, cached in enumerate(self.cached):
             for block_hash, there in cached.items():
                 if isinstance(there, dict) and len(there) < 2:
                     raise InternalError("one block is filed as several")

@@ -59,7 +59,7 @@ class TorchRunner:
         self._info = info
         self._kv_cache = kv_cache
         self.pages: PageMaker | None = None  # None once the memory of the whole cache has been faulted in
-        self._forward = forward
+        self.forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
         self._drafter = drafter
@@ -108,10 +108,6 @@ class TorchRunner:
     def drafter(self) -> Drafter | None:
         return self._drafter
 
-    @property
-    def forward(self) -> Forward:
-        return self._forward
-
     def forget_requests(self) -> None:
         for req_id in self._requests.req_ids:
             self._forget(req_id)
@@ -152,9 +148,9 @@ class TorchRunner:
                 )
                 for part in self.parts:
                     batch = part.prepare(batch, scheduled, self._requests, started)
-                logits = self._forward(batch, hooks_of_pass(hooks, index == 0, last))
+                logits = self.forward(batch, hooks_of_pass(hooks, index == 0, last))
                 for part in self.parts:
-                    part.computed(batch, scheduled, self._requests, started, self._forward)
+                    part.computed(batch, scheduled, self._requests, started, self.forward)
                 if unreported:
                     started.pieces += self._pieces_of_prompts(unreported, batch, scheduled, logits)
                 if scheduled.samples.any():

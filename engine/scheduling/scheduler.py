@@ -107,7 +107,7 @@ class Scheduler:
             # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
             pins.close()
         policy = pins.policy if pins is not None else make_policy(config.policy)
-        self._state = SchedulerState(
+        self.state = SchedulerState(
             config=config,
             max_model_len=kv_cache.max_request_tokens,
             policy=policy,
@@ -121,14 +121,14 @@ class Scheduler:
             encoded=make_encoded(cache, config) if reads_images else None,
             judge=make_drafts(config, computed_twice=keeps_states),
         )
-        self._lifecycle = Lifecycle(self._state, max_model_len, eos_token_ids)
-        self._running_phase = RunningPhase(self._state, self._lifecycle)
-        self._admission_phase = AdmissionPhase(self._state, self._lifecycle)
-        self._transfers = TransferResults(self._state, self._lifecycle)
-        self._results = ModelResults(self._state, self._lifecycle)
+        self._lifecycle = Lifecycle(self.state, max_model_len, eos_token_ids)
+        self._running_phase = RunningPhase(self.state, self._lifecycle)
+        self._admission_phase = AdmissionPhase(self.state, self._lifecycle)
+        self._transfers = TransferResults(self.state, self._lifecycle)
+        self._results = ModelResults(self.state, self._lifecycle)
         self._pace = Pace(config.step_target_ms)
         self._tower_pace = Pace(config.step_target_ms)  # for tokens of images, which the vision tower makes
-        self._judge = self._state.judge
+        self._judge = self.state.judge
         # Callers that make requests hash the prompts with it, outside the step. None without a prefix cache.
         self.block_hasher: BlockHasher | None = None
         if caching:
@@ -139,22 +139,22 @@ class Scheduler:
     @property
     def requests(self) -> dict[str, Request]:
         """Unfinished requests by id. Read it; do not change it."""
-        return self._state.requests
+        return self.state.requests
 
     @property
     def running(self) -> Sequence[Request]:
         """Running requests in order of admission. Read it; do not change it."""
-        return self._state.running
+        return self.state.running
 
     @property
     def encoded(self) -> EncodedImages | None:
         """The parts of images that the runner has rows for; None when the model reads no images. Read it; do not change it."""
-        return self._state.encoded
+        return self.state.encoded
 
     @property
     def max_model_len(self) -> int:
         """The most tokens that one request may have on this node: the model's context, or fewer if the KV cache is smaller."""
-        return self._state.max_model_len
+        return self.state.max_model_len
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises a RequestError, and changes nothing, for a request that can never run here."""
@@ -171,11 +171,11 @@ class Scheduler:
 
     def wake(self, request_id: str) -> None:
         """The grammar that a request waited for is compiled, so the request may be admitted."""
-        request = self._state.requests.get(request_id)
+        request = self.state.requests.get(request_id)
         if request is not None and request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             request.status = RequestStatus.WAITING
-            self._state.waiting.wake(request)
-            self._state.settled = False
+            self.state.waiting.wake(request)
+            self.state.settled = False
 
     def expect_rows(self, request_id: str) -> list[MediaFeature]:
         """An encoder node makes the rows of the request's images. Returns the parts to ask it for: those that are neither here,
@@ -189,13 +189,13 @@ class Scheduler:
 
     def watch_with(self, watcher: StepWatcher) -> None:
         """Call it before the first step."""
-        self._state.watcher = watcher
-        watcher.begins(self._state)
+        self.state.watcher = watcher
+        watcher.begins(self.state)
 
     def schedule(self) -> SchedulerOutput:
         """Plans one step. Its tokens count as computed from here on, and the caller must run it and pass the results to
         `update_from_output`. The plan may be empty."""
-        state = self._state
+        state = self.state
         # Overdue pins end before the step is planned, so that their blocks count as free in it.
         if state.pins is not None and state.pins.sweep():
             state.waiting.put_in_order()
@@ -231,19 +231,19 @@ class Scheduler:
 
     def seconds_until_sweep(self) -> float | None:
         """Seconds until the next pin ends; None without pins. The step loop wakes then, to end it."""
-        state = self._state
+        state = self.state
         until = state.pins.next_end() if state.pins is not None else None
         return max(until - state.clock(), 0.0) if until is not None else None
 
     def turn_ended(self, job_id: str, request_id: str, tools: Sequence[str] | None) -> None:
         """The answer of a job's turn is complete and calls these tools. The turn stays pinned if they are expected to be quick."""
-        state = self._state
+        state = self.state
         if state.pins is not None and state.pins.turn_ended(job_id, request_id, tools):
             state.settled = False
 
     def end_pins(self) -> None:
         """Ends every pin, and makes none from now on: the node is draining."""
-        state = self._state
+        state = self.state
         if state.pins is not None:
             state.settled = state.settled and not state.pins.pinned
             state.pins.close()
@@ -254,7 +254,7 @@ class Scheduler:
         idle work is shorter, because a request that comes waits for its end. Otherwise the first
         prompt may use the whole budget, and others join its step only while it stays short, because each of them gets its first
         token only when the step ends."""
-        state, fitting = self._state, self._pace.tokens
+        state, fitting = self.state, self._pace.tokens
         if state.idle_work.count and not state.idle_work.yields and state.config.chunked_prefill:
             return min(budget, state.idle_work.prompt_tokens.most)
         if fitting >= budget or not state.config.chunked_prefill:
@@ -266,10 +266,10 @@ class Scheduler:
         return min(budget, max(int(PROMPTS_ALONE * fitting), of_first))
 
     def _decodes(self) -> bool:
-        return any(request.num_tokens - request.num_computed_tokens <= 1 for request in self._state.running)
+        return any(request.num_tokens - request.num_computed_tokens <= 1 for request in self.state.running)
 
     def _output_of(self, step: StepPlan) -> SchedulerOutput:
-        state = self._state
+        state = self.state
         known = step.running + step.resumed
         cached = CachedRequestData(
             req_ids=[request.request_id for request in known],
@@ -312,7 +312,7 @@ class Scheduler:
             req_id=request.request_id,
             facts=request.facts,
             token_ids=list(request.all_token_ids),
-            block_ids=self._state.cache.block_ids(request.request_id),
+            block_ids=self.state.cache.block_ids(request.request_id),
             num_computed_tokens=request.num_computed_tokens,
             image_parts=request.image_parts,
         )
@@ -320,7 +320,7 @@ class Scheduler:
     def _advance(self, step: StepPlan) -> None:
         """Counts the step's tokens as computed, so that the next step can be planned. Rejected drafts are subtracted when the
         step is booked."""
-        requests, of_prompts, encoded = self._state.requests, 0, self._state.encoded
+        requests, of_prompts, encoded = self.state.requests, 0, self.state.encoded
         for request_id, num_tokens in step.num_scheduled.items():
             request = requests[request_id]
             left = request.num_prompt_tokens - request.num_computed_tokens
@@ -329,14 +329,14 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
             if encoded is not None and request.has_images:
                 encoded.passed(request)
-        self._state.totals.prompt_tokens_computed += of_prompts
-        count_read(self._state, step.num_scheduled, exactly=of_prompts > 0)
+        self.state.totals.prompt_tokens_computed += of_prompts
+        count_read(self.state, step.num_scheduled, exactly=of_prompts > 0)
 
     def leave_open(self, step: SchedulerOutput) -> bool:
         """Leaves `step`, the newest one, open if the next step may be planned before it is booked; returns whether it did. The
         caller must then plan the next step first and book `step` after that. Every request that `step` samples a token for
         counts a placeholder for it from here on."""
-        return leave_open(self._state, step)
+        return leave_open(self.state, step)
 
     def took(self, step: SchedulerOutput, seconds: float) -> None:
         """Notes how long the model needed for a step. The prompt budget of later steps follows from it."""
@@ -345,18 +345,18 @@ class Scheduler:
             self._tower_pace.took(made_here, seconds)
         elif step.num_prompt_tokens:
             self._pace.took(step.num_prompt_tokens, seconds)
-            if self._state.connector is not None:
-                self._state.connector.step_took(step.num_prompt_tokens, seconds)
+            if self.state.connector is not None:
+                self.state.connector.step_took(step.num_prompt_tokens, seconds)
         else:
-            self._state.totals.decoded(1, seconds)
+            self.state.totals.decoded(1, seconds)
         if self._judge is not None:
             self._judge.took(step, seconds)
-        work = self._state.idle_work
+        work = self.state.idle_work
         if work.count and not work.yields and not step.encoder_inputs:
             bound, count = work.rows, step.total_num_scheduled_tokens
             if step.num_prompt_tokens:
                 bound, count = work.prompt_tokens, step.num_prompt_tokens
-            bound.took(count, seconds, IDLE_STEP * self._state.config.step_target_ms / 1000)
+            bound.took(count, seconds, IDLE_STEP * self.state.config.step_target_ms / 1000)
 
     def update_from_output(
         self,
@@ -366,7 +366,7 @@ class Scheduler:
     ) -> list[TokenChunk]:
         """Books a step and returns the chunks to send. Transfers go first: a failed load makes some of the model's results
         wrong, and those must not be used."""
-        state = self._state
+        state = self.state
         updates: list[TokenChunk] = []
         if connector_output is not None:
             if state.connector is not None:
@@ -387,18 +387,18 @@ class Scheduler:
 
     def num_unchanged_steps(self) -> int:
         """For a simulation: returns how many of the next steps give each running request one token and do nothing else."""
-        return num_unchanged_steps(self._state)
+        return num_unchanged_steps(self.state)
 
     def take_unchanged_steps(self, steps: int, seconds: float) -> None:
         """Plans and books that many unchanged steps at once, which take `seconds` together. In each, every running request gets
         its newest token again."""
-        take_unchanged_steps(self._state, steps)
-        self._state.totals.decoded(steps, seconds)
+        take_unchanged_steps(self.state, steps)
+        self.state.totals.decoded(steps, seconds)
 
     def lend_blocks(self, borrower: Request) -> Tables | None:
         """Allocates blocks for all tokens of a request that is never scheduled, or returns None if that would take more than
         half of the free blocks. The caller holds them until `take_blocks_back`. They are never cached."""
-        state = self._state
+        state = self.state
         cache = state.cache
         most = cache.coordinator.max_blocks(borrower.num_tokens, borrower.num_tokens)
         if 2 * most > cache.pool.num_free or borrower.num_tokens >= state.max_model_len:
@@ -415,26 +415,26 @@ class Scheduler:
 
     def find_prefix(self, request: Request) -> tuple[Tables, int]:
         """Returns the cached blocks of the request's longest cached prefix, per group, and how many tokens they hold."""
-        return self._state.cache.find_prefix(request)
+        return self.state.cache.find_prefix(request)
 
     def convict(self, peer: PeerAddress | None) -> None:
         """KV from this peer is wrong; from a tier if None. Begins a new generation of the cache, counts against the peer, and tells
         it."""
         self._lifecycle.begin_generation()
-        if self._state.connector is not None and peer is not None:
-            self._state.connector.found_wrong(peer)
+        if self.state.connector is not None and peer is not None:
+            self.state.connector.found_wrong(peer)
 
     def holds_blocks_of(self, request_id: str) -> bool:
         """Whether the request has ended while a connector still needs its blocks."""
-        return request_id in self._state.held
+        return request_id in self.state.held
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._state.requests)
+        return bool(self.state.requests)
 
     def has_work(self) -> bool:
         """Whether a step could do anything now. False while every request waits for an event: the end of a transfer (its
         connector then wakes the engine), or blocks that a connector holds."""
-        state = self._state
+        state = self.state
         if state.finished_req_ids or state.preempted_req_ids or state.open_step is not None:
             return True
         if state.connector is not None and state.connector.has_pending_work():
@@ -448,23 +448,23 @@ class Scheduler:
     @property
     def has_forgotten(self) -> bool:
         """Whether nothing of an earlier generation would be found again if the process ended now."""
-        connector = self._state.connector
+        connector = self.state.connector
         return connector is None or connector.has_forgotten
 
     def tell_cache_events(self) -> None:
         """Records KV events from now on, for `take_cache_events`. Call it before the first request."""
-        pool = self._state.cache.pool
+        pool = self.state.cache.pool
         if pool.caching:
-            groups = self._state.cache.coordinator.managers
+            groups = self.state.cache.coordinator.managers
             pool.events = CacheEvents(
                 len(groups), untold=[group.index for group in groups if isinstance(group, StateTables)]
             )
-            if self._state.connector is not None:
-                self._state.connector.note_events()
+            if self.state.connector is not None:
+                self.state.connector.note_events()
 
     def take_cache_events(self) -> Sequence[KVEvent]:
         """Returns the KV events since the last call, for the device's cache and the connector's tiers."""
-        events, connector = self._state.cache.pool.events, self._state.connector
+        events, connector = self.state.cache.pool.events, self.state.connector
         if events is None:
             return ()
         taken = events.take()
@@ -473,8 +473,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot of the counters. Walks over all unfinished requests."""
-        return self._state.stats()
+        return self.state.stats()
 
     def check_integrity(self) -> None:
         """Raises an InternalError when the scheduler's data contradict each other. Walks the whole pool."""
-        check_integrity(self._state)
+        check_integrity(self.state)

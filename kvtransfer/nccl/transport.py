@@ -55,7 +55,7 @@ class NcclTransport(Transport):
         self._owners: dict[HandleId, PairCaller] = {}
         self._lock = threading.Lock()  # guards the next two, which the inbox's and the pairs' threads read
         self._callers: dict[str, PairCaller] = {}
-        self._callees: dict[str, PairCallee] = {}
+        self.callees: dict[str, PairCallee] = {}
         self._leaving: list[PairCaller | PairCallee] = []
         self._closed = False
         self.refused = 0  # messages that name no pair of ours
@@ -157,7 +157,7 @@ class NcclTransport(Transport):
         for remote in list(self._remotes):
             self.disconnect(remote)
         with self._lock:
-            ends = [*self._leaving, *self._callees.values()]
+            ends = [*self._leaving, *self.callees.values()]
         for end in ends:
             end.close()
         until = time.monotonic() + CLOSE_S
@@ -182,7 +182,7 @@ class NcclTransport(Transport):
 
     def _on_ended(self, pair_id: str) -> None:
         with self._lock:
-            self._callees.pop(pair_id, None)
+            self.callees.pop(pair_id, None)
 
     # ── the inbox's thread ──
 
@@ -192,7 +192,7 @@ class NcclTransport(Transport):
             return
         with self._lock:
             caller = self._callers.get(message.pair_id)
-            callee = self._callees.get(message.pair_id)
+            callee = self.callees.get(message.pair_id)
         match message:
             case Landed() if caller is not None:
                 caller.landed(message)
@@ -209,13 +209,13 @@ class NcclTransport(Transport):
             self.refused += 1
             return
         with self._lock:
-            before = [callee for callee in self._callees.values() if callee.caller == message.caller]
-            full = len(self._callees) >= MAX_CALLEES or message.pair_id in self._callees
+            before = [callee for callee in self.callees.values() if callee.caller == message.caller]
+            full = len(self.callees) >= MAX_CALLEES or message.pair_id in self.callees
         if full:
             self.refused += 1
             return
         for callee in before:  # the caller was restarted, or gave its end up
             callee.close()
         with self._lock:
-            callee = self._callees[message.pair_id] = PairCallee(node, message, self._on_ended)
+            callee = self.callees[message.pair_id] = PairCallee(node, message, self._on_ended)
         callee.start()

@@ -172,7 +172,7 @@ class DiskManager(SlotManager):
 
     def forget(self, keys: Iterable[Key]) -> None:
         gone = set(keys)
-        slots = (self._policy.get(key) for key in gone)
+        slots = (self.policy.get(key) for key in gone)
         self._void.update(slot for slot in slots if slot is not None and self._is_written(slot))
         super().forget(gone)
         if gone:
@@ -184,8 +184,8 @@ class DiskManager(SlotManager):
 
     def reset(self) -> None:
         self._is_filled = True  # with nothing, if the content was not known yet
-        super().forget(list(self._policy.all_keys()))
-        self._policy.clear()
+        super().forget(list(self.policy.all_keys()))
+        self.policy.clear()
         self._file.forget_all()
 
 

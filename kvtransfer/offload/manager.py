@@ -114,8 +114,8 @@ class TierManager(abc.ABC):
 class SlotManager(TierManager):
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
         self._capacity = num_slots
-        self._busy = array("i", bytes(4 * num_slots))  # how many loads read each slot, or _WRITTEN_NOW
-        self._policy = POLICIES[policy](num_slots, self._busy)
+        self.busy = array("i", bytes(4 * num_slots))  # how many loads read each slot, or _WRITTEN_NOW
+        self.policy = POLICIES[policy](num_slots, self.busy)
         self._free: list[int] = []
         self._unused = 0  # slots from here on were never taken
         self._forgotten: set[int] = set()  # slots that a copy still uses after their keys were forgotten
@@ -129,7 +129,7 @@ class SlotManager(TierManager):
         self._unused = max(taken, default=-1) + 1
         self._free = [slot for slot in range(self._unused) if slot not in taken]
         for key, slot in entries:
-            self._policy.insert(key, slot)
+            self.policy.insert(key, slot)
 
     @property
     def capacity(self) -> int:
@@ -144,7 +144,7 @@ class SlotManager(TierManager):
         return self._evicted
 
     def lookup(self, keys: Iterable[Key]) -> int:
-        get, busy, count = self._policy.get, self._busy, 0
+        get, busy, count = self.policy.get, self.busy, 0
         for key in keys:
             slot = get(key)
             if slot is None or busy[slot] < 0:
@@ -153,36 +153,36 @@ class SlotManager(TierManager):
         return count
 
     def touch(self, keys: Sequence[Key]) -> None:
-        self._policy.touch(keys)
+        self.policy.touch(keys)
 
     def line_up(self, keys: Sequence[Key]) -> None:
-        self._policy.line_up(keys)
+        self.policy.line_up(keys)
 
     def prepare_load(self, keys: Iterable[Key]) -> list[int]:
         slots = []
         for key in keys:
-            slot = self._policy.get(key)
-            if slot is None or self._busy[slot] < 0:
+            slot = self.policy.get(key)
+            if slot is None or self.busy[slot] < 0:
                 raise InternalError("a tier was asked to load what it has not got")
             slots.append(slot)
         for slot in slots:
-            self._busy[slot] += 1
+            self.busy[slot] += 1
         return slots
 
     def complete_load(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            if self._busy[slot] <= 0:
+            if self.busy[slot] <= 0:
                 raise InternalError(f"slot {slot} of a tier was let go more often than it was taken")
-            self._busy[slot] -= 1
-            if not self._busy[slot] and slot in self._forgotten:
+            self.busy[slot] -= 1
+            if not self.busy[slot] and slot in self._forgotten:
                 self._let_go(slot)
 
     def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
-        get = self._policy.get
+        get = self.policy.get
         new = [key for key in dict.fromkeys(keys) if get(key) is None]
         missing = len(new) - (self._capacity - self.used)
         if missing > 0:
-            victims = self._policy.evict(missing, set(keys))
+            victims = self.policy.evict(missing, set(keys))
             if victims is None:
                 return None
             self._evicted += len(victims)
@@ -192,8 +192,8 @@ class SlotManager(TierManager):
         slots = [self._take() for _ in new]
         # The first key is the last to be evicted, because the others are of no use without it.
         for key, slot in zip(reversed(new), reversed(slots), strict=True):
-            self._busy[slot] = _WRITTEN_NOW
-            self._policy.insert(key, slot)
+            self.busy[slot] = _WRITTEN_NOW
+            self.policy.insert(key, slot)
         return StoreRoom(new, slots)
 
     def _take(self) -> int:
@@ -204,33 +204,33 @@ class SlotManager(TierManager):
 
     def complete_store(self, room: StoreRoom, *, written: bool) -> None:
         for key, slot in zip(room.keys, room.slots, strict=True):
-            if self._busy[slot] != _WRITTEN_NOW:
+            if self.busy[slot] != _WRITTEN_NOW:
                 raise InternalError(f"slot {slot} of a tier was not being written")
-            self._busy[slot] = 0
+            self.busy[slot] = 0
             if slot in self._forgotten:
                 self._let_go(slot)
             elif not written:
-                self._policy.remove(key)
+                self.policy.remove(key)
                 self._free.append(slot)
             elif self._notes_changes:
                 self._changes.append((key, True))
 
     def forget(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            slot = self._policy.get(key)
+            slot = self.policy.get(key)
             if slot is None:
                 continue
-            self._policy.remove(key)
-            if self._notes_changes and self._busy[slot] != _WRITTEN_NOW:
+            self.policy.remove(key)
+            if self._notes_changes and self.busy[slot] != _WRITTEN_NOW:
                 self._changes.append((key, False))
-            if self._busy[slot]:
+            if self.busy[slot]:
                 self._forgotten.add(slot)
             else:
                 self._free.append(slot)
 
     def _is_written(self, slot: int) -> bool:
         """Whether a store is under way to this slot."""
-        return self._busy[slot] == _WRITTEN_NOW
+        return self.busy[slot] == _WRITTEN_NOW
 
     def _let_go(self, slot: int) -> None:
         self._forgotten.remove(slot)
@@ -246,17 +246,17 @@ class SlotManager(TierManager):
         return changes
 
     def reset(self) -> None:
-        self.forget(list(self._policy.all_keys()))
-        self._policy.clear()
+        self.forget(list(self.policy.all_keys()))
+        self.policy.clear()
 
     def check_integrity(self) -> None:
         """Raises InternalError unless every slot is in exactly one place."""
-        filed = [slot for key in self._policy.all_keys() if (slot := self._policy.get(key)) is not None]
+        filed = [slot for key in self.policy.all_keys() if (slot := self.policy.get(key)) is not None]
         places = sorted([*filed, *self._free, *self._forgotten])
         if places != list(range(self._unused)):
             raise InternalError("a slot of a tier is in two places, or in none")
-        idle = [slot for slot in (*self._free, *range(self._unused, self._capacity)) if self._busy[slot]]
-        if idle or any(not self._busy[slot] for slot in self._forgotten):
+        idle = [slot for slot in (*self._free, *range(self._unused, self._capacity)) if self.busy[slot]]
+        if idle or any(not self.busy[slot] for slot in self._forgotten):
             raise InternalError("a free slot of a tier is in use, or a forgotten one is not")
 
 

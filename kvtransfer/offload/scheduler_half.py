@@ -118,16 +118,16 @@ class TierScheduler(SchedulerConnector):
         self, groups: Sequence[BlockGroup], tier: Tier, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._prefixes = Prefixes(groups, tier.block_factor)
-        self._block_size = self._prefixes.block_size
+        self.prefixes = Prefixes(groups, tier.block_factor)
+        self._block_size = self.prefixes.block_size
         self._factor = tier.block_factor
         self._chunk_tokens = self._block_size * tier.block_factor
         self._chunks_per_store = max(BLOCKS_PER_STORE // tier.block_factor, 1)
         self._names_groups = len(groups) > 1
         self._tier = tier
         self._tables: BlockTables | None = None
-        self._entries: dict[str, _Entry] = {}
-        self._jobs: dict[int, _Load | _Store] = {}
+        self.entries: dict[str, _Entry] = {}
+        self.jobs: dict[int, _Load | _Store] = {}
         self._loading: set[Key] = set()
         # Those of `_loading` whose load has ended since the last step was planned.
         self._loaded: list[Key] = []
@@ -144,28 +144,28 @@ class TierScheduler(SchedulerConnector):
         self._tables = tables
 
     def on_new_request(self, request: TransferRequest) -> None:
-        self._entries[request.request_id] = _Entry(request)
+        self.entries[request.request_id] = _Entry(request)
 
     # ── loads ──
 
     def get_num_new_matched_tokens(
         self, request: TransferRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        entry, manager = self._entries[request.request_id], self._tier.manager
+        entry, manager = self.entries[request.request_id], self._tier.manager
         if self._tier.sharing is not None:
             self._tier.sharing.turn()
         if not entry.asked:
             entry.asked = True
-            manager.touch(self._prefixes.all_keys(manager, request))
+            manager.touch(self.prefixes.all_keys(manager, request))
         first = num_computed_tokens // self._block_size
         # The load leaves one token to compute.
         last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if request.skip_reading_prefix_cache or first >= last or self._left_out():
             return 0, False
-        end = self._prefixes.end_of_prefix(manager, request, first, last)
+        end = self.prefixes.end_of_prefix(manager, request, first, last)
         if end < last and self._finds_out(entry, end, last):
             return None, False
-        end = self._prefixes.end_of_prefix(manager, request, first, last)
+        end = self.prefixes.end_of_prefix(manager, request, first, last)
         if end < last and self._fetches(entry, first, end, last):
             return None, False
         if end > first and manager.is_slower(-(-(end - first) // self._factor), self._compute_s(end - first)):
@@ -177,7 +177,7 @@ class TierScheduler(SchedulerConnector):
             self._tier.found_tokens += tokens
         if not tokens:
             return 0, False
-        wanted = (key for part in self._prefixes.to_load(request, first, end) for key in part.keys)
+        wanted = (key for part in self.prefixes.to_load(request, first, end) for key in part.keys)
         if not self._loading.isdisjoint(wanted):
             # When that load has ended, the device has its blocks (states one step later). A second load would take as
             # many blocks again.
@@ -189,7 +189,7 @@ class TierScheduler(SchedulerConnector):
         manager = self._tier.manager
         if not entry.sought:
             entry.sought = True
-            keys = self._prefixes.missing(manager, entry.request, end)
+            keys = self.prefixes.missing(manager, entry.request, end)
             if keys and manager.find_out(keys, self._compute_s(last - end)):
                 entry.question = keys[-1]
         if entry.question is not None and not manager.is_finding_out(entry.question):
@@ -208,16 +208,16 @@ class TierScheduler(SchedulerConnector):
             return False
         if not entry.fetched:
             entry.fetched = True
-            if not self._prefixes.needs_every_block:
+            if not self.prefixes.needs_every_block:
                 return sharing.ask_for_prefix(request, first, end, last)
-            missing = self._prefixes.missing(self._tier.manager, request, end)
+            missing = self.prefixes.missing(self._tier.manager, request, end)
             return bool(missing) and sharing.begin_fetch(request, missing)
         return sharing.is_fetching(request.request_id)
 
     def update_state_after_alloc(
         self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
     ) -> None:
-        entry = self._entries[request.request_id]
+        entry = self.entries[request.request_id]
         if num_external_tokens:
             self._load(entry, block_ids, num_external_tokens)
         else:
@@ -228,7 +228,7 @@ class TierScheduler(SchedulerConnector):
         request, factor = entry.request, self._factor
         first = request.num_computed_tokens // self._block_size
         end = first + num_tokens // self._block_size
-        parts = self._prefixes.to_load(request, first, end)
+        parts = self.prefixes.to_load(request, first, end)
         keys = [key for part in parts for key in part.keys]
         slots = self._tier.manager.prepare_load(keys)
         blocks: list[int] = []
@@ -243,7 +243,7 @@ class TierScheduler(SchedulerConnector):
                 for i in range(part.first, part.end)
             ]
         job = next(self._numbers)
-        self._jobs[job] = _Load(
+        self.jobs[job] = _Load(
             request.request_id, end * self._block_size, keys, slots, num_tokens, self._clock()
         )
         self._loading.update(keys)
@@ -274,7 +274,7 @@ class TierScheduler(SchedulerConnector):
             self._tier.sharing.turn()
             self._tier.sharing.planned(sum(count for count in scheduled.values() if count > 1))
         for request_id in step.preempted_req_ids:
-            if (entry := self._entries.get(request_id)) is not None:
+            if (entry := self.entries.get(request_id)) is not None:
                 entry.asked = entry.counted = entry.fetched = entry.sought = False
         due = self._due.pop(self._step, ())
         for entry in due:
@@ -287,7 +287,7 @@ class TierScheduler(SchedulerConnector):
             for request_id, count in scheduled.items():
                 if count == 1:
                     continue
-                request_entry = self._entries[request_id]
+                request_entry = self.entries[request_id]
                 if request_entry.looked != self._step:
                     self._store_full_chunks(request_entry, count, plan)
         self._loading.difference_update(self._loaded)
@@ -317,11 +317,11 @@ class TierScheduler(SchedulerConnector):
             if self._tables is None:
                 raise InternalError("a step is planned before the block tables are known")
             tables = self._tables.block_ids(request.request_id)
-            parts = self._prefixes.to_store(request, entry.cursor, full)
+            parts = self.prefixes.to_store(request, entry.cursor, full)
             # A prompt's windows are stored when the request ends: no request continues in the middle of a prompt.
-            passing = is_mirrored and self._prefixes.keeps_last_windows and right == request.num_tokens
+            passing = is_mirrored and self.prefixes.keeps_last_windows and right == request.num_tokens
             if passing:
-                parts += self._prefixes.new_windows(request, tables, entry.windows, full)
+                parts += self.prefixes.new_windows(request, tables, entry.windows, full)
                 copies = self._store(entry, parts, tables, reads=plan, passing=full)
             else:
                 copies = self._store(entry, parts, tables)
@@ -337,23 +337,23 @@ class TierScheduler(SchedulerConnector):
     def wants_checkpoints(self, request: TransferRequest) -> bool:
         sharing = self._tier.sharing
         return (
-            self._prefixes.group_of_states is not None and sharing is not None and sharing.has_mirror(request)
+            self.prefixes.group_of_states is not None and sharing is not None and sharing.has_mirror(request)
         )
 
     def checkpoint_kept(
         self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
     ) -> None:
         """The blocks hold the states once the step has begun. They are copied when it is over."""
-        entry, end = self._entries[request.request_id], num_tokens // self._block_size
-        group = self._prefixes.group_of_states
+        entry, end = self.entries[request.request_id], num_tokens // self._block_size
+        group = self.prefixes.group_of_states
         if self._tables is None or group is None:
             raise InternalError(
                 "a checkpoint is kept before the block tables are known, or where no states are"
             )
         tables = list(self._tables.block_ids(request.request_id))
         tables[group] = block_ids
-        self._tier.manager.touch(self._prefixes.state_keys(request, end))
-        parts = self._prefixes.checkpoint(request, tables, end)
+        self._tier.manager.touch(self.prefixes.state_keys(request, end))
+        parts = self.prefixes.checkpoint(request, tables, end)
         copies = self._store(entry, parts, tables, reads=self._plan, passing=end if passing else None)
         self._plan.stores_after += copies or ()
         if passing and copies is not None:
@@ -365,7 +365,7 @@ class TierScheduler(SchedulerConnector):
         """Forgets what an answer would read again only if it continued before its first `end` blocks."""
         gone: list[Key] = []
         for group, trail in entry.trail.items():
-            while trail and self._prefixes.is_passed(group, trail[0][0], end):
+            while trail and self.prefixes.is_passed(group, trail[0][0], end):
                 gone.append(trail.popleft()[1])
         if gone and self._tier.sharing is not None:
             self._tier.manager.forget(gone)
@@ -410,16 +410,16 @@ class TierScheduler(SchedulerConnector):
                 for chunk, key in enumerate(part.keys)
             }
             blocks, places = [], _places(room.slots, factor)
-            states = self._prefixes.group_of_states
+            states = self.prefixes.group_of_states
             for key in room.keys:
                 group, start = place_of[key]
                 blocks += tables[group][start : start + factor]
-                if reads is not None and self._prefixes.gives_up(group):
+                if reads is not None and self.prefixes.gives_up(group):
                     read += tables[group][start : start + factor]
                     if passing is not None:
                         entry.trail[group].append((passing if group == states else start, key))
         job = next(self._numbers)
-        self._jobs[job] = _Store(entry.request.request_id, room, keys, read, blocks)
+        self.jobs[job] = _Store(entry.request.request_id, room, keys, read, blocks)
         if reads is not None:
             reads.reads += read
         entry.jobs.add(job)
@@ -430,9 +430,9 @@ class TierScheduler(SchedulerConnector):
             self._tier.sharing.stored(request, keys)
 
     def blocks_given_up(self, request_id: str) -> Sequence[int]:
-        entry, read = self._entries.get(request_id), list[int]()
+        entry, read = self.entries.get(request_id), list[int]()
         for number in entry.jobs if entry is not None else ():
-            job = self._jobs[number]
+            job = self.jobs[number]
             if isinstance(job, _Store) and job.blocks:
                 read += job.blocks
                 job.reads, job.blocks = [*job.reads, *job.blocks], ()
@@ -455,8 +455,8 @@ class TierScheduler(SchedulerConnector):
         output.distrusted = output.distrusted or self._tier.manager.distrusted
 
     def _end_job(self, number: int, right: bool | None, output: ConnectorOutput) -> None:
-        job = self._jobs.pop(number)
-        entry = self._entries[job.request_id]
+        job = self.jobs.pop(number)
+        entry = self.entries[job.request_id]
         entry.jobs.remove(number)
         if isinstance(job, _Store):
             self._tier.manager.complete_store(job.room, written=bool(right))
@@ -468,7 +468,7 @@ class TierScheduler(SchedulerConnector):
         if entry.ended and not entry.jobs:
             if isinstance(job, _Store):
                 output.finished_sending.add(job.request_id)
-            del self._entries[job.request_id]
+            del self.entries[job.request_id]
 
     def _end_load(self, load: _Load, right: bool | None, output: ConnectorOutput) -> None:
         self._loaded += load.keys
@@ -486,15 +486,15 @@ class TierScheduler(SchedulerConnector):
             )
 
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
-        entry = self._entries[request.request_id]
+        entry = self.entries[request.request_id]
         entry.ended, entry.due = True, -1
         if self._tier.sharing is not None:
             self._tier.sharing.stop_waiting(request.request_id)
         right = min(request.num_computed_tokens, request.num_tokens) // self._chunk_tokens
-        prefixes = self._prefixes
+        prefixes = self.prefixes
         allocated = prefixes.num_blocks(block_ids) // self._factor
         full = min(right, len(request.block_hashes) // self._factor, allocated)
-        loads = any(isinstance(self._jobs[job], _Load) for job in entry.jobs)
+        loads = any(isinstance(self.jobs[job], _Load) for job in entry.jobs)
         if not loads and full > 0 and (prefixes.keeps_last_windows or full > entry.cursor):
             parts = prefixes.to_store(request, entry.cursor, full)
             if prefixes.keeps_last_windows:
@@ -503,7 +503,7 @@ class TierScheduler(SchedulerConnector):
         self._tier.manager.line_up(prefixes.all_keys(self._tier.manager, request))
         if entry.jobs:
             return True
-        del self._entries[request.request_id]
+        del self.entries[request.request_id]
         return False
 
     def has_pending_work(self) -> bool:
@@ -515,7 +515,7 @@ class TierScheduler(SchedulerConnector):
     def take_events(self) -> Iterable[KVEvent]:
         medium = self._tier.spec.name.upper()
         named = (
-            (self._prefixes.block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes()
+            (self.prefixes.block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes()
         )
         # Events name no states, as the device's do not: they exist where blocks of tokens do.
         changes = ((*block, is_stored) for block, is_stored in named if block is not None)
@@ -532,12 +532,12 @@ class TierScheduler(SchedulerConnector):
         return [TierRoom(self._tier.spec.name, manager.used * factor, manager.capacity * factor)]
 
     def forget_after(self, request: TransferRequest, num_tokens: int) -> None:
-        keys = self._prefixes.keys_after(request, num_tokens)
+        keys = self.prefixes.keys_after(request, num_tokens)
         self._tier.manager.forget(keys)
         if self._tier.sharing is not None:
             self._tier.sharing.stored(request, (), keys)
         gone = set(keys)
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             if isinstance(job, _Load):
                 job.void = job.void or not gone.isdisjoint(job.keys)
             else:
@@ -551,7 +551,7 @@ class TierScheduler(SchedulerConnector):
             self._tier.manager.reset()
         if self._tier.recall is not None:
             self._tier.recall.forgot()
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             if isinstance(job, _Load):
                 job.void = True
 

@@ -94,7 +94,7 @@ class TierSharing:
         self._wrong: BoundedMemory[int] = BoundedMemory(MAX_PEERS, self._doubt_s, clock)
         self.recorder = Recorder(clock)
         self._numbers = itertools.count()
-        self._fetches: dict[int, Fetch] = {}
+        self.fetches: dict[int, Fetch] = {}
         self._waiting: dict[str, int] = {}  # the fetch that each request waits for
         self._arriving: dict[Key, int] = {}  # the fetch that brings each key
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
@@ -148,7 +148,7 @@ class TierSharing:
         """As `begin_fetch`, for a model whose groups need different parts of a prefix. It asks the peer for the blocks
         from `first` on. Those before `end` are here, but a longer prefix may need other parts of them."""
         asked = PrefixQuestion(request, first, end, last)
-        for number, fetch in self._fetches.items():
+        for number, fetch in self.fetches.items():
             known = fetch.question
             if known is not None and known.covers(asked):
                 return self._wait(request, number)
@@ -161,13 +161,13 @@ class TierSharing:
             return False
         number = next(self._numbers)
         fetch = Fetch(number, source, StoreRoom([], []), self._clock(), for_mirror=False, question=asked)
-        self._fetches[number] = fetch
+        self.fetches[number] = fetch
         envelope = self._exchange.envelope(source.epoch)
         self._exchange.send(source, AskPrefix(envelope, number, self._layout, list(asked.hashes)))
         return self._wait(request, number)
 
     def _wait(self, request: TransferRequest, number: int) -> bool:
-        self._fetches[number].requests.add(request.request_id)
+        self.fetches[number].requests.add(request.request_id)
         self._waiting[request.request_id] = number
         return True
 
@@ -176,7 +176,7 @@ class TierSharing:
         number = self._waiting.get(request_id)
         if number is None:
             return False
-        fetch = self._fetches[number]
+        fetch = self.fetches[number]
         longest = LEASE_S if fetch.is_reading else ANSWER_S
         if self._clock() - fetch.asked_at < longest:
             return True
@@ -188,7 +188,7 @@ class TierSharing:
         number = self._waiting.pop(request_id, None)
         if number is None:
             return
-        fetch = self._fetches[number]
+        fetch = self.fetches[number]
         fetch.requests.discard(request_id)
         if not (fetch.is_reading or fetch.requests or fetch.for_mirror):
             self._give_up(number)
@@ -220,7 +220,7 @@ class TierSharing:
             return False
         number, peer = fetch.number, fetch.peer
         fetch.room, fetch.checksum_every, fetch.asked_at = room, every, self._clock()
-        self._fetches[number] = fetch
+        self.fetches[number] = fetch
         self._arriving.update(dict.fromkeys(room.keys, number))
         knows = self._peer(PeerKey(peer.node_id, peer.epoch)).memory is not None
         envelope = self._exchange.envelope(peer.epoch)
@@ -284,7 +284,7 @@ class TierSharing:
         self.lender.end_leases(now)
         late = [
             number
-            for number, fetch in self._fetches.items()
+            for number, fetch in self.fetches.items()
             if not fetch.is_reading and now - fetch.asked_at >= ANSWER_S
         ]
         for number in late:
@@ -292,7 +292,7 @@ class TierSharing:
 
     def _choose(self, found: PrefixFound) -> None:
         """Chooses the longest prefix that both tiers have together, and asks the peer for the missing parts."""
-        key, fetch = key_of(found.envelope), self._fetches.get(found.number)
+        key, fetch = key_of(found.envelope), self.fetches.get(found.number)
         if fetch is None or key != (fetch.peer.node_id, fetch.peer.epoch):
             return
         question = fetch.question
@@ -319,7 +319,7 @@ class TierSharing:
     def _read(self, found: ChunksFound) -> None:
         if found.number == NO_FETCH:
             return
-        key, fetch = key_of(found.envelope), self._fetches.get(found.number)
+        key, fetch = key_of(found.envelope), self.fetches.get(found.number)
         is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
         if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
             self._tell_read(sender_of(found.envelope), found.number)  # the fetch was given up
@@ -380,7 +380,7 @@ class TierSharing:
         self._exchange.send(peer, ChunksRead(self._exchange.envelope(peer.epoch), number))
 
     def _end_reading(self, ended: RemoteReadEnded) -> None:
-        fetch = self._fetches[ended.number]
+        fetch = self.fetches[ended.number]
         key = PeerKey(fetch.peer.node_id, fetch.peer.epoch)
         right = ended.right and fetch.generation >= self._peer(key).generation
         self._manager.complete_store(fetch.room, written=right)
@@ -416,18 +416,18 @@ class TierSharing:
 
     def _give_up(self, number: int) -> None:
         """Ends a fetch of which nothing is being read."""
-        self._keep_only(self._fetches[number], [], answered=False)
+        self._keep_only(self.fetches[number], [], answered=False)
         self._end(number)
 
     def _end(self, number: int) -> None:
-        fetch = self._fetches.pop(number)
+        fetch = self.fetches.pop(number)
         self._expect_no_more(number, fetch.room.keys)
-        following = next((other for other in fetch.others if other in self._fetches), None)
+        following = next((other for other in fetch.others if other in self.fetches), None)
         for request_id in fetch.requests:
             del self._waiting[request_id]
             if following is not None:
                 self._waiting[request_id] = following
-                self._fetches[following].requests.add(request_id)
+                self.fetches[following].requests.add(request_id)
 
     def _copy(self, stored: ChunksStored) -> None:
         if not self._mirror:
@@ -438,14 +438,14 @@ class TierSharing:
         self._manager.forget(gone)
         asked, peer.missed = peer.missed, {}
         keys = [key for key in (*asked, *stored.keys) if key not in gone]
-        of_sender = [fetch for fetch in self._fetches.values() if fetch.for_mirror and fetch.peer == sender]
+        of_sender = [fetch for fetch in self.fetches.values() if fetch.for_mirror and fetch.peer == sender]
         number = None
         if len(of_sender) < MAX_MIRROR_FETCHES:
             number = self._fetch(sender, keys, for_mirror=True)
         if number is None:
             peer.ask_again([key for key in keys if not self._manager.lookup((key,))], asked)
         else:
-            self._fetches[number].asked = asked
+            self.fetches[number].asked = asked
 
     # ── what must be forgotten ──
 

@@ -67,7 +67,7 @@ def test_a_device_that_computes_something_else_is_noticed(
         runner = load(*arguments, native=native, **options)  # type: ignore[arg-type]
         if native:
             forward = runner.forward
-            runner._forward = lambda batch, hooks: forward(batch, hooks).roll(1, dims=1)
+            runner.forward = lambda batch, hooks: forward(batch, hooks).roll(1, dims=1)
         return runner
 
     monkeypatch.setattr(engines, "load_runner", spoilt)

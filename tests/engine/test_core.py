@@ -183,7 +183,7 @@ def test_the_runner_hears_of_a_preemption_even_when_nothing_is_computed() -> Non
     engine, runner = engine_with(FakeConnector())
     engine.add_request(request(max_tokens=50))
     engine.step()
-    state = engine.scheduler._state
+    state = engine.scheduler.state
     victim = state.running.pop()
     engine.scheduler._lifecycle.preempt(victim)
     engine.abort_requests(["r"])

@@ -203,13 +203,6 @@ def test_a_prefix_is_found_by_prompts_with_the_same_image_alone(lab: ImageLab) -
         assert engine.engine.scheduler.stats().prompt_tokens_cached == (length - 1) // 4 * 4 + common
 
 
-def test_preempted_prompts_are_computed_again_with_their_images(lab: ImageLab) -> None:
-    longest = max(len(prompt_of(parts, lab.family)[0]) for parts in PROMPTS.values()) + NEW_TOKENS
-    with lab.start(num_blocks=longest // 4 + 6, reserve=Reserve.NONE, kept=24, batched=24) as engine:
-        expect_all(engine, lab)
-        assert engine.engine.scheduler.stats().preemptions > 0
-
-
 def test_prompts_in_one_piece(lab: ImageLab) -> None:
     with lab.start(batched=512, encoded=256, kept=256, chunked=False) as engine:
         expect_all(engine, lab)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
+from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
@@ -145,18 +145,6 @@ def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
             assert found[2:] == [60, 32]  # of 40, for a hash is over sixteen rows
     finally:
         engine.engine.shutdown()
-
-
-def test_preempted_requests_go_on_as_if_nothing_had_been(lab: Lab) -> None:
-    plain = lab.start()
-    of_states = plain.engine.runner.info.state_blocks
-    plain.engine.shutdown()
-    # Three begin, and there is no room for all of their answers.
-    with lab.start(num_blocks=20 + 3 * of_states, reserve=Reserve.NONE) as engine:
-        for place in range(5):
-            lab.add(engine, "23", str(place))
-        assert engine.run_all() == {str(place): lab.answers["23"] for place in range(5)}
-        assert engine.engine.scheduler.stats().preemptions > 0
 
 
 def test_a_request_goes_on_elsewhere_with_its_tokens_so_far(lab: Lab) -> None:

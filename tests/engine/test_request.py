@@ -5,19 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import pytest
-
-from tandem.engine.cache.hashing import make_block_hasher
-from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request, RequestStatus
-from tandem.kvtransfer.base import TransferRequest
 from tandem.wire.images import MediaFeature
-from tandem.wire.nodes import PeerAddress
-from tandem.wire.requests import KVTransferParams, TransferRole
-from tandem.wire.sampling import FinishReason, SamplingParams
+from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
-
-HASHER = make_block_hasher(HashAlgorithm.SHA256, 4, "seed")
 
 
 def request(
@@ -37,13 +28,6 @@ def test_tokens_are_the_prompt_and_then_the_output():
     assert (each.num_prompt_tokens, each.num_tokens, each.num_output_tokens) == (3, 6, 3)
 
 
-def test_the_callers_list_is_left_alone():
-    prompt = [1, 2, 3]
-    each = request(prompt=prompt)
-    each.append_output_token(4)
-    assert prompt == [1, 2, 3]
-
-
 def test_drafts_count_only_where_they_should():
     each = request()
     each.spec_token_ids = [7, 8]
@@ -57,21 +41,6 @@ def test_a_fresh_request_waits_and_has_nothing_computed():
     assert (each.num_external_tokens, each.num_output_placeholders) == (0, 0)
 
 
-def test_statuses_stand_in_their_order():
-    assert [status.name for status in sorted(RequestStatus)] == [
-        "WAITING",
-        "WAITING_FOR_GRAMMAR",
-        "WAITING_FOR_REMOTE_KVS",
-        "RUNNING",
-        "PREEMPTED",
-        "FINISHED_STOPPED",
-        "FINISHED_LENGTH_CAPPED",
-        "FINISHED_ABORTED",
-        "FINISHED_ERROR",
-        "FINISHED_REPETITION",
-    ]
-
-
 def test_everything_after_preempted_is_an_end_and_has_a_reason():
     for status in RequestStatus:
         each = request()
@@ -80,21 +49,6 @@ def test_everything_after_preempted_is_an_end_and_has_a_reason():
         assert status.is_finished == each.is_finished == ended
         assert (each.finish_reason is not None) == ended
         assert status.is_blocked == status.name.startswith("WAITING_FOR")
-
-
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        (RequestStatus.FINISHED_STOPPED, FinishReason.STOP),
-        (RequestStatus.FINISHED_LENGTH_CAPPED, FinishReason.LENGTH),
-        (RequestStatus.FINISHED_ABORTED, FinishReason.ABORT),
-        (RequestStatus.FINISHED_ERROR, FinishReason.ERROR),
-    ],
-)
-def test_how_an_end_reads_to_others(status, reason):
-    each = request()
-    each.status = status
-    assert each.finish_reason is reason
 
 
 def test_priority_then_arrival_then_id_then_identity():
@@ -109,25 +63,6 @@ def test_priority_then_arrival_then_id_then_identity():
     assert sorted(shuffled) == ordered
     one, other = request("a", arrival_time=1.0), request("a", arrival_time=1.0)
     assert (one < other) != (other < one)
-
-
-def test_hashes_grow_with_the_tokens():
-    each = request(prompt=range(7), block_hasher=HASHER)
-    assert len(each.block_hashes) == 1
-    each.append_output_token(7)
-    each.append_output_token(8)
-    assert each.block_hashes == request(prompt=range(9), block_hasher=HASHER).block_hashes
-    assert len(each.block_hashes) == 2
-
-
-def test_drafts_are_not_hashed():
-    each = request(prompt=range(7), block_hasher=HASHER)
-    each.spec_token_ids = [7, 8, 9]
-    assert len(each.block_hashes) == 1
-
-
-def test_without_a_hasher_there_are_no_hashes():
-    assert request(prompt=range(9)).block_hashes == []
 
 
 def test_log_probabilities_of_the_prompt_rule_out_the_prefix_cache():
@@ -145,15 +80,6 @@ def test_limits_are_fixed_when_a_scheduler_accepts_it():
     deaf = request(sampling=SamplingParams(ignore_eos=True, stop_token_ids=[9]), eos_token_ids=frozenset({1}))
     deaf.limit(100, frozenset({2}))
     assert deaf.stop_token_ids == {9}
-
-
-def test_a_connector_sees_what_the_contract_promises():
-    transfer = KVTransferParams("t", TransferRole.CONSUME, PeerAddress("node", 1, "tcp://x"))
-    seen: TransferRequest = request(transfer=transfer, cache_salt="s", lora="l", output_token_ids=[5])
-    assert seen.request_id == "a"
-    assert (list(seen.all_token_ids), list(seen.output_token_ids)) == ([1, 2, 3, 5], [5])
-    assert (seen.num_prompt_tokens, seen.num_tokens, seen.num_computed_tokens) == (3, 4, 0)
-    assert (seen.transfer, seen.cache_salt, seen.lora) == (transfer, "s", "l")
 
 
 def test_it_shows_where_it_stands():

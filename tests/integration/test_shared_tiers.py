@@ -169,7 +169,7 @@ def test_a_mirror_goes_on_with_all_but_the_last_blocks_of_a_request(
 
 
 def sharing_of(node: OneEngine) -> TierScheduler:
-    planner = node.engine.scheduler._state.connector
+    planner = node.engine.scheduler.state.connector
     (part,) = [part for part in planner._parts if isinstance(part, TierScheduler)]  # type: ignore[union-attr]
     return part
 
@@ -183,7 +183,7 @@ def blocks_there(node: OneEngine, tokens: list[int]) -> int:
     hasher = node.engine.scheduler.block_hasher
     assert hasher is not None
     request.hash_with(hasher)
-    return half._prefixes.end_of_prefix(half._tier.manager, request, 0, len(tokens) // BLOCK)
+    return half.prefixes.end_of_prefix(half._tier.manager, request, 0, len(tokens) // BLOCK)
 
 
 def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(
@@ -210,7 +210,7 @@ def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(
         assert tier(b).loaded_tokens >= near
         # What the answer has left behind is not kept: 8 blocks beyond a window, and three checkpoints.
         for node in nodes:
-            entries = sharing_of(node)._entries.values()
+            entries = sharing_of(node).entries.values()
             trails = [trail for entry in entries for trail in entry.trail.values()]
             assert all(len(trail) < 3 * 12 + 1 for trail in trails)
     finally:
@@ -279,7 +279,7 @@ def settle(nodes: tuple[OneEngine, OneEngine]) -> None:
         part = sharing_of(node)
         sharing = part._tier.sharing
         assert sharing is not None
-        while sharing.lender.num_leases or sharing._fetches or node.engine.scheduler.stats().held_blocks:
+        while sharing.lender.num_leases or sharing.fetches or node.engine.scheduler.stats().held_blocks:
             for other in nodes:
                 other.run("the end of copies", [], until)
         part._tier.manager.check_integrity()  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ def test_a_prompt_from_a_tier_is_handed_over_like_one_that_was_computed(
                 until = time.monotonic() + PATIENCE_S
                 while node.engine.scheduler.stats().held_blocks:
                     node.run("the end of the copies", [], until)
-                node.engine.scheduler._state.cache.reset_prefix_cache()
+                node.engine.scheduler.state.cache.reset_prefix_cache()
         read, received = producer.engine.scheduler.stats(), consumer.engine.scheduler.stats()
         assert (read.prompt_tokens_computed, read.prompt_tokens_loaded) == (70 + 2 * 2, 2 * 68)
         assert (received.prompt_tokens_received, received.prompt_tokens_computed) == (3 * 70, 0)

@@ -55,7 +55,7 @@ def test_compiles_once_and_keeps_it(compiler: Path) -> None:
 
 
 def test_a_compilation_that_was_ended_goes_on(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = len(list(build._SOURCES.glob("*.cpp"))) + 1
+    expected = len(list(build.SOURCES.glob("*.cpp"))) + 1
     run = build.run  # type: ignore[attr-defined]
 
     def ended(command: Sequence[str], ending: threading.Event | None = None) -> str:
@@ -72,7 +72,7 @@ def test_a_compilation_that_was_ended_goes_on(compiler: Path, monkeypatch: pytes
 
 
 def test_processes_that_start_together_compile_once(compiler: Path) -> None:
-    expected = len(list(build._SOURCES.glob("*.cpp"))) + 1
+    expected = len(list(build.SOURCES.glob("*.cpp"))) + 1
 
     def start() -> str:
         done = subprocess.run(
@@ -99,7 +99,7 @@ def flags_of_units(compiler: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for command in compiler.read_text().splitlines():
         words = command.split()
-        found.update((Path(word).name, words) for word in words if Path(word).name in build._UNIT_FLAGS)
+        found.update((Path(word).name, words) for word in words if Path(word).name in build.UNIT_FLAGS)
     return found
 
 
@@ -108,7 +108,7 @@ def flags_of_units(compiler: Path) -> dict[str, list[str]]:
     [
         ("flags : fpu fma avx2 f16c", {"unit_avx512.cpp", "unit_avx512bf16.cpp", "unit_amx.cpp"}),
         ("flags : fma avx2 avx512f avx512bw avx512dq avx512vl avx512_bf16", {"unit_amx.cpp"}),
-        ("flags : fpu", set(build._UNIT_FLAGS)),
+        ("flags : fpu", set(build.UNIT_FLAGS)),
         ("Features : neon", set()),
     ],
 )
@@ -119,7 +119,7 @@ def test_units_that_this_processor_cannot_run_are_not_compiled(
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
     library_path()
     compiled = flags_of_units(compiler)
-    assert {unit for unit, words in compiled.items() if build._LEFT_OUT in words} == left_out
+    assert {unit for unit, words in compiled.items() if build.LEFT_OUT in words} == left_out
     assert "-mamx-bf16" not in compiled["unit_amx.cpp"] or "unit_amx.cpp" not in left_out
 
 
@@ -132,7 +132,7 @@ def test_a_library_for_all_processors_serves_every_one(
     of_all = library_path(for_all=True)
     assert of_all != of_this
     assert library_path() == of_all
-    assert not any(build._LEFT_OUT in line for line in compiler.read_text().splitlines()[-15:])
+    assert not any(build.LEFT_OUT in line for line in compiler.read_text().splitlines()[-15:])
 
 
 def test_its_progress_is_told_in_files_and_computing(compiler: Path) -> None:
@@ -151,9 +151,9 @@ def test_whoever_watches_a_terminal_sees_it_compute(compiler: Path) -> None:
 
 
 def test_a_process_that_waits_for_another_ones_compiler_passes_its_progress_on(compiler: Path) -> None:
-    _, _, expected = build._look(for_all=False)
+    _, _, expected = build.look(for_all=False)
     expected.parent.mkdir(parents=True)
-    (expected.parent / build._SAID).write_text(
+    (expected.parent / build.SAID).write_text(
         "0.5 compiling the native library, 7 of 14 files (9 s of computing)"
     )
     told: list[tuple[str, float]] = []
@@ -221,7 +221,7 @@ def test_changed_sources_are_compiled_anew(
     sources.mkdir()
     (sources / "a.cpp").write_text("int a;")
     (sources / "a.h").write_text("// 1")
-    monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
     first = library_path()
     (sources / "a.h").write_text("// 2")
     assert library_path() != first

@@ -34,7 +34,7 @@ def test_a_units_headers_may_be_included_in_any_order(kind: str, backwards: bool
     source = tmp_path / "all.cpp"
     ordered = sorted(headers(kind), reverse=backwards)
     source.write_text("".join(f'#include "{name}"\n' for name in ordered))
-    command = [build._find_compiler(), *build._FLAGS, *build._UNIT_FLAGS[kind], f"-I{FOLDER}", str(source)]
+    command = [build.find_compiler(), *build.FLAGS, *build.UNIT_FLAGS[kind], f"-I{FOLDER}", str(source)]
     done = subprocess.run(
         [*command, "-fsyntax-only"], capture_output=True, text=True, timeout=60, check=False
     )

@@ -104,17 +104,6 @@ def test_what_is_mapped_is_what_a_copy_token_by_token_makes(
         assert len(move.local) == len(places) * mapping.runs_per_grain
 
 
-def test_blocks_that_are_the_same_are_moved_whole() -> None:
-    shape = {"slot": 3, "kv": 2, "head": 2, "dim": 4}
-    tensor = pool(shape, 8, list(AXES), torch.int32)
-    mapping = mapping_between(tensor, tensor)
-    assert isinstance(mapping, Mapping)
-    move = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)])
-    assert (move.unit_bytes, move.local.tolist(), move.remote.tolist()) == (3 * 2 * 2 * 8 * 4 * 4, [3], [5])
-    layers = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0)], (1, 3))
-    assert (layers.unit_bytes, layers.local.tolist()) == (2 * 2 * 8 * 4 * 4, [3 * 3 + 1, 3 * 3 + 2])
-
-
 @pytest.mark.parametrize(
     ("sizes", "dtypes", "why"),
     [

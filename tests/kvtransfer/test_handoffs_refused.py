@@ -9,7 +9,7 @@ from itertools import count, islice
 
 import msgspec
 import pytest
-from kv_fake_network import SETTINGS, Node, Receive, Send, World
+from kv_fake_network import SETTINGS, VOCAB_SIZE, Node, Receive, Send, World
 
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.kvtransfer.protocol.transport import Direction
@@ -151,7 +151,16 @@ def test_of_an_old_epoch(direction: Direction, whose: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"token_hash": b"x" * 32}, {"num_tokens": 9999}, {"num_blocks": 3000}, {"first_token": -1}]
+    "wrong",
+    [
+        {"token_hash": b"x" * 32},
+        {"num_tokens": 9999},
+        {"num_blocks": 3000},
+        {"num_bytes": 17},
+        {"first_token": -1},
+        {"first_token": VOCAB_SIZE},
+        {"first_token": 1 << 40},
+    ],
 )
 def test_that_does_not_verify(direction: Direction, wrong: dict[str, object]) -> None:
     """A wrong notice from the right sender at the right time fails the transfer, and never becomes an answer."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from kv_connectors import WAYS
+from kv_document import installed_example
 from kv_fake_engine import first_token_of
 from kv_processes import EngineProcess
 from kv_pulse import Pulse
@@ -96,7 +97,13 @@ class Nodes:
             process.close()
 
 
-@pytest.fixture(params=WAYS, ids="-".join)
+@pytest.fixture(scope="module", autouse=True)
+def _documents_connector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with installed_example(tmp_path_factory.mktemp("document")):
+        yield
+
+
+@pytest.fixture(params=[*WAYS, ("local_connector:create", "push")], ids="-".join)
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     nodes = Nodes(*request.param)
     yield nodes

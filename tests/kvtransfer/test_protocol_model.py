@@ -301,6 +301,11 @@ def check(direction: Direction, examples: int) -> None:
     histories()
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_few_histories(direction: Direction) -> None:
+    check(direction, examples=20)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("direction", list(Direction))

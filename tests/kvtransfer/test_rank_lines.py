@@ -124,15 +124,6 @@ def test_a_ranks_thread_ends_with_its_line(opened: bool) -> None:
     assert not failed.is_set()
 
 
-def test_a_ranks_thread_can_be_ended_from_its_own_process() -> None:
-    failed = threading.Event()
-    line, transfers = a_rank(failed)
-    transfers.stop(PATIENCE_S)
-    assert not transfers.is_alive
-    assert line.has_ended()
-    line.close()
-
-
 def test_a_bug_in_the_thread_is_not_silent() -> None:
     failed = threading.Event()
     line, transfers = a_rank(failed)

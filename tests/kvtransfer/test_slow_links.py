@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from kv_fake_network import BLOCK_BYTES, BLOCK_SIZE, SETTINGS, Node, Receive, Send, World
 
 from tandem.kvtransfer.protocol.commands import ComputesAt
-from tandem.kvtransfer.protocol.side import ComputeRate, LinkMeter, LinkPace, Patience
+from tandem.kvtransfer.protocol.side import LinkMeter, LinkPace, Patience
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 
 TOO_SLOW = "too_slow"
@@ -72,22 +72,6 @@ def link(request: pytest.FixtureRequest) -> Link:
     return Link(Direction(request.param))
 
 
-def test_a_link_that_becomes_slow_in_mid_transfer_is_left_where_computing_is_faster(link: Link) -> None:
-    link.computes(link.consumer, 40.0)
-    link.blocks_per_s = 20.0
-    receive, _ = link.request(40)
-    link.pass_time(1.0)
-    assert not receive.over
-    link.blocks_per_s = 0.1
-    missing_s = (40 - 15) * BLOCK_SIZE / 40.0
-    assert link.seconds_until_over(receive) < missing_s + SETTINGS.patience_s + 2 * SETTINGS.pace_s
-    assert receive.failed is not None
-    assert link.outcomes() == {TOO_SLOW: 1}
-    if link.world.direction is Direction.PUSH:
-        assert receive.failed.valid_tokens >= 15 * BLOCK_SIZE, "what has arrived is kept"
-    assert link.nothing_is_left()
-
-
 def test_its_blocks_stay_in_quarantine_while_they_may_be_written(link: Link) -> None:
     """`World` fails the test if a write lands in a free block."""
     link.computes(link.consumer, 1e4)
@@ -98,26 +82,6 @@ def test_its_blocks_stay_in_quarantine_while_they_may_be_written(link: Link) -> 
     assert link.consumer.recorder.snapshot(0).quarantined_blocks == len(receive.quarantined)
     link.pass_time(SETTINGS.timeout_s)
     assert not receive.quarantined
-    assert link.nothing_is_left()
-
-
-def test_a_link_that_others_use_is_waited_for_where_computing_takes_longer(link: Link) -> None:
-    link.computes(link.consumer, 4 * BLOCK_SIZE)  # slower than a fifth of the link
-    link.blocks_per_s = 20.0
-    receives = [link.request(20)[0] for _ in range(5)]
-    for receive in receives:
-        link.seconds_until_over(receive)
-    assert link.outcomes() == {"received": 5}
-
-
-def test_of_many_transfers_as_many_are_computed_as_is_faster(link: Link) -> None:
-    """Each transfer that is given up makes computing the next one slower."""
-    link.computes(link.consumer, 10 * BLOCK_SIZE)
-    link.blocks_per_s = 10.0
-    receives = [link.request(20)[0] for _ in range(6)]
-    for receive in receives:
-        link.seconds_until_over(receive)
-    assert 0 < link.outcomes().get("received", 0) < 6
     assert link.nothing_is_left()
 
 
@@ -327,14 +291,6 @@ def test_what_is_served_in_turn_waits_for_as_much_of_the_others_as_it_has_itself
         "the others have the link to themselves"
     )
     assert LinkPace(10.0, 50, {"a": 150}, at=7.0).longest_s == 20.0
-
-
-def test_longer_steps_say_more_about_how_fast_prompts_are_computed() -> None:
-    rate = ComputeRate()
-    assert rate.tokens_per_s is None
-    rate.took(1000, 0.1)
-    rate.took(4, 0.02)
-    assert rate.tokens_per_s == pytest.approx(904 / 0.11)
 
 
 def test_what_was_given_up_before_is_computed_first() -> None:

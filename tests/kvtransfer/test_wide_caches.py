@@ -103,29 +103,12 @@ WAYS = [
     ("push", (8, 4)),
     *more([("pull", (4, 4)), ("push", (4, 8)), ("pull", (8, 4))]),
 ]
-WIDTHS = [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (4, 1), (1, 4)]
-
-
-@pytest.mark.parametrize(("direction", "sizes"), WAYS)
-@pytest.mark.parametrize("widths", WIDTHS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
-def test_every_rank_has_the_bytes_of_its_heads(
-    direction: str, widths: tuple[int, int], sizes: tuple[int, int]
-) -> None:
-    producer, consumer = (
-        {"ranks": ranks, "block_size": size} for ranks, size in zip(widths, sizes, strict=True)
-    )
-    with started(direction, producer, consumer) as pair:
-        prompts = [(1, 99, 0), (21, 3, 0), (48, 20, 16), (96, 96, 0), (130, 40, 8)]
-        for number, (length, chunk, cached) in enumerate(prompts):
-            pair.hand_over(f"r{number}", a_prompt(length), chunk, cached)
-        stats = pair.consumer.stats()
-        assert stats.outcomes == {"received": len(prompts)}
-        assert stats.blocks_checked >= stats.blocks_received
-        assert pair.producer.num_free() == pair.consumer.num_free() == 63
 
 
 # Ranks, and where four layers are cut. Four ranks of one stage keep each of two heads twice.
 STAGES = [
+    ((1, ()), (2, ())),
+    ((4, ()), (2, ())),
     ((2, (2,)), (1, ())),
     ((1, ()), (2, (2,))),
     ((2, (1,)), (2, (3,))),
@@ -151,7 +134,7 @@ def test_every_rank_has_the_bytes_of_its_layers(
         for (ranks, cut), size in zip(cuts, sizes, strict=True)
     )
     with started(direction, producer, consumer) as pair:
-        prompts = [(1, 99, 0), (48, 20, 16), (96, 96, 0), (130, 40, 8)]
+        prompts = [(1, 99, 0), (21, 3, 0), (48, 20, 16), (96, 96, 0), (130, 40, 8)]
         for number, (length, chunk, cached) in enumerate(prompts):
             pair.hand_over(f"r{number}", a_prompt(length), chunk, cached)
         stats = pair.consumer.stats()

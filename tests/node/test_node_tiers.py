@@ -57,7 +57,7 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
         first = channels[0].answer_to("a", 50)
         wait_until_free(node)
         assert isinstance(node._engine, Engine)
-        node._engine.scheduler._state.cache.reset_prefix_cache()
+        node._engine.scheduler.state.cache.reset_prefix_cache()
         assert channels[0].answer_to("b", 50) == first
         wait_until_free(node)
         status = node.status()

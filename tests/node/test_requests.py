@@ -137,15 +137,6 @@ def test_a_follower_gets_every_token_once_it_asks_whenever_it_does(
     assert all(reply_to == OTHER for reply_to, _ in kept.sent)
 
 
-def test_what_is_reported_twice_is_kept_once() -> None:
-    kept = Kept()
-    request_id = kept.begin()
-    kept.answers.add(chunk(request_id, 0, [0]))
-    kept.answers.add(chunk(request_id, 0, [0, 1]))
-    kept.follow()
-    assert kept.tokens() == [0, 1]
-
-
 def test_it_is_found_until_its_time_is_over() -> None:
     kept = Kept(kept_s=10.0)
     request_id = kept.begin()

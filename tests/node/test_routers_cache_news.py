@@ -68,7 +68,7 @@ class Pair:
             found = len(self.cache.pool.lookup_run(0, request("x", prompt).block_hashes))
             levels = self.blocks.levels(PromptHashes(prompt, None).of(BLOCK))
             assert [blocks for blocks, _ in levels] == ([found] if found else [])
-        assert self.blocks.count == len(self.cache.pool._cached[0])
+        assert self.blocks.count == len(self.cache.pool.cached[0])
 
 
 @settings(max_examples=60, deadline=None)

@@ -186,12 +186,6 @@ def test_tokens_come_back_in_order_with_their_indices(node: Node) -> None:
     assert chunks[0].cached_tokens == 0
 
 
-def test_a_batch_names_the_node_and_its_epoch(node: Node) -> None:
-    node.submit()
-    batch = node.outgoing.batches.get(timeout=PATIENCE_S)
-    assert (batch.node_id, batch.epoch) == ("n0", 7)
-
-
 def test_a_request_that_moved_here_goes_on_where_it_was(node: Node) -> None:
     node.submit(prompt=5, output_token_ids=[105, 106], sampling=SamplingParams(max_tokens=4, temperature=0))
     chunks = node.outgoing.until_finished("r")
@@ -552,23 +546,6 @@ def test_what_the_model_is_not_for_is_refused(node: Node, vectors, fields, says:
     assert says in chunk.error.message
 
 
-def test_a_vectors_deadline_and_its_cancel(node: Node) -> None:
-    with_vectors(node)
-    for request_id in ("late", "gone"):
-        node.submit(
-            request_id,
-            prompt=90_000,
-            timeout_s=0.001 if request_id == "late" else 60.0,
-            pooling=VECTORS.pooling,
-        )
-    node.service.receive(Cancel(ROUTER, ["gone"]))
-    [chunk] = node.outgoing.until_finished("late")
-    assert chunk.error is not None
-    assert chunk.error.code == "deadline_exceeded"
-    node.service.receive(Ping(reply_to=ROUTER))
-    node.outgoing.status_where(lambda status: status.free_blocks == status.total_blocks)
-
-
 def test_a_pin_ends_while_the_node_sleeps() -> None:
     """The loop wakes for the pin's end even if no request comes."""
     with Node(
@@ -695,13 +672,6 @@ def test_an_adapter_that_is_unloaded_stays_for_the_requests_that_use_it_alone() 
         assert node.outgoing.until_finished("t")[-1].error.code == "adapter_missing"
 
 
-def test_a_node_without_adapters_refuses_them(node: Node) -> None:
-    node.submit(lora=identity_of("sql", "d" * 64))
-    (chunk,) = node.outgoing.until_finished("r")
-    assert chunk.error is not None
-    assert chunk.error.code == "adapter_missing"
-
-
 RUN = MediaFeature("m/0", 2, 1)
 
 
@@ -806,17 +776,5 @@ def test_rows_are_judged_in_the_type_that_the_model_computes_in(
         error = node.outgoing.until_finished("r")[-1].error
         assert (error is None) == fits
         assert error is None or f"infinite in {computes_in}" in error.message
-    finally:
-        node.service.stop()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_node_takes_rows_that_fit(dtype: str) -> None:
-    node = Node(DecodeRules(Role.DECODE))
-    node.runner.info = msgspec.structs.replace(node.runner.info, embed_size=2)
-    embeds = rows_with(-65000.0, dtype)
-    try:
-        node.submit(prompt_token_ids=[0] * 18, media=embeds.features(), embeds=embeds)
-        assert node.outgoing.until_finished("r")[-1].error is None
     finally:
         node.service.stop()

@@ -123,7 +123,7 @@ def test_the_node_learns_the_tool_from_the_routers_word(
     router, node, turn = cluster
     engine = node.service._engine
     assert isinstance(engine, Engine)
-    pins = engine.scheduler._state.pins
+    pins = engine.scheduler.state.pins
     assert pins is not None
     pins.times.took(["weather"], 10 * PIN_S)  # type: ignore[attr-defined]  # as one learns it
     turn("what is it like outside, and should I take an umbrella with me?", "j")

@@ -52,7 +52,7 @@ def one_step(scheduler: Scheduler) -> None:
 
 
 def all_of(scheduler: Scheduler) -> object:
-    state = scheduler._state
+    state = scheduler.state
     cache, pool = state.cache, state.cache.pool
     return (
         [

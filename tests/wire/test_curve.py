@@ -101,13 +101,6 @@ def test_a_process_hears_itself(inbox: Inbox[Any], outbox: Outbox, heard: Heard)
     assert heard.wait(1) == [Ping("own")]
 
 
-def test_a_member_is_heard(inbox: Inbox[Any], heard: Heard, call: Call) -> None:
-    keys = ProcessKeys()
-    admit([keys.public])
-    call(inbox.endpoint, keys).say("member")
-    assert heard.wait(1) == [Ping("member")]
-
-
 @pytest.mark.parametrize("has_keys", [False, True], ids=["without a key", "with a key that is not admitted"])
 def test_a_stranger_gets_nothing(
     impatient: None,

@@ -117,27 +117,6 @@ class World:
         heapq.heapify(self._under_way)
 
 
-def test_what_is_lost_in_the_middle_comes_again_with_the_next_message() -> None:
-    world = World()
-    world.token()
-    world.run(0.1)
-    world.token()
-    world.lose("router")
-    world.token()
-    world.run(0.05)
-    assert world.router.got == [1, 2, 3]
-    assert (world.router.lines.gaps, world.node.lines.resent) == (1, 2)
-
-
-@pytest.mark.parametrize("speaker", ["router", "node"])
-def test_what_is_lost_at_the_end_is_betrayed_by_the_next_heartbeat(speaker: str) -> None:
-    world = World()
-    (world.submit if speaker == "router" else world.token)()
-    world.lose("router", "node")
-    world.run(HEARTBEAT_S + 0.05, beats=True)
-    assert world.ends["node" if speaker == "router" else "router"].got == [1]
-
-
 def test_a_message_is_acknowledged_by_the_other_sides_next_heartbeat() -> None:
     world = World()
     sent = world.router.lines.send("node", Cancel("router", ["1"]))
@@ -178,43 +157,6 @@ def test_what_the_buffer_no_longer_has_begins_a_new_line_and_both_sides_know() -
     world.token()
     world.run(0.1)
     assert world.router.got == [1, 7]
-
-
-def test_a_sender_that_begins_anew_is_not_heard_with_what_it_said_before() -> None:
-    world = World()
-    world.submit()
-    world.router.lines.begin_anew("node")
-    world.submit()
-    world.run(0.5, beats=True)
-    assert world.node.got in ([1, 2], [2])
-    before = world.node.lines.received("router")
-    world.fate = lambda: [1.0]
-    world.submit()  # slow
-    world.router.lines.begin_anew("node")
-    world.fate = lambda: [0.001]
-    world.submit()
-    world.run(2.0, beats=True)
-    assert world.node.got[-1] == 4
-    assert 3 not in world.node.got
-    assert world.node.lines.received("router") > before
-
-
-def test_a_node_that_forgot_a_router_begins_a_new_line_and_the_router_too() -> None:
-    world = World()
-    world.submit()
-    world.token()
-    world.run(0.5, beats=True)
-    world.node.lines.forget("router")
-    with pytest.raises(NodeLost, match="has not been heard"):
-        world.node.lines.send("router", a_status())
-    begun = len(world.router.begun)
-    world.run(2.0, beats=True)
-    world.submit()
-    world.token()
-    world.run(0.5, beats=True)
-    assert world.node.got == [1, 2]
-    assert world.router.got == [1, 2]
-    assert len(world.router.begun) > begun
 
 
 def test_letters_of_other_incarnations_are_dropped_and_counted() -> None:

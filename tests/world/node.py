@@ -199,7 +199,7 @@ class WorldNode:
             process,
             disk,
             rng,
-            lambda blocks: self.scheduler._state.cache.pool.num_free_among(blocks),
+            lambda blocks: self.scheduler.state.cache.pool.num_free_among(blocks),
             fabric.on_broken,
             lambda context: WorldExchange(
                 context, network, fabric, process, self.tiers.await_no_copy, sharing.stall_s
@@ -306,7 +306,7 @@ class WorldNode:
     @property
     def generation(self) -> int:
         """Of its cache."""
-        return self.scheduler._state.totals.cache_generation
+        return self.scheduler.state.totals.cache_generation
 
     @property
     def is_quiet(self) -> bool:

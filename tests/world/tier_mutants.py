@@ -100,7 +100,7 @@ def _distrusted_is_cached(right: Any) -> Any:
 
 def _found_while_written(right: Any) -> Any:
     return lambda self, keys: sum(
-        1 for _ in itertools.takewhile(lambda key: self._policy.get(key) is not None, keys)
+        1 for _ in itertools.takewhile(lambda key: self.policy.get(key) is not None, keys)
     )
 
 
@@ -108,16 +108,16 @@ def _loaded_while_written(right: Any) -> Any:
     """What goes with `_found_while_written`."""
 
     def prepare(self: SlotManager, keys: Any) -> list[int]:
-        slots: list[int] = [self._policy.get(key) for key in keys]
+        slots: list[int] = [self.policy.get(key) for key in keys]
         for slot in slots:
-            self._busy[slot] += self._busy[slot] >= 0
+            self.busy[slot] += self.busy[slot] >= 0
         return slots
 
     return prepare
 
 
 def _let_go_while_written(right: Any) -> Any:
-    return lambda self, slots: right(self, [slot for slot in slots if self._busy[slot] > 0])
+    return lambda self, slots: right(self, [slot for slot in slots if self.busy[slot] > 0])
 
 
 def _torn_chunk_read(right: Any) -> Any:
@@ -145,8 +145,8 @@ def _freed_under(kind: type) -> Callable[[Any], Any]:
     def make(right: Any) -> Any:
         def request_finished(self: TierScheduler, request: Any, block_ids: Any) -> bool:
             kept = bool(right(self, request, block_ids))
-            entry = self._entries.get(request.request_id)
-            jobs = [self._jobs[job] for job in entry.jobs] if entry is not None else []
+            entry = self.entries.get(request.request_id)
+            jobs = [self.jobs[job] for job in entry.jobs] if entry is not None else []
             return kept and not any(isinstance(job, kind) for job in jobs)
 
         return request_finished
@@ -187,7 +187,7 @@ def _ended_store_not_booked(right: Any) -> Any:
 def _load_not_void_after_reset(right: Any) -> Any:
     def reset(self: TierScheduler) -> None:
         right(self)
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             if isinstance(job, _Load):
                 job.void = False
 
@@ -234,7 +234,7 @@ def _copied_bytes_not_compared(right: Any) -> Any:
 
 def _old_generation_copied(right: Any) -> Any:
     def end_reading(self: TierSharing, ended: Any) -> None:
-        self._fetches[ended.number].generation = 1 << 60
+        self.fetches[ended.number].generation = 1 << 60
         right(self, ended)
 
     return end_reading

@@ -114,7 +114,7 @@ class WrongKV:
             return
         of_prompt = self._cached_of_a_prompt(node)
         places = [tier.spec.places() for tier in node.tiers.tiers if isinstance(tier.spec, CpuTier)]
-        cached = sorted(node.scheduler._state.cache.pool.hashes)
+        cached = sorted(node.scheduler.state.cache.pool.hashes)
         value = rng.getrandbits(64)
         if places and rng.random() < 0.4:
             cells = places[0].numpy().view(np.uint64).reshape(len(places[0]), LAYERS, 2, -1)

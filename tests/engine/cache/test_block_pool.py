@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from array import array
 
 import pytest
 
@@ -25,19 +24,8 @@ def test_the_null_block_is_nobodys_and_never_free():
     with pytest.raises(InternalError):
         pool.cache(0, 0, b"hash")
     pool.check_integrity([])
-
-
-def test_a_pool_needs_a_block_to_give():
-    with pytest.raises(InternalError):
+    with pytest.raises(InternalError, match="one more"):
         BlockPool(1)
-
-
-def test_blocks_that_are_given_back_go_in_the_order_they_come():
-    pool = BlockPool(6)
-    blocks = pool.take(3)
-    assert blocks == [1, 2, 3]
-    pool.release(reversed(blocks))
-    assert free(pool) == [4, 5, 3, 2, 1]
 
 
 def test_a_shared_block_is_free_when_the_last_has_left():
@@ -139,11 +127,13 @@ def test_everything_is_forgotten_and_what_is_used_stays_its_owners():
 
 def test_the_garbage_collector_has_nothing_to_walk_in_a_pool():
     """Or each of its passes would take as long as the pool is large, in the middle of a step."""
-    pool = BlockPool(100)
-    for block in pool.take(50):
-        pool.cache(0, block, bytes([block]))
-    columns = [pool.ref_counts, pool.hashes, pool._cached[0], pool.free_queue._next, pool.free_queue._prev]
-    assert all(isinstance(column, array) or not gc.is_tracked(column) for column in columns)
+    pool = BlockPool(1000)
+    for block in pool.take(500):
+        pool.cache(0, block, block.to_bytes(2, "big"))
+    found: list[object] = [pool]
+    for each in found:  # all that it would walk to, but for code
+        found += [other for other in gc.get_referents(each) if gc.is_tracked(other) and not callable(other)]
+        assert len(found) < 100
 
 
 def test_how_long_blocks_stay_is_timed():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,14 +37,14 @@ class Follower:
                 case AllBlocksCleared():
                     for there in self.cached:
                         there.clear()
-        assert self.cached == [set(each) for each in cache.pool._cached]
+        assert self.cached == [set(each) for each in cache.pool.cached]
 
     def _check_hashes(self, event: BlockStored) -> None:
         """From the parent and the tokens the hashes follow, where nothing else is in them."""
         assert len(event.token_ids) == len(event.block_hashes) * event.block_size
         if event.extra_keys is None:
             parent = event.parent_block_hash or HASHER.root
-            assert HASHER._hash_blocks(parent, event.token_ids, None) == event.block_hashes
+            assert HASHER.hash_blocks(parent, event.token_ids, None) == event.block_hashes
 
 
 def followed(*groups: KVCacheGroup, num_blocks: int) -> tuple[KVCacheManager, Follower]:
@@ -90,35 +89,3 @@ def test_one_event_for_the_blocks_of_a_chunk_with_what_made_their_hashes() -> No
     (stored,) = cache.pool.events.take()
     assert isinstance(stored, BlockStored)
     assert stored.parent_block_hash == each.block_hashes[1]
-
-
-def test_a_second_copy_is_not_told_and_neither_is_its_end() -> None:
-    cache, _ = followed(FULL, num_blocks=50)
-    events = cache.pool.events
-    assert events is not None
-    first, second = request("a", range(8)), request("b", range(8))
-    for each in (first, second):  # at the same time: neither finds the other's
-        cache.allocate_slots(each, 8, hits=[[]], num_hit_tokens=0)
-        each.num_computed_tokens = 8
-    assert len(events.take()) == 1
-    cache.coordinator.forget_after("a", 0)
-    assert events.take() == ()
-    cache.coordinator.forget_after("b", 0)
-    (removed,) = events.take()
-    assert isinstance(removed, BlockRemoved)
-    assert set(removed.block_hashes) == set(first.block_hashes[:2])
-
-
-def test_without_a_listener_nothing_is_kept() -> None:
-    cache = manager(FULL)
-    admit(cache, request("a", range(20)))
-    assert cache.pool.events is None
-
-
-@pytest.mark.parametrize("salt", [None, "x"])
-def test_what_was_taken_is_not_told_again(salt: str | None) -> None:
-    cache, follower = followed(FULL, num_blocks=50)
-    admit(cache, request("a", range(20), cache_salt=salt))
-    follower.follow(cache)
-    assert cache.pool.events is not None
-    assert cache.pool.events.take() == ()

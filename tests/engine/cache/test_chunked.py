@@ -39,26 +39,6 @@ def test_a_block_that_two_chunks_share_is_kept_for_the_second():
     check(cache, a)
 
 
-def test_at_a_chunk_s_edge_a_prefix_is_a_hit_whatever_is_cached():
-    cache = manager(chunked(8))
-    a = request("a", range(8))
-    admit(cache, a)
-    for block in table(cache, "a"):
-        cache.pool.uncache(block)
-    assert cache.find_prefix(request("b", [*range(8), 99])) == ([[0, 0]], 8)
-
-
-def test_a_gap_in_the_last_chunk_ends_the_hit_before_it():
-    cache = manager(chunked(16))
-    a = request("a", range(28))
-    admit(cache, a)
-    cache.pool.uncache(table(cache, "a")[6])
-    hits, num_hit = cache.find_prefix(request("b", [*range(28), 99]))
-    assert num_hit == 24
-    assert hits[0][:4] == [0, 0, 0, 0]
-    assert all(hits[0][4:])
-
-
 @given(
     length=st.integers(2, 20),
     prompt=st.integers(1, 40),

@@ -29,14 +29,6 @@ def test_there_is_one_coordinator_for_each_need():
     assert kind(FULL, sliding(4)) is HybridCoordinator
 
 
-def test_a_full_prefix_is_found_from_the_left_to_the_first_miss():
-    cache = manager()
-    a = request("a", range(16))
-    admit(cache, a)
-    cache.pool.uncache(cache.block_ids("a")[0][2])
-    assert cache.find_prefix(request("b", range(16))) == ([[1, 2]], 8)
-
-
 def test_groups_share_one_pool_and_have_their_own_blocks():
     cache = manager(FULL, sliding(6))
     a = request("a", range(10))
@@ -45,42 +37,6 @@ def test_groups_share_one_pool_and_have_their_own_blocks():
     check(cache, a)
     cache.free(a)
     check(cache)
-
-
-def test_a_prefix_is_as_long_as_all_groups_have_it():
-    cache = manager(FULL, sliding(6))
-    a = request("a", range(17))
-    admit(cache, a)
-    full, window = cache.block_ids("a")
-    cache.pool.uncache(full[3])
-    # The full group has three blocks; the window needs the two before their end, which it has.
-    assert cache.find_prefix(request("b", range(17))) == ([full[:3], [0, *window[1:3]]], 12)
-
-
-def test_a_shorter_answer_goes_round_until_all_agree():
-    cache = manager(FULL, sliding(6), sliding(10))
-    a = request("a", range(25))
-    admit(cache, a)
-    full, narrow, wide = cache.block_ids("a")
-    # The narrow window misses block 5, so its run ends at 5 blocks; for that length the wide one needs 2, 3, 4
-    # and misses 4, so it has 1, 2, 3; and the narrow one has 2 and 3 of these.
-    cache.pool.uncache(narrow[5])
-    cache.pool.uncache(wide[4])
-    hits, num_hit = cache.find_prefix(request("b", range(25)))
-    assert num_hit == 16
-    assert hits == [full[:4], [0, 0, *narrow[2:4]], [0, *wide[1:4]]]
-    b = request("b", range(25))
-    assert admit(cache, b) == 16
-    check(cache, a, b)
-
-
-def test_nobody_agrees_on_nothing():
-    cache = manager(FULL, sliding(6))
-    a = request("a", range(9))
-    admit(cache, a)
-    for block in cache.block_ids("a")[1]:
-        cache.pool.uncache(block)
-    assert cache.find_prefix(request("b", range(9))) == ([[], []], 0)
 
 
 def test_blocks_of_several_sizes_agree_on_lengths_that_all_can_have():
@@ -113,27 +69,51 @@ def test_allocation_is_all_or_nothing_over_all_groups():
     check(cache, other, b)
 
 
+CHUNKS = KVCacheGroup(AttentionKind.CHUNKED, 4, (1,), 16)
+KINDS = [
+    (FULL,),
+    (sliding(6),),
+    (sliding(20),),
+    (CHUNKS,),
+    (FULL, CHUNKS),
+    (FULL, sliding(6)),
+    (FULL, sliding(6), sliding(10)),
+]
+
+
 @given(
+    groups=st.sampled_from(KINDS),
     missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=10),
     length=st.integers(1, 25),
 )
-def test_what_is_found_is_the_longest_that_every_group_could_use(missing, length):
-    """Against the definition: each length in turn, asked of each group on its own."""
-    windows = [None, 6, 10]
-    cache = manager(FULL, sliding(6), sliding(10))
+def test_what_is_found_is_the_longest_that_every_group_could_use(groups, missing, length):
+    """Against the definition: each length in turn, asked of each group on its own. Each gets its own blocks from the first that is read
+    on, and the null block before."""
+    cache = manager(*groups)
     a = request("a", range(25))
-    admit(cache, a)
+    cache.allocate_slots(a, 24, hits=[[] for _ in groups])
+    a.num_computed_tokens = 24
     tables = cache.block_ids("a")
     for group, i in missing:
-        cache.pool.uncache(tables[group][i])
+        if group < len(groups):
+            cache.pool.uncache(tables[group][i])
+
+    def first_read(group: KVCacheGroup, num_blocks: int) -> int:
+        return max(int(group.first_read(num_blocks * 4)), 0) // 4
 
     def usable(num_blocks: int) -> bool:
-        for table, window in zip(tables, windows, strict=True):
-            first = 0 if window is None else max(num_blocks * 4 - window + 1, 0) // 4
-            if any(block not in cache.pool.hashes for block in table[first:num_blocks]):
-                return False
-        return True
+        return all(
+            block in cache.pool.hashes
+            for group, table in zip(groups, tables, strict=True)
+            for block in table[first_read(group, num_blocks) : num_blocks]
+        )
 
     longest = max(n for n in range((length - 1) // 4 + 1) if usable(n))
-    _, num_hit = cache.find_prefix(request("b", range(length)))
+    b = request("b", range(length))
+    hits, num_hit = cache.find_prefix(b)
     assert num_hit == longest * 4
+    for group, table, found in zip(groups, tables, hits, strict=True):
+        first = first_read(group, longest)
+        assert found == [0] * first + table[first:longest]
+    assert admit(cache, b) == num_hit
+    check(cache, a, b)

@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tandem.base.errors import InternalError
 from tandem.engine.cache.pool import FreeBlockQueue
-
-
-def test_blocks_leave_in_the_order_of_their_numbers_at_first():
-    queue = FreeBlockQueue(5)
-    assert queue.pop_front(2) == [0, 1]
-    assert list(queue) == [2, 3, 4]
-    assert queue.num_free == 3
-
-
-def test_freed_blocks_leave_last():
-    queue = FreeBlockQueue(4)
-    queue.pop_front(3)
-    queue.append([2, 0])
-    assert queue.pop_front(3) == [3, 2, 0]
-
-
-def test_a_block_leaves_from_the_middle_the_front_and_the_end():
-    queue = FreeBlockQueue(5)
-    for block in (2, 0, 4):
-        queue.remove(block)
-        queue.check_integrity()
-    assert list(queue) == [1, 3]
-
-
-def test_a_queue_can_run_empty_and_fill_again():
-    queue = FreeBlockQueue(3)
-    assert queue.pop_front(3) == [0, 1, 2]
-    assert list(queue) == []
-    queue.check_integrity()
-    queue.append([1])
-    queue.check_integrity()
-    assert queue.pop_front(1) == [1]
 
 
 def test_nothing_is_popped_when_there_is_too_little():
@@ -57,13 +25,6 @@ def test_only_what_is_in_the_queue_can_be_removed():
     assert block not in queue
     with pytest.raises(InternalError):
         queue.remove(block)
-
-
-@given(st.integers(0, 50))
-def test_a_queue_of_any_size_is_whole(size):
-    queue = FreeBlockQueue(size)
-    queue.check_integrity()
-    assert list(queue) == list(range(size))
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -53,46 +53,6 @@ def test_the_horizon_stops_at_the_next_block_to_give_up():
     assert sum(block != 0 for block in table(cache, "a")) <= 3
 
 
-def test_a_hit_needs_a_run_that_covers_the_window_and_nothing_before_it():
-    cache = manager(sliding(6))  # five tokens before the one that reads: two blocks
-    a = request("a", range(17))
-    admit(cache, a)
-    cache.pool.uncache(table(cache, "a")[0])
-    hits, num_hit = cache.find_prefix(request("b", [*range(16), 99]))
-    assert (hits, num_hit) == ([[0, 0, 3, 4]], 16)
-    b = request("b", [*range(16), 99])
-    assert admit(cache, b) == 16
-    assert table(cache, "b") == [0, 0, 3, 4, 6]
-    check(cache, a, b)
-
-
-def test_the_longest_run_counts_and_a_gap_in_the_window_does_not():
-    cache = manager(sliding(6))
-    a = request("a", range(25))
-    admit(cache, a)
-    cache.pool.uncache(table(cache, "a")[4])
-    hits, num_hit = cache.find_prefix(request("b", range(25)))
-    assert (hits, num_hit) == ([[0, 0, 3, 4]], 16)
-
-
-def test_a_run_from_the_very_beginning_may_be_shorter_than_the_window():
-    cache = manager(sliding(20))
-    a = request("a", range(25))
-    admit(cache, a)
-    cache.pool.uncache(table(cache, "a")[2])
-    hits, num_hit = cache.find_prefix(request("b", range(25)))
-    assert (hits, num_hit) == ([[1, 2]], 8)
-
-
-def test_no_run_is_no_hit():
-    cache = manager(sliding(9))
-    a = request("a", range(13))
-    admit(cache, a)
-    for i in (0, 2):
-        cache.pool.uncache(table(cache, "a")[i])
-    assert cache.find_prefix(request("b", range(13))) == ([[]], 0)
-
-
 def test_what_a_window_skips_of_a_load_needs_no_blocks():
     cache = manager(sliding(6), num_blocks=8)
     a = request("a", range(20))

@@ -126,7 +126,7 @@ def test_a_step_is_started_on_the_models_device(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch_runner, "on", recorded)
     runner = load(tiny.save("llama", tmp_path), native=False)
     forward, seen = runner.forward, []
-    runner._forward = lambda batch, hooks: seen.append(list(current)) or forward(batch, hooks)
+    runner.forward = lambda batch, hooks: seen.append(list(current)) or forward(batch, hooks)
     greedy(runner, 2)
     assert seen == [[torch.device("cpu")]] * 2
 

@@ -64,7 +64,7 @@ def graphed(runner: TorchRunner, recorder: Record = record) -> DecodeGraphs:
         max_tokens=5,
         device=torch.device("cpu"),
     )
-    runner._forward = graphs
+    runner.forward = graphs
     return graphs
 
 

@@ -16,7 +16,7 @@ from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.cuda.flashinfer import FlashInferAttention
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.cpu import CpuPieces, cpu_pieces
-from tandem.engine.model.fused.find import Fused, SharedProduct, _Seen, fuse
+from tandem.engine.model.fused.find import SharedProduct, _Seen, fuse
 from tandem.engine.model.pieces import Activation, Matrix, activate, rms_norm
 from tandem.engine.model.sums import PutOffSum, Summand, take_sum
 from tests.engine.model import fake_flashinfer, tiny
@@ -185,7 +185,6 @@ def test_a_shared_product_is_computed_once_for_one_tensor() -> None:
     one, other = torch.ones(1, 2), torch.full((1, 2), 5.0)
     assert [float(part(one)[0, 0]) for part in parts] == [1, 2, 3]
     assert len(computed) == 1
-    assert shared._given is None  # nothing is kept
     assert float(parts[0](one)[0, 0]) == 1
     assert [float(part(other)[0, 0]) for part in parts] == [5, 10, 15]
     assert len(computed) == 3
@@ -329,8 +328,3 @@ def test_a_layer_is_few_launches(architecture: str, most: int, outside: int, tmp
     assert counted["fused"].total() <= layers * most + outside, counted["fused"]
     assert counted["plain"].total() > layers * 30
     assert counted["fused"]["rotate_and_write"] == layers
-
-
-def test_what_was_found_is_said() -> None:
-    assert str(Fused(gated=2, norms=5)) == "2 gated activations, 5 norms"
-    assert str(Fused()) == "nothing"

@@ -134,7 +134,7 @@ def test_phi3s_long_and_short_factors_and_its_window(tmp_path: Path) -> None:
     short, long = [1.0, 1.5, 2.0, 2.5], [4.0, 5.0, 6.0, 7.0]
     path = save(
         transformers.Phi3Config(
-            **tiny._COMMON | {"max_position_embeddings": 256},
+            **tiny.COMMON | {"max_position_embeddings": 256},
             sliding_window=tiny.WINDOW,
             original_max_position_embeddings=128,
             rope_parameters={
@@ -167,7 +167,7 @@ def test_phi3s_long_and_short_factors_and_its_window(tmp_path: Path) -> None:
 def test_a_part_of_each_head_is_turned_if_the_file_says_so(tmp_path: Path) -> None:
     path = save(
         transformers.Phi3Config(
-            **tiny._COMMON | {"hidden_size": 64},
+            **tiny.COMMON | {"hidden_size": 64},
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         ),
         tmp_path,
@@ -177,14 +177,14 @@ def test_a_part_of_each_head_is_turned_if_the_file_says_so(tmp_path: Path) -> No
 
 
 def test_the_base_of_the_rotary_embedding_is_the_files(tmp_path: Path) -> None:
-    path = save(transformers.Starcoder2Config(**tiny._COMMON, rope_theta=1e6), tmp_path)
+    path = save(transformers.Starcoder2Config(**tiny.COMMON, rope_theta=1e6), tmp_path)
     write_gguf(path, tmp_path / "coder.gguf", "starcoder2")
     assert_is_the_model(tmp_path / "coder.gguf", path)
 
 
 def test_gemma2_scales_its_attention_by_its_heads(tmp_path: Path) -> None:
     config = transformers.Gemma2Config(
-        **tiny._COMMON, head_dim=16, sliding_window=tiny.WINDOW, query_pre_attn_scalar=16
+        **tiny.COMMON, head_dim=16, sliding_window=tiny.WINDOW, query_pre_attn_scalar=16
     )
     path = save(config, tmp_path)
     write_gguf(path, tmp_path / "gemma.gguf", "gemma2", {"attention.sliding_window": tiny.WINDOW})
@@ -200,7 +200,7 @@ def test_gemma3_stretches_layers_that_see_everything(tmp_path: Path) -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
     config = transformers.Gemma3TextConfig(
-        **tiny._COMMON | {"num_hidden_layers": 6},
+        **tiny.COMMON | {"num_hidden_layers": 6},
         head_dim=8,
         sliding_window=tiny.WINDOW,
         query_pre_attn_scalar=8,

@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, drafts: int = 0) -> tuple[TorchRunner, Spoiling]:
     runner = driver.load(path, memory_bytes=1 << 20, num_speculative_tokens=drafts)
     spoiling = Spoiling(runner)
-    runner._forward = spoiling
+    runner.forward = spoiling
     return runner, spoiling
 
 

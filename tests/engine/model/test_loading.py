@@ -308,7 +308,7 @@ def test_a_configuration_that_names_no_end_is_no_reason_to_fail() -> None:
 @pytest.mark.parametrize("window", [tiny.WINDOW, None])
 def test_a_window_that_only_the_mask_tells_is_seen(tmp_path: Path, window: int | None) -> None:
     """Phimoe's layers do not pass their window to their attention, and the window is wider than the prompts that are tried."""
-    config = transformers.PhimoeConfig(**tiny._COMMON, num_local_experts=2, sliding_window=window)
+    config = transformers.PhimoeConfig(**tiny.COMMON, num_local_experts=2, sliding_window=window)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "phimoe")
     (expected,) = tiny.reference(tmp_path / "phimoe", [PROMPT], 8)

@@ -119,26 +119,17 @@ def test_rows_without_an_adapter_are_the_models_own_to_the_bit(llama: Case, dtyp
         if adapters:
             driver.add("beside", llama.prompts[2], lora=identities(runner)["all"])
         seen: list[torch.Tensor] = []
-        forward = runner._forward
+        forward = runner.forward
 
         def noting(batch: Any, hooks: Any, forward: Any = forward, seen: Any = seen) -> torch.Tensor:
             logits: torch.Tensor = forward(batch, hooks)
             seen.append(logits.clone())
             return logits
 
-        runner._forward = noting  # type: ignore[assignment]
+        runner.forward = noting  # type: ignore[assignment]
         driver.step({"own": LENGTHS[1], **({"beside": LENGTHS[2]} if adapters else {})})
         scores.append(seen[0])
     assert torch.equal(scores[0][0], scores[1][0])
-
-
-def test_each_alone_says_what_the_merged_model_says(llama: Case) -> None:
-    driver = Driver(llama.runner)
-    for name, identity in identities(llama.runner).items():
-        for index, prompt in enumerate(llama.prompts):
-            driver.add("one", prompt, lora=identity)
-            assert driver.generate(NUM_TOKENS)["one"] == llama.answers[name][index]
-            driver.finish("one")
 
 
 @pytest.mark.parametrize("seed", [0, *more([1])])
@@ -147,38 +138,6 @@ def test_the_base_and_three_adapters_in_one_batch_of_random_chunks(llama: Case, 
     expected = add_all(driver, llama)
     assert driver.generate(NUM_TOKENS, max_chunk=7) == expected
     finish_all(driver)
-
-
-def test_a_preempted_request_comes_back_with_its_adapter(llama: Case) -> None:
-    driver = Driver(llama.runner)
-    expected = add_all(driver, llama)
-    driver.generate(3, max_chunk=9)
-    for req_id in list(expected)[1::2]:
-        driver.preempt(req_id)
-    assert driver.generate(NUM_TOKENS, max_chunk=9) == expected
-    finish_all(driver)
-
-
-def test_blocks_of_one_request_serve_another_with_the_same_adapter(llama: Case) -> None:
-    driver = Driver(llama.runner)
-    lora = identities(llama.runner)["all"]
-    driver.add("first", llama.prompts[2], lora=lora)
-    driver.generate(NUM_TOKENS)
-    driver.add("second", llama.prompts[2], lora=lora, prefix_of="first", shared_tokens=24)
-    assert driver.generate(NUM_TOKENS)["second"] == llama.answers["all"][2]
-    finish_all(driver)
-
-
-def test_another_node_goes_on_with_its_kv(llama: Case) -> None:
-    other = load(llama.path, {name: str(folder) for name, folder in llama.folders.items()})
-    assert identities(other) == identities(llama.runner)
-    prefill, decode = Driver(llama.runner), Driver(other)
-    expected = add_all(prefill, llama)
-    prefill.generate(1)
-    for req_id in expected:
-        decode.adopt(req_id, prefill)
-    assert decode.generate(NUM_TOKENS) == expected
-    finish_all(prefill)
 
 
 def test_more_adapters_than_slots_take_turns(llama: Case) -> None:

@@ -9,16 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engine.config import AsyncScheduling, CacheConfig, SchedulerConfig
 from tandem.engine.core import Engine
-from tandem.engine.model.batching import StepOnDevice
 from tandem.engine.model.cuda.pieces import DevicePieces
-from tandem.engine.model.fused.recorded_steps import RecordedSteps
-from tandem.engine.model.fused.tape import LOOKS
-from tandem.engine.model.runner import Batch, LayerHooks
+from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.scheduling.output import SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -187,16 +182,6 @@ def test_the_tokens_are_those_of_steps_one_after_the_other(runner: TorchRunner, 
         assert stats.requests_finished.keys() == {"stop", "length"}
 
 
-@pytest.mark.parametrize("seed", [2, *more([3])])
-def test_requests_that_need_their_last_token_get_it(runner: TorchRunner, seed: int) -> None:
-    """Penalties, bad words and log-probabilities of prompts, beside others."""
-    arrivals = draw_life(seed, ALL, count=14, aborts=0.0)
-    expected, _ = live(runner, arrivals, ahead=False)
-    found, ahead = live(runner, arrivals, ahead=True)
-    assert_same(expected, found, arrivals)
-    assert ahead.runner.num_ahead > 0  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("seed", [4, *more([5])])
 def test_a_storm_of_aborts_changes_nobody_elses_answer(runner: TorchRunner, seed: int) -> None:
     arrivals = draw_life(seed, ALL, count=30, aborts=0.6)
@@ -217,7 +202,7 @@ def plain_engine(runner: TorchRunner, *, ahead: bool = True) -> Engine:
 
 def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(llama: TorchRunner) -> None:
     spoiling = Spoiling(llama)
-    llama._forward = spoiling
+    llama.forward = spoiling
     spoiling.context, spoiling.where, spoiling.value = 6, slice(None), float("nan")
     try:
         engine = plain_engine(llama)
@@ -233,66 +218,8 @@ def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(
         assert (len(told["bad"].tokens), told["bad"].finish) == (2, FinishReason.ERROR)
         assert (len(told["good"].tokens), told["good"].finish) == (8, FinishReason.LENGTH)
     finally:
-        llama._forward = spoiling._forward
+        llama.forward = spoiling._forward
         llama.forget_requests()
-
-
-def test_starting_a_step_reads_no_token_of_the_one_before(llama: TorchRunner) -> None:
-    """The host's copy of a token that is not read yet is made a token that the model does not have."""
-    engine = plain_engine(llama)
-    engine.add_request(made_request("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=6)))
-    forward, seen = llama.forward, []
-
-    def looking(batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
-        seen.append(batch.token_ids.tolist())
-        return forward(batch, hooks)
-
-    llama._forward = looking
-    tokens: list[int] = []
-    try:
-        while engine.scheduler.has_work():
-            if "r" in llama._requests:
-                row = llama._requests.row("r")
-                llama._requests.tokens[row, llama._requests.num_tokens[row] :] = 10**6
-            for update in engine.step().updates:
-                tokens += update.token_ids
-    finally:
-        llama._forward = forward
-        llama.forget_requests()
-    assert len(tokens) == 6
-    assert seen == [[5, 6, 7], *([token] for token in tokens[:-1])]
-
-
-class Blind(TorchDispatchMode):
-    """What would make the host wait for a device is an error. (Of a CPU's tensors this sees no `tolist`.)"""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.__name__.split(".")[0] not in LOOKS, f"{func} waits for a result"
-        return func(*args, **(kwargs or {}))
-
-
-def test_starting_a_step_looks_at_no_result(llama: TorchRunner) -> None:
-    engine = plain_engine(llama)
-    start, forward = llama.start, llama.forward
-    # What a CPU's recordings are compared with is looked at; a device's are not made so.
-    llama._forward = forward._forward if isinstance(forward, RecordedSteps) else forward
-
-    def blind(step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
-        with Blind():
-            return start(step, hooks)
-
-    llama.start = blind  # type: ignore[method-assign]
-    try:
-        for index, sampling in enumerate((KINDS[0], SamplingParams(seed=11, logprobs=2), KINDS[4])):
-            sampling = msgspec.structs.replace(sampling, max_tokens=5)
-            engine.add_request(made_request(f"r{index}", [5, 6, 7, index], sampling))
-        while engine.scheduler.has_work():
-            engine.step()
-    finally:
-        llama.start = start  # type: ignore[method-assign]
-        llama._forward = forward
-        llama.forget_requests()
-    assert engine.scheduler.stats().output_tokens == 15
 
 
 def test_a_step_under_way_is_finished_before_the_engine_ends(llama: TorchRunner) -> None:

@@ -41,6 +41,19 @@ def until(cache: torch.Tensor, made: int) -> None:
         time.sleep(0.002)
 
 
+def maker_of(cache: torch.Tensor) -> tuple[PageMaker, threading.Thread]:
+    """With its thread."""
+    before = set(threading.enumerate())
+    maker = PageMaker(cache)
+    [thread] = set(threading.enumerate()) - before
+    return maker, thread
+
+
+def has_ended(thread: threading.Thread) -> bool:
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
 @pytest.fixture(autouse=True)
 def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefault, "WINDOW_BYTES", 4 * BLOCK)
@@ -50,7 +63,7 @@ def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_window_is_made_and_grows_with_what_is_used() -> None:
     cache, _ = cache_of(40)
     assert resident(cache) == 0
-    maker = PageMaker(cache)
+    maker, thread = maker_of(cache)
     until(cache, 4 * BLOCK)
     assert resident(cache) <= 6 * BLOCK, "no more than a window, and what the kernel rounds to"
     assert maker.reached(9)
@@ -58,8 +71,7 @@ def test_a_window_is_made_and_grows_with_what_is_used() -> None:
     assert maker.reached(3)
     assert not maker.reached(39), "the rest is wanted: nothing more need be said"
     until(cache, 40 * BLOCK)
-    maker._thread.join(PATIENCE_S)
-    assert not maker._thread.is_alive()
+    assert has_ended(thread)
     assert resident(cache) == 40 * BLOCK
     maker.stop()
     maker.stop()
@@ -68,23 +80,24 @@ def test_a_window_is_made_and_grows_with_what_is_used() -> None:
 def test_its_thread_is_as_important_as_others() -> None:
     """While it makes pages, threads that map memory wait for it. On a busy machine it would seldom run if it were less important."""
     cache, _ = cache_of(8)
-    maker = PageMaker(cache)
-    thread, this_one = maker._thread.native_id, threading.get_native_id()
-    assert thread is not None
+    maker, thread = maker_of(cache)
     until(cache, 4 * BLOCK)
-    assert os.getpriority(os.PRIO_PROCESS, thread) == os.getpriority(os.PRIO_PROCESS, this_one)
+    assert thread.native_id is not None
+    of_thread, of_this = (
+        os.getpriority(os.PRIO_PROCESS, number) for number in (thread.native_id, threading.get_native_id())
+    )
+    assert of_thread == of_this
     maker.stop()
 
 
 def test_what_is_written_meanwhile_stays() -> None:
     cache, _ = cache_of(16)
     cache[2] = 7
-    maker = PageMaker(cache)
+    maker, thread = maker_of(cache)
     for block in range(16):
         cache[block, ::4096] = block + 1
         maker.reached(block)
-    maker._thread.join(PATIENCE_S)  # it has made them all
-    assert not maker._thread.is_alive()
+    assert has_ended(thread), "it has made them all"
     assert [int(cache[block, 4096]) for block in range(16)] == list(range(1, 17))
     assert int(cache[2, 1]) == 7
     assert int(cache[3, 1]) == 0
@@ -95,18 +108,15 @@ def test_a_kernel_that_cannot_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) 
     cache, _ = cache_of(8)
     before = threading.active_count()
     maker = PageMaker(cache)
-    maker._thread.join(PATIENCE_S)
-    assert not maker._thread.is_alive()
     maker.reached(7)
-    maker.stop()
+    maker.stop()  # which waits for its thread
     assert resident(cache) == 0
     assert threading.active_count() <= before
 
 
 def test_it_ends_with_its_cache() -> None:
     cache, _ = cache_of(8)
-    maker = PageMaker(cache)
+    _, thread = maker_of(cache)
     until(cache, 4 * BLOCK)
     del cache
-    maker._thread.join(PATIENCE_S)
-    assert not maker._thread.is_alive()
+    assert has_ended(thread)

@@ -39,7 +39,7 @@ def as_it_comes(runner: TorchRunner) -> TransformersForward:
     """The same model without recording, as the reference for each step."""
     steps = runner.forward
     assert isinstance(steps, RecordedSteps)
-    runner._forward = steps._forward
+    runner.forward = steps._forward
     return steps._forward
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_looks_at_its_results_runs_as_it_comes(how: str, tmp_path: 
 
     forward.compute = looking  # type: ignore[method-assign]
     steps = RecordedSteps(forward, forward.attention)  # type: ignore[arg-type]
-    runner._forward = steps
+    runner.forward = steps
     assert answers_of(runner, prompts) == expected
     assert steps.shapes == []
     assert steps.num_replays == 0
@@ -123,7 +123,7 @@ def test_a_value_that_is_frozen_unseen_is_found_before_it_counts(tmp_path: Path)
 
     forward.compute = counting  # type: ignore[method-assign]
     steps = RecordedSteps(forward, forward.attention)  # type: ignore[arg-type]
-    runner._forward = steps
+    runner.forward = steps
     driver = Driver(runner)
     driver.add("r", prompts_of("llama")[1])
     driver.step({"r": LENGTHS[1]})

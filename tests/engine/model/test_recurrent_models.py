@@ -33,6 +33,7 @@ NUM_TOKENS = 8
 LENGTHS = (1, 5, 23, 37, 2)
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24, max_model_len=64)
 CACHE = CacheConfig(block_size=4, memory_bytes=8 << 20)
+GUESSING = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, max_draft_loss=1.0)
 # One of each way to keep a state.
 QUICK = ("qwen3.5", "mamba", "granite-hybrid", "falcon-h1", "lfm2", "minimax", "zamba", "recurrent-gemma")
 REFUSED = ("zamba2",)
@@ -99,15 +100,19 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case) -> None:
     finish_all(decode)
 
 
-def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Case) -> None:
-    """The longest request has room, and few others beside it. Every block is accounted for after each step."""
-    info = case.runner.info
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Case, drafts: bool) -> None:
+    """The longest request has room, and few others beside it. Every block is accounted for after each step. With drafts there are
+    checkpoints, too."""
+    runner = load(case.path, GUESSING) if drafts else case.runner
+    info = runner.info
     state = info.groups[-1].blocks_per_request
-    blocks = 1 + 2 * state + (len(info.groups) - 1) * 17
-    case.runner.forget_requests()
-    scheduler = Scheduler(CONFIG, CACHE, info.groups, blocks, info.max_model_len)
-    engine = Engine(scheduler, case.runner, None)
-    case.runner.kv_cache[1:] = float("nan")
+    blocks = 1 + (4 if drafts else 2) * state + (len(info.groups) - 1) * (20 if drafts else 17)
+    runner.forget_requests()
+    cache = msgspec.structs.replace(CACHE, checkpoint_tokens=8) if drafts else CACHE
+    scheduler = Scheduler(GUESSING if drafts else CONFIG, cache, info.groups, blocks, info.max_model_len)
+    engine = Engine(scheduler, runner, None)
+    runner.kv_cache[1:] = float("nan")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     answers: dict[str, list[int]] = {}
     for round_ in range(3):
@@ -161,9 +166,6 @@ def test_a_prompt_begins_with_the_states_that_an_earlier_one_left(case: Case) ->
     assert stats.free_blocks == stats.total_blocks
 
 
-GUESSING = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, max_draft_loss=1.0)
-
-
 def test_drafts_change_no_token(case: Case) -> None:
     """In every step, some all right, some in part, some not at all; beside chunks of prompts and single tokens."""
     driver, numbers = Driver(load(case.path, GUESSING), 5), random.Random(3)
@@ -181,30 +183,6 @@ def test_drafts_change_no_token(case: Case) -> None:
         driver.step({r.req_id: numbers.randint(1, min(r.pending, 11)) for r in unfinished})
     assert [request.output[:NUM_TOKENS] for request in driver.requests.values()] == case.answers
     assert driver.num_accepted > len(case.prompts)
-
-
-def test_drafts_with_preemption_and_checkpoints(case: Case) -> None:
-    runner = load(case.path, GUESSING)
-    info = runner.info
-    blocks = 1 + 4 * info.groups[-1].blocks_per_request + (len(info.groups) - 1) * 20
-    cache = msgspec.structs.replace(CACHE, checkpoint_tokens=8)
-    scheduler = Scheduler(GUESSING, cache, info.groups, blocks, info.max_model_len)
-    engine = Engine(scheduler, runner, None)
-    runner.kv_cache[1:] = float("nan")
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    answers: dict[str, list[int]] = {}
-    for round_ in range(3):
-        for index, prompt in enumerate(case.prompts):
-            engine.add_request(made_request(f"r{round_}-{index}", prompt, params))
-        while scheduler.has_unfinished_requests():
-            for update in engine.step().updates:
-                answers.setdefault(update.request_id, []).extend(update.token_ids)
-            scheduler.check_integrity()
-    for round_ in range(3):
-        for index, expected in enumerate(case.answers):
-            assert answers[f"r{round_}-{index}"] == expected
-    stats = scheduler.stats()
-    assert stats.free_blocks == stats.total_blocks
 
 
 @pytest.mark.parametrize("name", REFUSED)

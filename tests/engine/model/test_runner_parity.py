@@ -79,14 +79,6 @@ def finish_all(driver: Driver) -> None:
     driver.step({})
 
 
-def test_each_alone_with_whole_prompts(case: Case) -> None:
-    driver = case.driver()
-    for index, prompt in enumerate(case.prompts):
-        driver.add(f"r{index}", prompt)
-        assert driver.generate(NUM_TOKENS)[f"r{index}"] == case.answers[index]
-        driver.finish(f"r{index}")
-
-
 @pytest.mark.parametrize("seed", [0, *more([1])])
 def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
     case.driver(seed).expect(case.prompts, case.answers, case.logprobs)

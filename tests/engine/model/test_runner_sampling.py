@@ -59,31 +59,6 @@ def test_different_seeds_give_different_texts(alone: list[list[int]]) -> None:
     assert len({tuple(tokens) for tokens in alone}) == len(VARIED)
 
 
-def test_batched_and_chunked(runner: TorchRunner, alone: list[list[int]]) -> None:
-    driver = Driver(runner)
-    for index, params in enumerate(VARIED):
-        driver.add(str(index), PROMPT, params)
-    assert list(driver.generate(NUM_TOKENS, max_chunk=5).values()) == alone
-    for index in range(len(VARIED)):
-        driver.finish(str(index))
-    driver.step({})
-
-
-def test_preempted_and_resumed(runner: TorchRunner, alone: list[list[int]]) -> None:
-    driver = Driver(runner)
-    for index, params in enumerate(VARIED):
-        driver.add(str(index), PROMPT, params)
-    driver.generate(5)
-    for index in range(len(VARIED)):
-        driver.preempt(str(index))
-        driver.step({str((index + 1) % len(VARIED)): driver.requests[str((index + 1) % len(VARIED))].pending})
-    outputs = driver.generate(NUM_TOKENS, max_chunk=6)
-    assert list(outputs.values()) == alone
-    for index in range(len(VARIED)):
-        driver.finish(str(index))
-    driver.step({})
-
-
 @pytest.mark.parametrize("with_its_blocks", [True, False])
 def test_moved_to_another_node(
     path: Path, runner: TorchRunner, alone: list[list[int]], with_its_blocks: bool
@@ -122,33 +97,6 @@ def test_drafts_are_proposed_from_repeating_text(path: Path) -> None:
     driver.step({"r": 24})
     # "... 7 8 5" has stood there before, and was followed by 6 7 8.
     assert driver.drafts == {"r": [6, 7, 8]}
-
-
-def test_what_the_grammar_refuses_is_not_drafted(path: Path) -> None:
-    runner = load(path, num_speculative_tokens=3)
-    driver = Driver(runner)
-    driver.add("r", [5, 6, 7, 8] * 6, SamplingParams(temperature=0.0, logit_bias={5: 1000.0}))
-    asked: list[list[int]] = []
-
-    class TwoTokens:
-        """A grammar's masks as the proposer asks them."""
-
-        def num_allowed(self, row: int, drafts: list[int], *_: object) -> int:
-            asked.append(drafts)
-            return 2
-
-        def forced(self, *_: object) -> list[int]:
-            return []
-
-    runner._masks = TwoTokens()  # type: ignore[assignment]
-    driver.step({"r": 24})
-    assert driver.drafts == {"r": [6, 7, 8]}, "a request without a grammar"
-    runner._table.constrained[runner._requests.row("r")] = True
-    output = ModelOutput({})
-    assert runner.drafter is not None
-    runner._propose(runner.drafter, {"r": 3}, output)
-    assert output.draft_token_ids == {"r": [6, 7]}
-    assert asked == [[6, 7, 8]]
 
 
 def test_logprobs_are_the_models_own(path: Path, runner: TorchRunner) -> None:
@@ -218,24 +166,6 @@ def test_prompt_logprobs_are_not_told_again_after_a_preemption_or_a_move(
     driver.step({})
 
 
-def test_finished_and_preempted_requests_leave_nothing_behind(runner: TorchRunner) -> None:
-    driver = Driver(runner)
-    for round_ in range(3):
-        for index in range(4):
-            driver.add(f"{round_}-{index}", PROMPT, SamplingParams(seed=1, prompt_logprobs=1, logprobs=1))
-        driver.generate(2, max_chunk=4)
-        driver.preempt(f"{round_}-0")
-        for index in range(4):
-            driver.finish(f"{round_}-{index}")
-        driver.step({})
-    assert len(runner._requests) == 0
-    assert not runner._table.params
-    assert not runner._table.logprobs
-    assert not runner._preempted
-    assert not runner._prompt_logprobs
-    assert all(not table.any() for table in runner._requests.tables)
-
-
 @pytest.mark.parametrize("native", [True, False])
 def test_a_long_prompts_logits_are_computed_in_passes(
     path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
@@ -254,7 +184,7 @@ def test_a_long_prompts_logits_are_computed_in_passes(
             most_rows = max(most_rows, batch.logit_rows.shape[0])
             return forward(batch, hooks)
 
-        runner._forward = counting
+        runner.forward = counting
         driver, hooks = Driver(runner), Recorder()
         driver.add("a", prompt, params)
         driver.add("b", prompt[::-1], params)

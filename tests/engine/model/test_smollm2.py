@@ -67,30 +67,6 @@ def test_mixed_and_chunked(runner: TorchRunner, prompts: list[list[int]], answer
     clear(driver)
 
 
-@pytest.mark.more  # with tiny models test_runner_parity.py holds the same
-def test_by_transformers(smollm2_path: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
-    driver = Driver(load(smollm2_path, native=False))
-    for index, prompt in enumerate(prompts):
-        driver.add(str(index), prompt)
-    assert list(driver.generate(NUM_TOKENS, max_chunk=13).values()) == answers
-
-
-def test_preempted_resumed_and_begun_from_anothers_prefix(
-    runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]
-) -> None:
-    driver = Driver(runner, 3)
-    driver.add("first", prompts[2])
-    driver.step({"first": len(prompts[2])})
-    driver.add("second", prompts[2], prefix_of="first", shared_tokens=len(prompts[2]) - 1)
-    driver.add("other", prompts[1])
-    driver.generate(4)
-    driver.preempt("second")
-    driver.preempt("other")
-    outputs = driver.generate(NUM_TOKENS, max_chunk=9)
-    assert outputs == {"first": answers[2], "second": answers[2], "other": answers[1]}
-    clear(driver)
-
-
 def test_prefilled_here_and_decoded_there_with_drafts(
     smollm2_path: Path, runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 VOCAB = 131
 WINDOW = 9
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -31,7 +31,7 @@ _COMMON: dict[str, Any] = {
 
 
 def _config(kind: str, **options: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, kind)(**{**_COMMON, **options})
+    return lambda: getattr(transformers, kind)(**{**COMMON, **options})
 
 
 _HYBRID = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]

@@ -27,14 +27,14 @@ MUTANTS = {"a split by batch size": "g.m > 8", "a reduction by thread": "g.threa
 def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The native library of this process is a mutant meanwhile."""
     sources = tmp_path / "kernels"
-    shutil.copytree(build._SOURCES, sources, ignore=shutil.ignore_patterns("compiled", "__pycache__"))
+    shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("compiled", "__pycache__"))
     file = sources / "gemm_fma.h"
     text = file.read_text(encoding="utf-8")
     assert text.count(_LOOP) == 1, "the product's loop has changed: change this test, too"
     file.write_text(text.replace(_LOOP, _TURNED % MUTANTS[request.param]), encoding="utf-8")
-    monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(build, "_SHIPPED", sources / "compiled")
-    monkeypatch.setattr(build, "left_out", lambda: frozenset(build._UNIT_FLAGS))
+    monkeypatch.setattr(build, "left_out", lambda: frozenset(build.UNIT_FLAGS))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_outcome", [])
 

@@ -5,19 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.config import Reserve
-from tandem.engine.request import RequestStatus
 from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, sliding
-
-
-def test_no_more_run_at_once_than_may():
-    driver = Driver(max_num_seqs=2)
-    for name in "abc":
-        driver.add(name, max_tokens=2)
-    step, _ = driver.step()
-    assert set(step.num_scheduled_tokens) == {"a", "b"}
-    driver.run()
-    assert all(len(driver.outputs[name]) == 2 for name in "abc")
 
 
 def test_a_cached_prefix_is_not_computed_again():
@@ -53,13 +42,6 @@ def test_the_last_token_is_kept_back_even_when_all_is_cached():
     assert driver.outputs["a"] == driver.outputs["b"]
 
 
-def test_cached_tokens_are_told_once():
-    driver = Driver()
-    driver.add("a", max_tokens=3)
-    driver.run()
-    assert [update.cached_tokens for update in driver.updates["a"]] == [0, None, None]
-
-
 def test_prompt_logprobs_are_computed_whatever_is_cached():
     driver = Driver()
     driver.add("a", list(range(10)))
@@ -67,16 +49,6 @@ def test_prompt_logprobs_are_computed_whatever_is_cached():
     driver.add("b", list(range(10)), sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
     step, _ = driver.step()
     assert step.num_scheduled_tokens == {"b": 10}
-
-
-def test_without_prefix_caching_nothing_is_found():
-    driver = Driver(caching=False)
-    driver.add("a", list(range(10)))
-    driver.add("b", list(range(10)))
-    step, _ = driver.step()
-    assert step.num_scheduled_tokens == {"a": 10, "b": 10}
-    driver.run()
-    assert driver.outputs["a"] == driver.outputs["b"]
 
 
 @pytest.mark.parametrize(
@@ -169,17 +141,6 @@ def test_a_connector_that_cannot_say_yet_is_asked_again_and_others_go_ahead():
     assert connector.asked("match", "a") == [(0,), (0,)]
 
 
-def test_requests_that_were_passed_over_keep_their_order():
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
-    for name in "abc":
-        connector.offers[name] = (None, False)
-        driver.add(name)
-    driver.steps(2)
-    connector.offers.clear()
-    assert list(driver.step()[0].num_scheduled_tokens) == ["a", "b", "c"]
-
-
 def test_tokens_from_outside_that_are_there_are_not_computed():
     connector = FakeConnector()
     connector.offers["a"] = (8, False)
@@ -269,12 +230,3 @@ def test_a_long_prompt_with_a_window_needs_only_what_it_holds_at_once():
     driver.add("a", prompt=60, max_tokens=3)
     driver.run()
     assert len(driver.outputs["a"]) == 3
-
-
-def test_a_request_waits_for_its_turn_in_status_waiting():
-    driver = Driver(max_num_seqs=1)
-    driver.add("a")
-    waiting = driver.add("b")
-    driver.step()
-    assert waiting.status is RequestStatus.WAITING
-    assert driver.scheduler.requests["a"].status is RequestStatus.RUNNING

@@ -65,17 +65,6 @@ def test_a_request_goes_back_to_its_first_wrong_block_and_answers_right():
     assert driver.scheduler.stats().loads_failed == 1
 
 
-def test_a_first_block_that_is_wrong_takes_everything_with_it():
-    driver, connector, a = loaded_driver()
-    step = driver.schedule()
-    book_garbage(driver, step, invalid(connector.blocks["a"][0][0]))
-    assert a.num_computed_tokens == 0
-    assert driver.free_blocks == 99
-    driver.run()
-    assert driver.outputs["a"] == alone(a.prompt_token_ids, 4)
-    assert len(connector.asked("match", "a")) == 2, "without blocks it may load again"
-
-
 def test_where_that_is_the_policy_the_request_ends_with_an_error():
     driver, connector, a = loaded_driver(on_failure=LoadFailurePolicy.FAIL)
     told: list[int] = []
@@ -91,36 +80,6 @@ def test_where_that_is_the_policy_the_request_ends_with_an_error():
     assert driver.free_blocks == 99
     driver.add("b", a.prompt_token_ids, max_tokens=1)
     assert driver.step()[0].new_reqs[0].num_computed_tokens == 0  # nothing that was cached before is found
-
-
-def test_those_who_found_a_wrong_block_in_the_cache_go_back_too():
-    driver, connector, a = loaded_driver()
-    b = driver.add("b", [*a.prompt_token_ids, 1, 2, 3], max_tokens=4)
-    other = driver.add("other", prompt=5, max_tokens=4)
-    step = driver.schedule()
-    assert step.num_scheduled_tokens == {"a": 3, "b": 6, "other": 5}
-    driver.arrive(a, 0, 8)
-    updates = book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
-    assert [update.request_id for update in updates] == ["other"]
-    assert (a.num_computed_tokens, b.num_computed_tokens) == (8, 8)
-    step, _ = driver.step()
-    assert list(step.num_scheduled_tokens) == ["other", "a", "b"]  # as they stood before
-    driver.run()
-    for request in (a, b, other):
-        assert driver.outputs[request.request_id] == alone(request.prompt_token_ids, 4)
-
-
-def test_blocks_computed_from_a_wrong_one_are_not_found_again():
-    driver, connector, a = loaded_driver()
-    longer = driver.add("longer", [*a.prompt_token_ids, *range(9)], max_tokens=4)
-    step = driver.schedule()
-    driver.arrive(a, 0, 8)
-    book_garbage(driver, step, invalid(connector.blocks["a"][0][2]))
-    driver.abort("a", "longer")
-    again = driver.add("again", longer.prompt_token_ids, max_tokens=4)
-    assert driver.step()[0].new_reqs[0].num_computed_tokens == 0
-    driver.run()
-    assert driver.outputs["again"] == alone(again.prompt_token_ids, 4)
 
 
 @pytest.mark.parametrize("policy", list(LoadFailurePolicy))

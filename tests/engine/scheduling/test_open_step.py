@@ -11,7 +11,6 @@ from tandem.kvtransfer.base import ConnectorOutput
 from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, produce
 from tests.engine.scheduling.model import alone, next_token
-from tests.engine.scheduling.world import EOS, Source, World
 
 
 def open_step(driver: Driver) -> SchedulerOutput:
@@ -36,14 +35,6 @@ def test_the_token_of_the_open_step_is_computed_by_the_next() -> None:
     assert driver.outputs["a"] == alone(request.prompt_token_ids, 2)
 
 
-def test_a_prompt_that_goes_on_has_no_token_to_wait_for() -> None:
-    driver = Driver(max_num_batched_tokens=4)
-    request = driver.add("a", prompt=6)
-    open_step(driver)
-    assert request.num_output_placeholders == 0
-    assert driver.schedule().num_scheduled_tokens == {"a": 2}
-
-
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_no_step_is_planned_for_what_comes_after_the_last_token(max_tokens: int) -> None:
     driver = Driver()
@@ -57,13 +48,6 @@ def test_no_step_is_planned_for_what_comes_after_the_last_token(max_tokens: int)
     (update,) = driver.finish(last)
     assert update.finish is FinishReason.LENGTH
     assert driver.free_blocks == 99
-
-
-def test_a_context_that_is_full_is_known_ahead() -> None:
-    driver = Driver(max_model_len=8)
-    driver.add("a", prompt=7, max_tokens=50)
-    open_step(driver)
-    assert driver.schedule().num_scheduled_tokens == {}
 
 
 def test_a_stop_is_found_when_the_next_step_runs_and_its_token_is_nobodys() -> None:
@@ -87,31 +71,6 @@ def test_a_stop_is_found_when_the_next_step_runs_and_its_token_is_nobodys() -> N
     assert driver.scheduler.leave_open(surplus)  # no request waits for it
     assert driver.finish(surplus) == []
     assert driver.outputs["a"] == [stop]
-
-
-def test_what_an_open_step_computes_for_an_aborted_request_is_void() -> None:
-    driver = Driver()
-    driver.add("a", max_tokens=9)
-    driver.add("b", max_tokens=9)
-    first = open_step(driver)
-    assert driver.abort("a") == ["a"]
-    second = driver.schedule()
-    assert second.num_scheduled_tokens == {"b": 1}
-    assert [update.request_id for update in driver.finish(first)] == ["b"]
-
-
-def test_a_request_of_the_same_id_gets_nothing_of_the_one_before() -> None:
-    driver = Driver()
-    driver.add("a", [5, 6, 7], max_tokens=9)
-    first = open_step(driver)
-    driver.abort("a")
-    again = driver.add("a", [8, 9], max_tokens=2)
-    second = driver.schedule()
-    assert [new.req_id for new in second.new_reqs] == ["a"]
-    assert driver.finish(first) == []
-    driver.finish(second)
-    driver.run()
-    assert driver.outputs["a"] == alone(again.prompt_token_ids, 2)
 
 
 def test_nobody_loses_blocks_before_the_open_step_is_booked() -> None:
@@ -221,21 +180,3 @@ def test_a_producers_request_ends_with_the_step_that_samples_its_only_token() ->
     assert driver.scheduler.stats().held_blocks == 2
     driver.step(ConnectorOutput(finished_sending={"a"}))
     assert driver.free_blocks == 99
-
-
-@pytest.mark.parametrize("ends", ["stops", "is aborted"])
-def test_a_peer_may_write_at_once_to_blocks_that_came_free_while_a_step_ran(ends: str) -> None:
-    """The open step still writes a token of the request that had them, as late as it can."""
-    world = World(num_blocks=4, ahead=True, quick_peers=True)
-    prompt = next(prompt for last in range(500) if next_token(prompt := [last]) == EOS)
-    world.add(prompt, max_tokens=5)
-    world.step()
-    if ends == "stops":
-        world.step()
-    else:
-        world.abort(0)
-    assert world.driver.free_blocks == 3
-    world.add([*range(100, 100 + 3 * BLOCK - 2)], max_tokens=2, source=Source.LATER)
-    world.step()
-    assert world.connector.loads
-    world.settle()

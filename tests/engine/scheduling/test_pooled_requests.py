@@ -14,7 +14,6 @@ from tandem.wire.pooling import Pooling, PoolingKind
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 from tests.engine.scheduling.driving import Driver, unique_tokens
-from tests.engine.scheduling.model import alone
 
 LAST, MEAN, CLS = (Pooling(kind) for kind in (PoolingKind.LAST, PoolingKind.MEAN, PoolingKind.CLS))
 
@@ -77,18 +76,6 @@ def test_a_prompt_in_chunks_ends_with_its_vector() -> None:
     assert driver.scheduler.stats().output_tokens == 0
 
 
-def test_it_shares_a_step_with_an_answer() -> None:
-    driver = Driver()
-    vectors = Vectors(driver)
-    text = driver.add("text", prompt=6, max_tokens=5)
-    vectors.step()
-    driver.add("a", prompt=9, pooling=LAST)
-    plan, _ = vectors.step()
-    assert plan.num_scheduled_tokens == {"text": 1, "a": 9}
-    vectors.run()
-    assert driver.outputs["text"] == alone(text.prompt_token_ids, 5)
-
-
 @pytest.mark.parametrize(("pooling", "cached"), [(LAST, 8), (MEAN, 0), (CLS, 0)])
 def test_only_the_last_tokens_vector_begins_with_a_cached_prefix(pooling: Pooling, cached: int) -> None:
     driver = Driver()
@@ -121,17 +108,6 @@ def test_planned_ahead_it_gets_no_step_beyond_its_last() -> None:
     assert driver.free_blocks == 99
 
 
-def test_preempted_it_begins_again() -> None:
-    """An older answer needs the blocks of the vector."""
-    driver = Driver(num_blocks=8, max_num_batched_tokens=8, caching=False, reserve="none")
-    vectors = Vectors(driver)
-    driver.add("text", prompt=7, max_tokens=20)
-    driver.add("a", prompt=16, pooling=MEAN)
-    vectors.run()
-    assert vectors.made["a"] == list(range(16))
-    assert len(driver.outputs["text"]) == 20
-
-
 def test_the_whole_context_is_allowed_and_no_more() -> None:
     driver = Driver(max_model_len=16)
     vectors = Vectors(driver)
@@ -143,17 +119,6 @@ def test_the_whole_context_is_allowed_and_no_more() -> None:
     small = Driver(num_blocks=4, max_model_len=100)
     with pytest.raises(InvalidRequest, match="has room for 12"):
         small.add("c", prompt=13, pooling=LAST)
-
-
-def test_aborted_it_leaves_nothing() -> None:
-    driver = Driver(max_num_batched_tokens=4)
-    vectors = Vectors(driver)
-    driver.add("a", prompt=10, pooling=MEAN)
-    vectors.step()
-    assert driver.abort("a") == ["a"]
-    vectors.run()
-    assert driver.free_blocks == 99
-    assert "a" not in driver.updates
 
 
 def test_what_is_no_number_ends_it_and_its_blocks_are_forgotten() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tandem.engine.request import RequestStatus
 from tests.engine.scheduling.driving import BLOCK, Driver
 from tests.engine.scheduling.model import alone
@@ -46,22 +44,6 @@ def test_a_preempted_request_goes_to_the_front_of_the_line():
     assert next(iter(step.num_scheduled_tokens)) == "b"
 
 
-def test_a_resumed_request_replaces_what_the_runner_knew():
-    driver = Driver(num_blocks=6)
-    driver.add("a", prompt=7, max_tokens=5)
-    b = driver.add("b", prompt=7, max_tokens=5)
-    driver.steps(3)
-    driver.abort("a")
-    step, _ = driver.step()
-    cached = step.cached_reqs
-    assert cached.req_ids == ["b"]
-    assert cached.resumed_req_ids == {"b"}
-    assert cached.resumed_token_ids["b"] == b.all_token_ids[:-1]
-    assert not step.new_reqs
-    assert cached.new_block_ids[0] is not None
-    assert len(cached.new_block_ids[0][0]) * BLOCK >= b.num_tokens - 1
-
-
 def test_a_preempted_request_finds_its_own_blocks_if_nobody_took_them():
     driver = Driver(num_blocks=6)
     driver.add("a", prompt=7, max_tokens=5)
@@ -71,19 +53,6 @@ def test_a_preempted_request_finds_its_own_blocks_if_nobody_took_them():
     step, _ = driver.step()
     assert step.cached_reqs.num_computed_tokens == [8]  # both its full blocks
     assert step.num_scheduled_tokens == {"b": 1}
-
-
-def test_a_request_gives_up_only_on_itself():
-    driver = Driver(num_blocks=8)
-    for name in "abc":
-        driver.add(name, prompt=7, max_tokens=9)
-    preempted: list[str] = []
-    while driver.scheduler.has_unfinished_requests():
-        step, _ = driver.step()
-        preempted += step.preempted_req_ids
-        assert step.num_scheduled_tokens  # some request always goes on
-    assert "a" not in preempted
-    assert preempted[0] == "c"
 
 
 def low_b_and_a(driver: Driver) -> None:
@@ -167,13 +136,3 @@ def test_drafts_of_a_preempted_request_are_forgotten():
     step, _ = driver.step()
     assert step.preempted_req_ids == {"b"}
     assert b.spec_token_ids == []
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_pool_far_too_small_for_all_serves_all(policy):
-    driver = Driver(num_blocks=6, policy=policy)
-    for i in range(12):
-        driver.add(f"r{i}", prompt=3 + i % 7, max_tokens=2 + i % 9, priority=i % 3)
-    driver.run()
-    assert [len(driver.outputs[f"r{i}"]) for i in range(12)] == [2 + i % 9 for i in range(12)]
-    assert driver.free_blocks == 5

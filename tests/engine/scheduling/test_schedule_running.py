@@ -8,18 +8,6 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.driving import BLOCK, FULL, Driver
-from tests.engine.scheduling.model import alone
-
-
-def test_a_prompt_is_computed_and_then_one_token_a_step():
-    driver = Driver()
-    request = driver.add("a", prompt=6, max_tokens=3)
-    counts = []
-    while driver.scheduler.has_unfinished_requests():
-        step, _ = driver.step()
-        counts.append(step.num_scheduled_tokens)
-    assert counts == [{"a": 6}, {"a": 1}, {"a": 1}]
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 3)
 
 
 def test_running_requests_are_served_in_order_of_admission_before_anybody_is_admitted():
@@ -55,18 +43,6 @@ def test_the_chunk_cap_leaves_budget_to_others():
         {"long": 6, "short": 5},
         {"long": 6, "short": 1},
         {"long": 3, "short": 1},
-    ]
-
-
-def test_requests_behind_an_exhausted_budget_wait_for_the_next_step():
-    driver = Driver(max_num_batched_tokens=8)
-    driver.add("a", prompt=4)
-    driver.add("b", prompt=20)
-    driver.add("c", prompt=4)
-    assert [driver.step()[0].num_scheduled_tokens for _ in range(3)] == [
-        {"a": 4, "b": 4},
-        {"a": 1, "b": 7},
-        {"a": 1, "b": 7},
     ]
 
 
@@ -106,16 +82,3 @@ def test_without_chunks_a_prompt_waits_until_it_fits_whole():
 def test_without_chunks_a_budget_below_the_context_is_refused():
     with pytest.raises(ConfigurationError, match="chunked_prefill"):
         Driver(max_num_batched_tokens=30, max_model_len=32, chunked_prefill=False)
-
-
-def test_a_request_with_tokens_from_elsewhere_computes_them_like_a_prompt():
-    driver = Driver()
-    answer = alone([1, 2, 3, 4, 5], 6)
-    request = driver.add("a", [1, 2, 3, 4, 5], max_tokens=6, output_token_ids=answer[:2])
-    step, updates = driver.step()
-    assert step.num_scheduled_tokens == {"a": 7}
-    assert step.new_reqs[0].token_ids == [1, 2, 3, 4, 5, *answer[:2]]
-    assert len(step.new_reqs[0].facts.prompt_token_ids) == 5
-    assert (updates[0].start, updates[0].cached_tokens) == (2, 0)
-    driver.run()
-    assert request.output_token_ids == driver.outputs["a"] == answer

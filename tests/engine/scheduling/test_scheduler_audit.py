@@ -32,7 +32,7 @@ def driver() -> Driver:
 
 
 def state(driver: Driver):
-    return driver.scheduler._state
+    return driver.scheduler.state
 
 
 def pool(driver: Driver):
@@ -60,7 +60,7 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
     "a null block that is free": lambda d: pool(d).free_queue.append([0]),
     "a null block that is cached": lambda d: pool(d).hashes.__setitem__(0, b"x"),
     "a hash that leads nowhere": lambda d: pool(d).hashes.pop(table(d, "runs")[0]),
-    "a hash without a way to it": lambda d: pool(d)._cached[0].popitem(),
+    "a hash without a way to it": lambda d: pool(d).cached[0].popitem(),
     "a hash that leads to another block": lambda d: pool(d).hashes.__setitem__(table(d, "runs")[0], b"x"),
     "a block that holds something else than it is found for": lambda d: table(d, "runs").reverse(),
     "a block that is found before it is computed": lambda d: setattr(running(d), "num_computed_tokens", 3),

@@ -50,15 +50,6 @@ def test_a_duplicate_id_leaves_the_first_alone():
     assert len(driver.outputs["a"]) == 2
 
 
-def test_an_id_is_free_again_when_its_request_has_ended():
-    driver = Driver()
-    driver.add("a", max_tokens=1)
-    driver.run()
-    driver.add("a", max_tokens=2)
-    driver.run()
-    assert len(driver.outputs["a"]) == 2
-
-
 @pytest.mark.parametrize("max_tokens", [0, -1])
 def test_nothing_to_generate(max_tokens):
     refused(Driver(), InvalidRequest, "max_tokens", 5, max_tokens=max_tokens)
@@ -85,24 +76,3 @@ def test_an_unknown_or_ended_id_is_aborted_without_ado():
     driver.add("a", max_tokens=1)
     driver.run()
     assert driver.abort("unknown", "a", "unknown") == []
-
-
-def test_a_negative_priority_is_more_urgent():
-    driver = Driver(policy="priority", max_num_seqs=1)
-    driver.add("a", priority=0)
-    driver.add("b", priority=-1)
-    assert list(driver.step()[0].num_scheduled_tokens) == ["b"]
-
-
-def test_first_come_first_served_pays_no_heed_to_priorities():
-    driver = Driver(max_num_seqs=1)
-    driver.add("a", priority=0)
-    driver.add("b", priority=-1)
-    assert list(driver.step()[0].num_scheduled_tokens) == ["a"]
-
-
-def test_a_request_longer_than_the_budget_is_no_error():
-    driver = Driver(max_num_batched_tokens=3, long_prefill_token_threshold=2)
-    driver.add("a", prompt=20, max_tokens=2)
-    driver.run()
-    assert len(driver.outputs["a"]) == 2

@@ -125,12 +125,3 @@ def test_a_request_tells_how_long_it_stood_in_line():
     driver.run()
     assert [driver.updates[name][0].queue_s for name in "ab"] == [0.5, 3.25]
     assert driver.scheduler.stats().queue_seconds == 3.75
-
-
-def test_a_snapshot_does_not_change_with_later_steps():
-    driver = Driver()
-    driver.add("a", prompt=3, max_tokens=2)
-    before = driver.scheduler.stats()
-    driver.run()
-    assert not any(before.step_tokens)
-    assert before.requests_finished == {}

@@ -17,15 +17,6 @@ def test_there_is_work_until_the_runner_has_heard_of_every_end():
     assert not driver.scheduler.has_work()
 
 
-def test_an_abort_is_work():
-    driver = Driver()
-    driver.add("a")
-    driver.abort("a")
-    assert driver.scheduler.has_work()
-    driver.step()
-    assert not driver.scheduler.has_work()
-
-
 def test_plans_that_nobody_carried_yet_are_work():
     connector = FakeConnector()
     driver = Driver(connector=connector)
@@ -46,15 +37,6 @@ def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
     driver.step(sent("a"))
     assert driver.scheduler.has_work()
     assert driver.step()[0].num_scheduled_tokens == {"b": 10}
-
-
-def test_a_request_that_a_connector_defers_is_work():
-    connector = FakeConnector()
-    connector.offers["a"] = (None, False)
-    driver = Driver(connector=connector)
-    driver.add("a")
-    driver.steps(3)
-    assert driver.scheduler.has_work()
 
 
 def test_the_prefix_cache_is_reset_while_a_request_uses_it():

@@ -24,17 +24,6 @@ def test_drafts_are_scheduled_with_the_token_before_them():
     assert step.spec_token_ids == {"a": [6, 7]}
 
 
-def test_drafts_are_tried_once():
-    driver = Driver()
-    request = driver.add("a", max_tokens=9)
-    sample(driver, [5], drafts=[6, 7])
-    sample(driver, [8])
-    assert request.spec_token_ids == []
-    step, _ = sample(driver, [9])
-    assert step.num_scheduled_tokens == {"a": 1}
-    assert step.spec_token_ids == {}
-
-
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 def test_rejected_drafts_are_taken_back(accepted):
     driver = Driver()
@@ -59,14 +48,6 @@ def test_placeholders_of_rejected_drafts_are_taken_back_with_them():
     request.num_output_placeholders = 4
     driver.scheduler.update_from_output(step, ModelOutput({"a": [1, 9]}))
     assert request.num_output_placeholders == 2
-
-
-def test_placeholders_are_scheduled_like_tokens():
-    driver = Driver()
-    request = driver.add("a", prompt=6, max_tokens=20)
-    sample(driver, [5])
-    request.num_output_placeholders = 1
-    assert driver.schedule().num_scheduled_tokens == {"a": 2}
 
 
 def test_drafts_beyond_the_budget_are_cut_off():

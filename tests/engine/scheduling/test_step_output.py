@@ -35,15 +35,6 @@ def test_afterwards_only_new_blocks_and_progress_are_told():
     assert all(not cached.resumed_req_ids and not cached.resumed_token_ids for cached in told)
 
 
-def test_what_the_runner_is_given_stays_as_it_was():
-    driver = Driver()
-    request = driver.add("a", prompt=6, max_tokens=9)
-    (new,) = driver.step()[0].new_reqs
-    driver.steps(4)
-    assert new.block_ids == [[1, 2]]
-    assert new.token_ids == request.prompt_token_ids
-
-
 def test_the_runner_hears_of_an_end_in_the_next_step_and_once():
     driver = Driver()
     driver.add("a", max_tokens=1)
@@ -51,25 +42,6 @@ def test_the_runner_hears_of_an_end_in_the_next_step_and_once():
     assert driver.step()[0].finished_req_ids == set()
     assert driver.step()[0].finished_req_ids == {"a"}
     assert driver.step()[0].finished_req_ids == set()
-
-
-def test_requests_aborted_in_any_state_are_told_as_finished():
-    driver = Driver(max_num_seqs=1)
-    driver.add("a")
-    driver.add("b")
-    driver.step()
-    assert driver.abort("a", "b") == ["a", "b"]
-    assert driver.step()[0].finished_req_ids == {"a", "b"}
-
-
-def test_computed_tokens_are_those_before_the_step():
-    driver = Driver(max_num_batched_tokens=4)
-    request = driver.add("a", prompt=10)
-    step = driver.schedule()
-    assert step.new_reqs[0].num_computed_tokens == 0
-    assert request.num_computed_tokens == 4  # the step counts as done from here on
-    driver.finish(step)
-    assert driver.schedule().cached_reqs.num_computed_tokens == [4]
 
 
 def test_blocks_of_one_request_are_found_by_its_id():
@@ -99,17 +71,6 @@ def test_blocks_of_a_new_or_resumed_request_are_not_news_of_a_running_one():
         preempted_req_ids=set(),
     )
     assert [step.new_block_ids(name) for name in "abc"] == [[[5]], (), ()]
-
-
-def test_a_step_with_nothing_to_do_is_empty():
-    driver = Driver()
-    step, updates = driver.step()
-    assert (step.total_num_scheduled_tokens, step.new_reqs, step.cached_reqs.req_ids, updates) == (
-        0,
-        [],
-        [],
-        [],
-    )
 
 
 def test_a_step_ends_where_states_are_kept_and_the_next_one_copies_them():

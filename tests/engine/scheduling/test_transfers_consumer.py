@@ -10,7 +10,7 @@ from tandem.kvtransfer.base import ConnectorOutput, Handoff
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import FinishReason
-from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, consume, failed, received
+from tests.engine.scheduling.driving import Driver, FakeConnector, consume, failed, received
 from tests.engine.scheduling.model import alone, next_token
 
 
@@ -109,33 +109,6 @@ def test_a_first_token_that_ends_the_request_ends_it_there():
     assert driver.step()[0].finished_req_ids == {"a"}
 
 
-def test_a_first_token_that_is_the_only_one_ends_the_request():
-    connector = FakeConnector()
-    connector.offers["a"] = (6, True)
-    driver = Driver(connector=connector)
-    request = driver.add("a", max_tokens=1, transfer=consume())
-    driver.step()
-    driver.arrive(request, 0, 6)
-    _, updates = driver.step(received("a", 9, 6))
-    assert updates[0].finish is FinishReason.LENGTH
-
-
-def test_a_moved_request_is_handed_over_with_its_tokens():
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
-    prompt = list(range(6))
-    answer = alone(prompt, 8)
-    connector.offers["a"] = (9, True)
-    request = driver.add("a", prompt, max_tokens=8, output_token_ids=answer[:3], transfer=consume())
-    driver.step()
-    driver.arrive(request, 0, 9)
-    _, updates = driver.step(received("a", answer[3], 9))
-    assert (updates[0].start, updates[0].token_ids) == (3, [answer[3]])
-    driver.run()
-    assert driver.outputs["a"] == answer
-    assert driver.scheduler.stats().prompt_tokens_received == 6
-
-
 def test_a_failed_load_is_computed_here():
     driver, connector, request = waiting_driver()
     _, updates = driver.step(failed("a"))
@@ -177,17 +150,6 @@ def test_a_request_goes_on_without_the_blocks_that_a_peer_may_still_write_to():
     driver.step(ConnectorOutput(released_blocks=set(blocks[1:])))
     assert driver.free_blocks == 99
     assert driver.scheduler.stats().quarantined_blocks == 0
-
-
-def test_blocks_of_an_aborted_load_may_go_into_quarantine():
-    driver, connector, _ = waiting_driver()
-    connector.keeps.add("a")
-    driver.abort("a")
-    driver.step(failed("a", unsafe=connector.blocks["a"][0]))
-    stats = driver.scheduler.stats()
-    assert (stats.held_blocks, stats.quarantined_blocks, stats.free_blocks) == (0, 3, 96)
-    driver.step(ConnectorOutput(released_blocks=set(connector.blocks["a"][0])))
-    assert driver.free_blocks == 99
 
 
 def test_a_block_that_is_not_in_quarantine_cannot_leave_it():
@@ -271,35 +233,6 @@ def test_a_load_of_a_part_of_something_else_is_not_believed():
     assert driver.step()[0].num_scheduled_tokens == {"a": 10}
 
 
-def test_blocks_of_an_aborted_load_are_held_until_nothing_can_write_to_them():
-    driver, connector, request = waiting_driver(num_blocks=5)
-    connector.keeps.add("a")
-    assert driver.abort("a") == ["a"]
-    assert driver.free_blocks == 1
-    assert driver.scheduler.stats().held_blocks == 3
-    driver.add("b", prompt=10, max_tokens=1)
-    assert driver.step()[0].num_scheduled_tokens == {}
-    driver.arrive(request, 0, 10)  # the peer did not know yet
-    driver.step(failed("a"))
-    assert driver.scheduler.stats().held_blocks == 0
-    assert driver.step()[0].num_scheduled_tokens == {"b": 10}
-
-
-def test_a_load_that_completes_after_the_abort_gives_the_blocks_back_too():
-    driver, connector, _ = waiting_driver()
-    connector.keeps.add("a")
-    driver.abort("a")
-    _, updates = driver.step(received("a", 7, 10))
-    assert updates == []
-    assert driver.free_blocks == 99
-
-
-def test_blocks_of_an_aborted_load_that_never_began_are_free_at_once():
-    driver, _, _ = waiting_driver()
-    driver.abort("a")
-    assert driver.free_blocks == 99
-
-
 def test_news_of_unknown_requests_is_ignored():
     driver, _, request = waiting_driver()
     driver.step(
@@ -311,23 +244,6 @@ def test_news_of_unknown_requests_is_ignored():
         )
     )
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-
-
-def test_a_handed_over_request_that_is_preempted_computes_its_prompt_here():
-    connector = FakeConnector()
-    driver = Driver(connector=connector, num_blocks=6)
-    driver.add("b", prompt=6, max_tokens=9)
-    driver.step()
-    connector.offers["a"] = (6, True)
-    request = driver.add("a", prompt=6, max_tokens=9, transfer=consume())
-    driver.step()
-    driver.arrive(request, 0, 6)
-    driver.step(received("a", next_token(request.prompt_token_ids), 6))
-    while request.status is not RequestStatus.PREEMPTED:
-        driver.step()
-    driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 9)
-    assert connector.asked("alloc", "a").count((6,)) == 1, "what the connector offers once comes once"
 
 
 def test_requests_that_arrived_stand_in_their_old_place_in_line():
@@ -354,40 +270,3 @@ def test_a_load_needs_a_free_place_among_the_running():
     request = driver.add("a", transfer=consume())
     driver.step()
     assert request.status is RequestStatus.WAITING
-
-
-def test_requests_that_hold_what_the_first_in_line_needs_give_way_when_nobody_runs():
-    """Two loads fill the pool, and each request needs one more block to continue. They must not wait for each other for ever."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector, num_blocks=5)
-    loads = {}
-    for name in ("a", "b"):
-        connector.offers[name] = (8, True)
-        loads[name] = driver.add(name, prompt=8, max_tokens=4, transfer=consume())
-    driver.step()
-    assert driver.free_blocks == 0
-    both = ConnectorOutput()
-    for name, request in loads.items():
-        driver.arrive(request, 0, 8)
-        both.finished_recving[name] = Handoff(next_token(request.prompt_token_ids), 8)
-    driver.step(both)
-    step, _ = driver.step()
-    assert list(step.num_scheduled_tokens) == ["a"]
-    driver.run()
-    for name, request in loads.items():
-        assert driver.outputs[name] == alone(request.prompt_token_ids, 4)
-
-
-def test_blocks_that_a_peer_may_write_to_are_never_taken_for_another():
-    driver, _, _ = waiting_driver(num_blocks=4)
-    driver.add("b", prompt=6, max_tokens=1)
-    for _ in range(3):
-        assert driver.step()[0].num_scheduled_tokens == {}
-    assert not driver.scheduler.has_work()  # only the transfer's end can change that
-
-
-def test_the_blocks_it_was_told_of_cover_the_load():
-    driver, connector, request = waiting_driver(prompt=17)
-    assert len(connector.blocks["a"][0]) == -(-17 // BLOCK)
-    assert request.num_external_tokens == 17
-    assert driver.scheduler.stats().waiting == driver.scheduler.stats().blocked == 1

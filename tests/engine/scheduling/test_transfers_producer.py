@@ -90,19 +90,6 @@ def test_an_id_whose_blocks_are_held_is_still_taken():
         driver.add("a")
 
 
-def test_an_abort_asks_the_connector_as_any_end_does():
-    driver, connector = producer()
-    driver.add("a", prompt=10, max_tokens=9, transfer=produce())
-    driver.step()
-    driver.abort("a")
-    assert len(connector.asked("finished", "a")) == 1
-    assert driver.scheduler.stats().held_blocks == 3
-    driver.abort("a")  # it has ended
-    assert len(connector.asked("finished", "a")) == 1
-    driver.step(sent("a"))
-    assert driver.free_blocks == 99
-
-
 def test_a_request_that_never_had_blocks_may_be_kept_too():
     driver, connector = producer(max_num_seqs=1)
     driver.add("b")

@@ -81,19 +81,6 @@ def sides() -> Iterator[tuple[Side, Side]]:
     until(lambda: pair_threads() == 0)
 
 
-def test_both_operations_move_units(sides: tuple[Side, Side]) -> None:
-    here, there = sides
-    remote = here.transport.connect(there.memory)
-    here.tensor[3], here.tensor[1], there.tensor[7] = 3.0, 1.0, 7.0
-    there.transport.expect("t", [5, 2])
-    here.write(remote, [3, 1], [5, 2])
-    assert (there.tensor[5] == 3.0).all()
-    assert (there.tensor[2] == 1.0).all()
-    here.finish(here.transport.post(remote, here.move(Operation.READ, [6], [7])))
-    assert (here.tensor[6] == 7.0).all()
-    assert float(there.tensor.sum()) == (3 + 1 + 7) * there.tensor[0].numel()
-
-
 def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_other_transfer(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +91,7 @@ def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_othe
     there.transport.expect("t", [5])
     here.write(remote, [3], [5])
     there.tensor[:] = 9.0
-    pairs = set(there.transport._callees)
+    pairs = set(there.transport.callees)
     held = Held(monkeypatch)
     aborted = here.transport.post(remote, here.move(Operation.WRITE, [3], [5]))
     assert held.heard.wait(5)
@@ -117,7 +104,7 @@ def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_othe
     assert (there.tensor[6] == 4.0).all()
     there.tensor[6] = 9.0
     assert (there.tensor == 9.0).all()
-    assert set(there.transport._callees) == pairs
+    assert set(there.transport.callees) == pairs
 
 
 def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(
@@ -342,9 +329,9 @@ def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
     remote = here.transport.connect(there.memory)
     here.write(remote, [3], [5])
     before = there.tensor.clone()
-    [callee] = there.transport._callees.values()
+    [callee] = there.transport.callees.values()
     callee.announce(Announce(callee.pair_id, 99, Operation.WRITE, "t", unit_bytes, units))
-    until(lambda: not there.transport._callees)
+    until(lambda: not there.transport.callees)
     assert torch.equal(there.tensor, before)
     with pytest.raises(TransferError):
         here.write(remote, [3], [5])

@@ -216,13 +216,6 @@ def test_a_file_of_sources_that_is_torn_leaves_nothing_and_one_of_before_says_no
     file.close()
 
 
-def test_a_foreign_file_holds_nothing(tmp_path: Path) -> None:
-    (tmp_path / "m-0.kv").write_bytes(random.Random(1).randbytes(100_000))
-    file = open_file(tmp_path)
-    assert file.content() == []
-    file.close()
-
-
 def test_a_slot_that_was_moved_or_holds_another_key_is_not_read(tmp_path: Path) -> None:
     file = open_file(tmp_path)
     file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
@@ -249,13 +242,6 @@ def test_a_disk_that_cannot_be_used_is_refused_in_words(tmp_path: Path) -> None:
         create_tier(TierConfig(disk=str(tmp_path), size=1 << 55, block_factor=1 << 30)).open(
             cache, lambda: None
         )
-
-
-def test_a_write_that_fails_is_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = open_file(tmp_path)
-    monkeypatch.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
-    assert not file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
-    file.close()
 
 
 class Crashes:

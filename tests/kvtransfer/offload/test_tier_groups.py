@@ -71,7 +71,7 @@ def test_what_is_copied_is_the_longest_prefix_that_all_groups_have_here_or_there
         loaded = [key for part in prefixes.to_load(request, first, found) for key in part.keys]
         had = {key_of(prefixes, groups, part) for part in mine}
         assert copied == len(set(loaded) - had), "nothing else is copied"
-    left = [a.sharing.lender.num_leases, b.sharing._fetches, b.sharing._waiting]
+    left = [a.sharing.lender.num_leases, b.sharing.fetches]
     assert not any(left)
 
 
@@ -128,7 +128,7 @@ def test_an_answer_that_is_not_of_the_question_copies_nothing(has: list[bytes]) 
     a, b = world.nodes["a"], world.nodes["b"]
     request: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
     assert b.sharing.ask_for_prefix(request, 0, 0, BLOCKS)
-    number = next(iter(b.sharing._fetches))
+    number = next(iter(b.sharing.fetches))
     world.mail = [("b", PrefixFound(a.exchange.envelope(b.epoch), number, has))] * 2
     world.settle()
     assert not b.sharing.is_fetching("r")
@@ -212,7 +212,7 @@ def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_
     for key in keys(10):
         tell(world, [key])
         world.deliver()
-    assert len(b.sharing._fetches) == b.manager.used == MAX_MIRROR_FETCHES
+    assert len(b.sharing.fetches) == b.manager.used == MAX_MIRROR_FETCHES
     world.settle()
     tell(world, [])
     world.settle()
@@ -242,4 +242,4 @@ def test_which_chunks_a_peer_has_is_believed_only_where_it_makes_sense(
     world.settle()
     assert sum(b.manager.lookup([key]) for key in keys(5)) == there
     b.check()
-    assert not b.sharing._fetches
+    assert not b.sharing.fetches

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.manager import LEAST_TRACKED, ReuseFilter, SlotManager, StoreRoom
-from tandem.kvtransfer.offload.policies import ArcPolicy, LruPolicy
+from tandem.kvtransfer.offload.policies import ArcPolicy
 
 CAPACITY = 5
 KEYS = [bytes([i]) for i in range(10)]
@@ -49,18 +49,18 @@ class Machine(RuleBasedStateMachine):
 
     @rule(keys=some_keys)
     def store(self, keys: list[bytes]) -> None:
-        there = [key for key in keys if self.manager._policy.get(key) is not None]
-        before = sorted(self.manager._policy.all_keys())
+        there = [key for key in keys if self.manager.policy.get(key) is not None]
+        before = sorted(self.manager.policy.all_keys())
         idle = [
             key
             for key in before
-            if not self.manager._busy[self.manager._policy.get(key) or 0] and key not in keys
+            if not self.manager.busy[self.manager.policy.get(key) or 0] and key not in keys
         ]
         room = self.manager.prepare_store(keys)
         needed = len(keys) - len(there)
         if room is None:
             assert needed > CAPACITY - self.manager.used + len(idle)
-            assert sorted(self.manager._policy.all_keys()) == before
+            assert sorted(self.manager.policy.all_keys()) == before
             return
         assert room.keys == [key for key in keys if key not in there]
         assert self.slots_under_way().keys().isdisjoint(room.slots), "a slot in use was given away"
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         self.manager.complete_store(room, written=written)
         for key, slot in zip(room.keys, room.slots, strict=True):
             found = self.manager.lookup([key]) == 1
-            assert found == (written and slot not in self.forgotten) or self.manager._policy.get(key) != slot
+            assert found == (written and slot not in self.forgotten) or self.manager.policy.get(key) != slot
         self.forgotten -= set(room.slots)
 
     @rule(keys=some_keys)
@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(keys=some_keys)
     def forget(self, keys: list[bytes]) -> None:
-        slots = {slot for key in keys if (slot := self.manager._policy.get(key)) is not None}
+        slots = {slot for key in keys if (slot := self.manager.policy.get(key)) is not None}
         self.forgotten |= slots & self.slots_under_way().keys()
         self.manager.forget(keys)
         assert all(self.manager.lookup([key]) == 0 for key in keys)
@@ -124,8 +124,8 @@ class Machine(RuleBasedStateMachine):
         under_way = self.slots_under_way()
         for slot in range(CAPACITY):
             writes = any(slot in room.slots for room in self.stores)
-            assert self.manager._busy[slot] == (-1 if writes else under_way[slot])
-        policy = self.manager._policy
+            assert self.manager.busy[slot] == (-1 if writes else under_way[slot])
+        policy = self.manager.policy
         if isinstance(policy, ArcPolicy):
             assert 0 <= policy.target <= CAPACITY
             assert len(policy.gone_recent) <= CAPACITY
@@ -184,16 +184,6 @@ def test_arc_moves_its_target_by_what_it_gave_up_too_soon() -> None:
     assert policy.evict(1, ()) == [(b"b", 1)]
     policy.touch([b"b"])
     assert policy.target == 0.0
-
-
-def test_eviction_is_all_or_nothing() -> None:
-    for kind in (LruPolicy, ArcPolicy):
-        policy = kind(3, [0, 1, 0])
-        for slot, key in enumerate((b"a", b"b", b"c")):
-            policy.insert(key, slot)
-        assert policy.evict(2, {b"c"}) is None
-        assert sorted(policy.all_keys()) == [b"a", b"b", b"c"]
-        assert policy.evict(2, ()) == [(b"a", 0), (b"c", 2)]
 
 
 def test_the_reuse_filter_stores_what_comes_again_and_remembers_no_more_than_it_may() -> None:

@@ -139,7 +139,7 @@ def test_the_newest_of_those_that_wait_is_checked(node: Node) -> None:
 
 def test_blocks_that_were_evicted_meanwhile_are_not_judged(node: Node) -> None:
     request = node.receive("r", PROMPT)
-    node.scheduler._state.cache.uncache(node.cached_blocks(request))
+    node.scheduler.state.cache.uncache(node.cached_blocks(request))
     node.idle()
     assert (node.findings.checked, node.findings.wrong) == (0, {})
 

@@ -20,6 +20,11 @@ ADDRESSES = {"cuda:0": "0000:15:18.0", "cuda:1": "0000:97:18.0"}
 TIMEOUT, NOT_SUPPORTED, LOST, UNKNOWN = 10, 3, 15, 999
 
 
+def behind(address: Any) -> Any:
+    """What a call of ctypes was given the address of."""
+    return address._obj
+
+
 class Library:
     """The functions of libnvidia-ml, over cards of which the test says how they are."""
 
@@ -47,7 +52,7 @@ class Library:
         return 0
 
     def nvmlEventSetCreate(self, events: Any) -> int:
-        events._obj.value = 7
+        behind(events).value = 7
         return 0
 
     def nvmlEventSetFree(self, events: ctypes.c_void_p) -> int:
@@ -55,7 +60,7 @@ class Library:
         return 0
 
     def nvmlDeviceGetHandleByPciBusId_v2(self, address: bytes, card: Any) -> int:
-        card._obj.value = self.handles[address]
+        behind(card).value = self.handles[address]
         return self.codes.get(self.handles[address], 0)
 
     def nvmlDeviceRegisterEvents(self, card: ctypes.c_void_p, kinds: Any, events: ctypes.c_void_p) -> int:
@@ -73,20 +78,20 @@ class Library:
         happened = self.xids.get(timeout=60)
         if happened is None:
             return TIMEOUT
-        event._obj.card, event._obj.data = happened
-        event._obj.kind = 0x8
+        behind(event).card, behind(event).data = happened
+        behind(event).kind = 0x8
         return 0
 
     def nvmlDeviceGetTotalEccErrors(self, card: ctypes.c_void_p, kind: Any, counter: Any, count: Any) -> int:
         assert (kind.value, counter.value) == (1, 0)
         assert card.value is not None
-        count._obj.value = self.uncorrected[card.value]
+        behind(count).value = self.uncorrected[card.value]
         return self.codes.get(card.value, 0)
 
     def nvmlDeviceGetRemappedRows(self, card: ctypes.c_void_p, *found: Any) -> int:
         assert card.value is not None
         for each, count in zip(found, self.rows[card.value], strict=True):
-            each._obj.value = count
+            behind(each).value = count
         return self.codes.get(card.value, 0)
 
 

@@ -39,8 +39,8 @@ class Agents(Driver):
 
     @property
     def pinned(self) -> list[str]:
-        assert self.scheduler._state.pins is not None
-        return list(self.scheduler._state.pins.by_job)  # type: ignore[attr-defined]
+        assert self.scheduler.state.pins is not None
+        return list(self.scheduler.state.pins.by_job)  # type: ignore[attr-defined]
 
     def at(self, seconds: float) -> None:
         self.now = seconds
@@ -48,8 +48,8 @@ class Agents(Driver):
 
     def step_and_look_at_pins(self) -> None:
         self.step()
-        assert self.scheduler._state.pins is not None
-        for pin in self.scheduler._state.pins.by_job.values():  # type: ignore[attr-defined]
+        assert self.scheduler.state.pins is not None
+        for pin in self.scheduler.state.pins.by_job.values():  # type: ignore[attr-defined]
             assert self.now < pin.until <= self.now + LIMIT_S
 
     @property
@@ -99,15 +99,6 @@ def test_other_policies_pin_nothing(policy):
     driver.scheduler.end_pins()
 
 
-def test_an_aborted_turn_is_not_pinned():
-    driver = Agents()
-    driver.add("a1", 16, job_id="a")
-    driver.step()
-    driver.abort("a1")
-    driver.run()
-    assert driver.used == 0
-
-
 def test_without_a_prefix_cache_there_is_nothing_to_keep():
     driver = Agents(caching=False)
     driver.turn("a1")
@@ -126,13 +117,6 @@ def test_the_next_turn_takes_the_place_of_the_pin_before():
     assert driver.used == 7  # of the second alone: what both share is there once
     assert driver.scheduler.stats().pins_ended == {"next_turn": 1}
     assert driver.scheduler.stats().pins_met == 1
-
-
-def test_a_last_step_ends_the_pin_before():
-    driver = Agents()
-    first = driver.turn("a1")
-    driver.next_turn("a2", first, is_last_step=True)
-    assert driver.used == 0
 
 
 def test_the_wait_in_line_gets_as_long_again():
@@ -250,9 +234,9 @@ def test_a_word_that_comes_after_the_next_turn_changes_nothing():
     driver.scheduler.turn_ended("a", "a1", ["grep"])
     assert driver.scheduler.seconds_until_sweep() == LIMIT_S
     driver.run()
-    assert driver.scheduler._state.pins is not None
-    assert driver.scheduler._state.pins.times.expected(["grep"]) is None  # type: ignore[attr-defined]
-    assert driver.scheduler._state.pins.times.expected(None) is None  # type: ignore[attr-defined]
+    assert driver.scheduler.state.pins is not None
+    assert driver.scheduler.state.pins.times.expected(["grep"]) is None  # type: ignore[attr-defined]
+    assert driver.scheduler.state.pins.times.expected(None) is None  # type: ignore[attr-defined]
 
 
 def test_a_pin_that_runs_out_teaches_that_the_tool_is_slow():
