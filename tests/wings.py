@@ -176,6 +176,7 @@ WINGS: dict[str, Wing] = {
         (
             "tests/engine/structured/",
             "tests/engine/model/test_device_order.py",
+            "tests/integration/test_serve_grammars.py",
         ),
     ),
     "fused models": Wing(
