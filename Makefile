@@ -5,7 +5,7 @@
 # make test-clusters   `tandem serve` and whole clusters, which are scaled, killed, and cut off from their controller and head; and the
 #                    commands in the guides as they stand (about 25 minutes); SHARE=1/5 runs the first fifth of the files
 # make test-faults   nodes killed and frozen in the middle of requests (about 10 minutes; with KILLS=15 thirty kills in each phase, half
-#                    greedy, half seeded); the controller killed ten times in each of three ways and at each step of real rollouts,
+#                    greedy, half seeded); the controller killed ten times in each of three ways,
 #                    and the control plane away for ten minutes, twice (about 40 minutes);
 #                    every fault of a KV transfer, 100 times for each connector and direction (about 15 minutes); the disk tier:
 #                    10,000 crashes of a disk with torn writes, 50 nodes killed while they store (about 2 minutes); 5,000 answers of

@@ -106,7 +106,7 @@ class NodeLinks:
         # by node and epoch: when the last ping that it answered was sent
         self._answered: dict[tuple[str, int], float] = {}
         self.lines: Lines[ToRouter] = Lines(
-            new_epoch(), self._send_frame, self._receive, meets_strangers=False, clock=clock
+            new_epoch(), self.send_frame, self.receive, meets_strangers=False, clock=clock
         )
         self._inbox = open_inbox(host, LetterToRouter, self.lines.receive, name="router-inbox")
         self.lines.endpoint = self._inbox.endpoint
@@ -134,7 +134,7 @@ class NodeLinks:
         self._on_unsent = on_unsent
         self._inbox.listen()
 
-    def _send_frame(self, endpoint: str, frame: bytes) -> None:
+    def send_frame(self, endpoint: str, frame: bytes) -> None:
         """Queues a frame, or, as the first to an endpoint, sends it at once. Raises NodeLost when that send
         fails."""
         if endpoint not in self._reached:
@@ -165,7 +165,7 @@ class NodeLinks:
         self._leaving = [(to, frame) for to, frame in self._leaving if to != endpoint]
         self._reached.discard(endpoint)
 
-    def _receive(self, message: ToRouter) -> None:
+    def receive(self, message: ToRouter) -> None:
         if isinstance(message, TokenBatch):
             self._on_tokens(message)
         elif isinstance(message, NodeStatus):

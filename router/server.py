@@ -61,7 +61,7 @@ class RouterServer:
         self._control = control
         self._services: Services | None = None
         self.wings: list[RouterWing] = []
-        self._http: HttpServer | None = None
+        self.http: HttpServer | None = None
         self._probe = ListenerProbe()
         self._port: int | None = None
         self._door: Door | None = None
@@ -206,7 +206,7 @@ class RouterServer:
         services = self.services
         limits, timeouts = self._config.limits, self._config.timeouts
         tls = self._config.tls_certificate, self._config.tls_key
-        self._http = HttpServer(
+        self.http = HttpServer(
             make_app(services, self.wings),
             ServerLimits(limits.header_bytes, limits.connections),
             ServerTimeouts(timeouts.header, timeouts.body, timeouts.keep_alive, timeouts.slow_reader),
@@ -217,7 +217,7 @@ class RouterServer:
         for wing in self.wings:
             await wing.start()
         self._door = Door(listener, tally, self._former)
-        self._accept_if_time(self._http)
+        self._accept_if_time(self.http)
         services.tasks.keep("heartbeat", self._heartbeat)
         if self._config.tls_certificate is not None:
             services.tasks.keep("certificate", self._renew_certificate)
@@ -253,13 +253,13 @@ class RouterServer:
             for _ in range(3):
                 await asyncio.sleep(interval / 3)
                 services.dispatcher.check_nodes()
-                if self._http is not None and not self.accepts:
-                    self._accept_if_time(self._http)
+                if self.http is not None and not self.accepts:
+                    self._accept_if_time(self.http)
 
     async def _renew_certificate(self) -> None:
-        while self._http is not None:
+        while self.http is not None:
             await asyncio.sleep(CERTIFICATE_LOOK_S)
-            self._http.look_at_certificate()
+            self.http.look_at_certificate()
 
     def forget_prefixes(self, node_ids: Iterable[str]) -> None:
         """These nodes have emptied their caches."""
@@ -336,7 +336,7 @@ class RouterServer:
             self._door.close()
         for wing in self.wings:
             await wing.ending()
-        is_quiet = self._http is None or await self._http.leave(deadline)
+        is_quiet = self.http is None or await self.http.leave(deadline)
         # Background requests have no connection, so they are waited for apart.
         is_idle = await self.services.dispatcher.wait_idle(deadline)
         for wing in self.wings:
@@ -359,8 +359,8 @@ class RouterServer:
         self._never_accept()
         if self._door is not None:
             self._door.close()
-        if self._http is not None:
-            await self._http.end(STOP_TIMEOUT_S)
+        if self.http is not None:
+            await self.http.end(STOP_TIMEOUT_S)
         if services is not None:
             await services.links.close()
             for wing in self.wings:

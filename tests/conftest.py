@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from tandem.cluster.models.store import prepare_model
 from tests.doors import RECORDER, Door, read_ledger, write_ledger
+from tests.loops import in_loop
 from tests.small_model import (  # noqa: F401 (fixtures)
     folder_with_tools,
     model_folder,
@@ -133,6 +135,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return kinds.index(True), -size[item.path]
 
         items.sort(key=turn)
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = in_loop(item.obj)
     share = config.getoption("--share")
     if share is None:
         return

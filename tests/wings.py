@@ -52,9 +52,7 @@ WINGS: dict[str, Wing] = {
             "tests/clients/test_harmony_library.py",
         ),
     ),
-    "images in messages": Wing(
-        ("api/images/",), ("tests/router/test_router_images.py", "tests/benchmarks/test_images.py")
-    ),
+    "images in messages": Wing(("api/images/",), ("tests/router/test_router_images.py",)),
     "prompt embeds": Wing(
         ("api/prompt_embeds/",), ("tests/api/prompt_embeds/", "tests/router/test_router_prompt_embeds.py")
     ),

@@ -383,7 +383,7 @@ class NumberedChannel:
 
     def __init__(self, host: str, epoch: int, *, name: str) -> None:
         self._outbox = Outbox()
-        self._lines: Lines[ToNode] = Lines(
+        self.lines: Lines[ToNode] = Lines(
             epoch,
             self._outbox.send_frame,
             lambda message: self._on_message(message),
@@ -393,9 +393,9 @@ class NumberedChannel:
             lock=threading.Lock(),
         )
         self._inbox: Inbox[LetterToNode] = Inbox(
-            host, LetterToNode, self._lines.receive, name=name, listens=False
+            host, LetterToNode, self.lines.receive, name=name, listens=False
         )
-        self._lines.endpoint = self._inbox.endpoint
+        self.lines.endpoint = self._inbox.endpoint
 
     def listen(
         self,
@@ -422,16 +422,16 @@ class NumberedChannel:
 
     @property
     def gaps(self) -> int:
-        return self._lines.gaps
+        return self.lines.gaps
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
-        self._lines.send(endpoint, message)
+        self.lines.send(endpoint, message)
 
     def received(self, endpoint: str) -> Position:
-        return self._lines.received(endpoint)
+        return self.lines.received(endpoint)
 
     def forget(self, endpoint: str) -> None:
-        self._lines.forget(endpoint)
+        self.lines.forget(endpoint)
         self._outbox.forget(endpoint)
 
     def close(self) -> None:

@@ -221,7 +221,7 @@ class Admission:
         # By tenant, background answers apart, in the order of their turns.
         self._queues: OrderedDict[tuple[str, bool], deque[Slots]] = OrderedDict()
         self._places: dict[str, TenantPlaces] = {}  # by tenant, while it holds any
-        self._idle_work = TenantPlaces()  # what runs when nothing else does
+        self.idle_work = TenantPlaces()  # what runs when nothing else does
         self._resting: deque[Slots] = deque()  # those of it that gave places up
         self._paused_at = -math.inf  # when a sequence was last paused
         self._going_on = False  # a call of `pump` is due in the next pass of the event loop
@@ -291,7 +291,7 @@ class Admission:
     def acquire_idle(self, count: int, tokens: int = 0) -> Slots:
         """Returns all `count` places for what runs when nothing else does, if as many blocks stay free as it may take. Raises
         QueueFull when they are not idle."""
-        work = self._idle_work
+        work = self.idle_work
         fits = self._has_room(2 * tokens, self.promised) or not self.held
         if not (fits and self.idle_room >= (count if work.held else 1)):
             raise QueueFull(
@@ -308,7 +308,7 @@ class Admission:
         if self._queues or self._resting:
             return 0
         capacity = self._capacity()
-        return max(0, min(capacity - self.held, math.ceil(capacity / 2) - self._idle_work.held))
+        return max(0, min(capacity - self.held, math.ceil(capacity / 2) - self.idle_work.held))
 
     @property
     def has_waiting(self) -> bool:
@@ -408,7 +408,7 @@ class Admission:
     def _grant(self, slots: Slots) -> None:
         self.held += 1
         if slots.when_idle:
-            self._idle_work.add(slots, 1)
+            self.idle_work.add(slots, 1)
         else:
             self._places.setdefault(slots.tenant, TenantPlaces()).add(slots, 1)
         slots.grant(1)
@@ -416,7 +416,7 @@ class Admission:
     def _free(self, slots: Slots, count: int) -> None:
         self.held -= count
         if slots.when_idle:
-            self._idle_work.add(slots, -count)
+            self.idle_work.add(slots, -count)
             return
         places = self._places[slots.tenant]
         places.add(slots, -count)
@@ -515,7 +515,7 @@ class Admission:
         if not self._queues:
             return False
         capacity, now = self._capacity(), self._clock()
-        if capacity and self._idle_work.held and self._send_to_rest(now, for_a_place=self.held >= capacity):
+        if capacity and self.idle_work.held and self._send_to_rest(now, for_a_place=self.held >= capacity):
             return True
         # Where places are free, blocks are missing. Those of a paused sequence are free with a node's next status.
         if not capacity or (self.held != capacity and now < self._paused_at + BETWEEN_PAUSES_S):
@@ -539,7 +539,7 @@ class Admission:
         if not for_a_place and now < self._paused_at + BETWEEN_PAUSES_S:
             return False
         wanted = 1 if for_a_place else self._turns()[0].tokens
-        for slots in reversed(list(self._idle_work.requests)):
+        for slots in reversed(list(self.idle_work.requests)):
             while wanted > 0 and slots.give_way():
                 self._paused_at = now
                 wanted -= 1 if for_a_place else slots.tokens

@@ -57,7 +57,7 @@ class Dispatcher:
         self.metrics = metrics
         self._links = links
         self._pool = pool
-        self._placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
+        self.placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
         self.followed = FollowedAnswers()
         # Set when the last request has ended. None until `wait_idle` is called.
@@ -88,7 +88,7 @@ class Dispatcher:
     def report_to_siblings(self, reports: SentReports | None) -> None:
         """Reports every Submit and its answer to the sibling processes. None when no other process shares the
         port."""
-        self._placement.sent_reports = reports
+        self.placement.sent_reports = reports
 
     @property
     def queued(self) -> int:
@@ -103,11 +103,11 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        return self._placement.running
+        return self.placement.running
 
     @property
     def recent(self) -> RecentRequests:
-        return self._placement.recent
+        return self.placement.recent
 
     def moving(self) -> list[tuple[str, str, float, int]]:
         """Lists the transfers under way: prefill node, decode node, seconds since submission, prompt
@@ -120,7 +120,7 @@ class Dispatcher:
                 now - attempt.submitted_at,
                 len(life.spec.facts.prompt_token_ids),
             )
-            for life in self._placement.lives()
+            for life in self.placement.lives()
             if (attempt := life.attempt) is not None
             and attempt.prefill is not None
             and attempt.decode is not None
@@ -148,7 +148,7 @@ class Dispatcher:
         placed = self._clock()
         generation = Generation(
             lambda spec, news, end: RequestLife(
-                self._placement, spec, hashes[_prompt_of(spec)], news, end, came
+                self.placement, spec, hashes[_prompt_of(spec)], news, end, came
             ),
             specs,
             slots,
@@ -164,7 +164,7 @@ class Dispatcher:
     async def _places_for(self, specs: list[SequenceSpec], tenant: str) -> Slots:
         facts = specs[0].facts
         line = self.admission if facts.pooling is None else self.vectors
-        tokens = max(map(self._placement.expected_tokens, specs))
+        tokens = max(map(self.placement.expected_tokens, specs))
         if facts.when_idle:
             return line.acquire_idle(len(specs), tokens)
         background = specs[0].keep is not None
@@ -221,14 +221,14 @@ class Dispatcher:
             self._idle.set()
 
     def forget_prompts(self, node_id: str) -> None:
-        self._placement.forget_prompts(node_id)
+        self.placement.forget_prompts(node_id)
 
     def fail_all(self, error: TandemError) -> None:
         """Ends all requests because this router ends. Nodes go on with background answers, and other routers
         find them."""
         self.admission.refuse_all(error)
         self.vectors.refuse_all(error)
-        for life in self._placement.lives():
+        for life in self.placement.lives():
             life.leave(error)
         self.followed.leave_all(error)
 
@@ -237,7 +237,7 @@ class Dispatcher:
     def on_tokens(self, batch: TokenBatch) -> None:
         node_id, epoch = batch.node_id, batch.epoch
         self._pool.heard(node_id, epoch)
-        life_of = self._placement.life_of
+        life_of = self.placement.life_of
         for chunk in batch.chunks:
             life = life_of(chunk.request_id)
             if life is not None:
@@ -258,16 +258,16 @@ class Dispatcher:
         it was stopped for a while, so the Cancel is sent again, at most once a second."""
         self.metrics.stray_chunks.inc()
         member = self._pool.member(node_id)
-        if ended or member is None or self._placement.ended_just_now(request_id):
+        if ended or member is None or self.placement.ended_just_now(request_id):
             return
-        self._placement.remember_end(request_id)
-        self._placement.cancel(member.info, request_id)
+        self.placement.remember_end(request_id)
+        self.placement.cancel(member.info, request_id)
 
     def on_status(self, status: NodeStatus) -> None:
         self._pool.on_status(status)
 
     def on_cache_news(self, news: CacheNews) -> None:
-        if not self._pool.heard(news.node_id, news.epoch) or self._placement.on_cache_news(news):
+        if not self._pool.heard(news.node_id, news.epoch) or self.placement.on_cache_news(news):
             return
         member = self._pool.member(news.node_id)
         if member is not None:
@@ -284,10 +284,10 @@ class Dispatcher:
             return
         node = member.info
         for request_id in holding.requests:
-            life = self._placement.life_of(request_id)
+            life = self.placement.life_of(request_id)
             if life is None or life.attempt is None or node not in life.attempt.nodes:
-                self._placement.cancel(node, request_id)
-        self._tell(self._placement.lives_on(node), lambda life: life.on_holding(node, holding))
+                self.placement.cancel(node, request_id)
+        self._tell(self.placement.lives_on(node), lambda life: life.on_holding(node, holding))
         self.followed.on_line_broken(node)
 
     def _tell(self, lives: list[RequestLife], what: Callable[[RequestLife], None]) -> None:
@@ -309,11 +309,11 @@ class Dispatcher:
             self._pool.note_deaf(member, is_deaf)
             if is_deaf:
                 node = member.info
-                self._tell(self._placement.lives_on(node), lambda life, node=node: life.on_unheard(node))  # type: ignore[misc]
+                self._tell(self.placement.lives_on(node), lambda life, node=node: life.on_unheard(node))  # type: ignore[misc]
 
     def on_node_lost(self, node: NodeInfo, why: str) -> None:
-        self._placement.forget_prefixes(node)
-        self._tell(self._placement.lives_on(node), lambda life: life.on_node_lost(node, why))
+        self.placement.forget_prefixes(node)
+        self._tell(self.placement.lives_on(node), lambda life: life.on_node_lost(node, why))
         self.followed.on_node_lost(node, why)
         # Messages that are still queued for the node are older than its loss. A successor at this endpoint
         # must not get them.
@@ -322,7 +322,7 @@ class Dispatcher:
     def on_node_left(self, node: NodeInfo) -> None:
         """The node is no longer a member, whether it was lost before or not. The router drops all that it
         knows of it."""
-        self._placement.forget_prefixes(node)
+        self.placement.forget_prefixes(node)
         self.followed.on_node_lost(node, "it left")
         self._links.forget(node)
 
@@ -331,7 +331,7 @@ class Dispatcher:
         self._links.ping(node)
 
     def on_pool_change(self) -> None:
-        if waiting := self._placement.waiting:
+        if waiting := self.placement.waiting:
             self._tell(waiting, RequestLife.try_again)
         if self.admission.has_waiting:
             self.admission.pump()

@@ -227,7 +227,7 @@ class Placement(Generic[L]):
         self.clock = clock
         self._links = links
         self._pool = pool
-        self._chooser = chooser
+        self.chooser = chooser
         self.sent_reports: SentReports | None = None  # None when no other process shares the port
         self.alarms = Alarms(clock)
         self._answers = AnswerLengthMeter()
@@ -273,14 +273,14 @@ class Placement(Generic[L]):
 
     def choose(self, request: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         """Raises Unavailable when no node can take it."""
-        decision = self._chooser.choose(request, hashes)
+        decision = self.chooser.choose(request, hashes)
         self.metrics.decisions.inc("away" if decision.prefill and decision.decode else "one_node")
         return decision
 
     def has_room(self, request: RoutingRequest, hashes: PromptHashes) -> bool:
         """Whether the node that would be chosen to decode has the blocks for the request."""
         try:
-            decision = self._chooser.choose(request, hashes)
+            decision = self.chooser.choose(request, hashes)
         except Unavailable:
             return False
         decode = decision.decode
@@ -295,7 +295,7 @@ class Placement(Generic[L]):
         self, request: RoutingRequest, hashes: PromptHashes, decision: RoutingDecision
     ) -> list[Alternative]:
         """For a traced request, just after its decision: the best nodes that were not chosen, too."""
-        return self._chooser.alternatives(request, hashes, decision)
+        return self.chooser.alternatives(request, hashes, decision)
 
     def submit(
         self, life: L, attempt: Attempt, spec: SequenceSpec, hashes: PromptHashes, tokens: list[int]
@@ -450,7 +450,7 @@ class Placement(Generic[L]):
         if output and not spec.reads_ahead:
             self._answers.ended(len(output))
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
-            self._chooser.answered(attempt.decode, hashes, output)
+            self.chooser.answered(attempt.decode, hashes, output)
             if spec.facts.job_id is not None:
                 self._remember_home(spec.facts.job_id, attempt, is_last_step=spec.facts.is_last_step)
 
@@ -482,10 +482,10 @@ class Placement(Generic[L]):
     # --- what the dispatcher hears of the pool
 
     def on_cache_news(self, news: CacheNews) -> bool:
-        return self._chooser.on_cache_news(news)
+        return self.chooser.on_cache_news(news)
 
     def forget_prompts(self, node_id: str) -> None:
-        self._chooser.forget_prompts(node_id)
+        self.chooser.forget_prompts(node_id)
 
     def forget_prefixes(self, node: NodeInfo) -> None:
-        self._chooser.forget(node.node_id)
+        self.chooser.forget(node.node_id)

@@ -165,7 +165,7 @@ class Recalls(FollowedAnswers):
         self._answer_s = config.heartbeat.silence
         self._links = links
         self._pool = pool
-        self._questions: dict[str, _Question] = {}
+        self.questions: dict[str, _Question] = {}
         self._shares = Shares(MOST_QUESTIONS, alone=1)
         self._followed: dict[str, FollowedAnswer] = {}
 
@@ -173,7 +173,7 @@ class Recalls(FollowedAnswers):
         """Asks every node for the answer and returns the best reply, or None. A node replies between two
         steps. The search waits no longer than `heartbeat.silence`. Raises Overloaded when too many ids are
         looked for at once, or too many of this owner."""
-        question = self._questions.get(answer_id)
+        question = self.questions.get(answer_id)
         if question is None:
             if not self._shares.fits(owner, 1):
                 whose = "this key's part of" if self._shares.held < MOST_QUESTIONS else "all"
@@ -184,7 +184,7 @@ class Recalls(FollowedAnswers):
             question = _Question({(node.node_id, node.epoch) for node in nodes}, owner)
             if not nodes:
                 return None
-            self._questions[answer_id] = question
+            self.questions[answer_id] = question
             self._shares.take(owner, 1)
             for node in nodes:
                 self._links.recall(node, answer_id)
@@ -194,13 +194,13 @@ class Recalls(FollowedAnswers):
         except TimeoutError:
             pass
         finally:
-            if self._questions.get(answer_id) is question:
-                del self._questions[answer_id]
+            if self.questions.get(answer_id) is question:
+                del self.questions[answer_id]
                 self._shares.take(question.owner, -1)
         return question.best
 
     def on_recalled(self, message: Recalled) -> None:
-        question = self._questions.get(message.answer_id)
+        question = self.questions.get(message.answer_id)
         member = self._pool.member(message.node_id)
         if question is None or member is None or member.info.epoch != message.epoch:
             return

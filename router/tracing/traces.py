@@ -269,7 +269,7 @@ class Traces(RequestTracer):
         self._loop = asyncio.get_running_loop()
         self._ring: deque[RequestTrace] = deque()
         self._kept: Counter[str | None] = Counter()  # how many are in the ring, by tenant
-        self._by_attempt: dict[str, RequestTrace] = {}
+        self.by_attempt: dict[str, RequestTrace] = {}
         self._timers: dict[RequestTrace, asyncio.TimerHandle] = {}
         self.clocks = Clocks()
 
@@ -322,10 +322,10 @@ class Traces(RequestTracer):
 
     def _forget(self, trace: RequestTrace) -> None:
         for request_id in trace.attempts:
-            self._by_attempt.pop(request_id, None)
+            self.by_attempt.pop(request_id, None)
 
     def _on_attempt(self, trace: RequestTrace, request_id: str) -> None:
-        self._by_attempt[request_id] = trace
+        self.by_attempt[request_id] = trace
 
     def _on_end(self, trace: RequestTrace) -> None:
         if trace.is_complete:
@@ -337,7 +337,7 @@ class Traces(RequestTracer):
             self._forget(trace)
 
     def on_node_trace(self, told: NodeTrace) -> None:
-        trace = self._by_attempt.get(told.request_id)
+        trace = self.by_attempt.get(told.request_id)
         if trace is not None and trace.add(told, self.clocks) and trace.is_complete:
             self._hand_on(trace)
 

@@ -147,13 +147,14 @@ def test_what_is_counted_is_what_stands_outside_of_strings(value: dict[str, Any]
         return tuple(map(sum, zip(here, *inner, strict=True)))  # type: ignore[return-value]
 
     body = json.dumps(value).encode()
+    most = dict(zip(("json_containers", "json_items", "json_members"), counts(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "_WINDOW_BYTES", window)
-        marks = list(json_body._marks(body))
-    containers, items, members = counts(value)
-    assert marks.count(json_body._OPENS) == marks.count(json_body._CLOSES) == containers
-    assert marks.count(json_body._ITEM) == items
-    assert marks.count(json_body._MEMBER) == members
+        assert parse_object(body, Limits(json_depth=100, **most)) == value
+        for name, count in most.items():
+            if count:
+                with pytest.raises(InvalidRequest, match="more than"):
+                    parse_object(body, Limits(json_depth=100, **most | {name: count - 1}))
 
 
 def test_marks_in_strings_do_not_count() -> None:

@@ -250,15 +250,20 @@ def test_the_ids_of_words_are_those_of_the_whole_text(kind: int, texts: list[str
         assert known.encode(text) == whole(made, [text])[0]
 
 
-def test_words_that_came_before_are_not_tokenized_again() -> None:
-    made = kept_by_words()[0]
+def noted(made: tokenizers.Tokenizer) -> tuple[WordCache, list[str]]:
+    """A cache, and what it had to have tokenized."""
     asked: list[str] = []
 
     def encode(texts: list[str]) -> list[list[int]]:
         asked.extend(texts)
         return whole(made, texts)
 
-    known = WordCache(encode)
+    return WordCache(encode), asked
+
+
+def test_words_that_came_before_are_not_tokenized_again() -> None:
+    made = kept_by_words()[0]
+    known, asked = noted(made)
     known.encode("the lazy fox sleeps")
     asked.clear()
     assert known.encode("the fox sleeps, the lazy one") == whole(made, ["the fox sleeps, the lazy one"])[0]
@@ -266,14 +271,7 @@ def test_words_that_came_before_are_not_tokenized_again() -> None:
 
 
 def test_words_of_one_tenant_are_new_from_another() -> None:
-    made = kept_by_words()[0]
-    asked: list[str] = []
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        asked.extend(texts)
-        return whole(made, texts)
-
-    known = WordCache(encode)
+    known, asked = noted(kept_by_words()[0])
     known.encode("the lazy fox", "alice")
     asked.clear()
     known.encode("the lazy fox", "bob")
@@ -285,31 +283,34 @@ def test_words_of_one_tenant_are_new_from_another() -> None:
 
 def test_the_tenant_with_most_words_forgets_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.api.text.word_cache.MOST_WORDS", 20)
-    made = kept_by_words()[0]
-    known = WordCache(lambda words: whole(made, words))
+    known, asked = noted(kept_by_words()[0])
     known.encode("the lazy fox", "bob")
     for index in range(40):
         known.encode(f"the fox{index} jumps", "alice")
-    assert known._known["bob"].size == 3
+    asked.clear()
+    known.encode("the lazy fox", "bob")
+    assert asked == []
 
 
 def test_a_text_of_new_words_is_tokenized_as_a_whole_and_some_of_them_are_learned() -> None:
     made = kept_by_words()[0]
-    known = WordCache(lambda words: whole(made, words))
+    known, asked = noted(made)
     text = "the " + " ".join(f"word{index}" for index in range(3 * MOST_NEW_WORDS))
-    for kept in (1, 2, 3):
+    for learned in (*[1 + MOST_NEW_WORDS] * 3, 0):
+        asked.clear()
         assert known.encode(text) == whole(made, [text])[0]
-        assert len(known._known[""].ids) == kept * MOST_NEW_WORDS
+        assert len(asked) == learned
 
 
 def test_words_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.api.text.word_cache.MOST_WORDS", 20)
     made = kept_by_words()[0]
-    known = WordCache(lambda words: whole(made, words))
-    for index in range(30):
+    known, asked = noted(made)
+    for index in [*range(30), 0]:
+        asked.clear()
         text = f"a fox{index} and a dog{index} jump"
         assert known.encode(text) == whole(made, [text])[0]
-        assert known._size == sum(words.size for words in known._known.values()) <= 20
+        assert f" fox{index}" in asked
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,18 @@ from __future__ import annotations
 import asyncio
 import io
 
-import msgspec
-import pytest
 from rich.console import Console
 
 from benchmarks.side_by_side.loads import (
     ALONE,
     BESIDE,
-    FULL,
     LONG,
-    QUICK,
     SHARED,
     Examiner,
     LoadPlan,
     LoadQuestions,
     cells_of,
 )
-from tandem.base.errors import Unavailable
 from tandem.loadgen.vocabulary import IdVocabulary, TextVocabulary
 from tandem.loadgen.workload import Lengths
 from tests.loadgen.fake_server import Exchange, complete, serving
@@ -69,20 +64,6 @@ def test_every_load_is_asked_of_a_system_and_every_answer_kept() -> None:
     assert asked == sum(counts.values()) + 5 + 1  # warm-ups: of each kind, and of the shared prefix
 
 
-def test_a_system_that_answers_nothing_is_not_measured() -> None:
-    async def refuse(exchange: Exchange) -> None:
-        await exchange.respond(500, {"error": {"message": "broken"}})
-
-    async def run() -> None:
-        async with serving(refuse) as server:
-            questions = LoadQuestions.draw(TINY, VOCABULARY, seed=1)
-            examiner = Examiner(server.url, "smol", TINY, questions, Console(file=io.StringIO()), "fake")
-            await asyncio.to_thread(examiner.examine)
-
-    with pytest.raises(Unavailable, match="broken"):
-        asyncio.run(run())
-
-
 def test_every_run_asks_new_questions_and_every_system_the_same() -> None:
     first, again, next_run = (LoadQuestions.draw(TINY, VOCABULARY, seed) for seed in (1, 1, 2))
     assert first == again
@@ -99,16 +80,3 @@ def test_nothing_that_is_measured_was_asked_before_in_the_same_run() -> None:
     assert len(heads) == len(prompts)
     one, other = (session.turns[0].prompt for session in questions.shared[:2])
     assert shared_beginning(one, other) >= 50
-
-
-@pytest.mark.parametrize("plan", [FULL, QUICK])
-def test_the_plans_are_the_experiment_that_is_claimed(plan: LoadPlan) -> None:
-    assert [users for users, _ in plan.closed_loops] == [1, 4, 8]
-    assert (plan.prompt.input, plan.prompt.output) == (512, 64)
-    assert plan.long.input == 2048
-    assert plan.shared_prefix == 1000
-    assert all(count >= users for users, count in plan.closed_loops)
-
-
-def test_a_plan_is_written_into_the_outcome() -> None:
-    assert msgspec.to_builtins(FULL)["long_every_s"] == FULL.long_every_s

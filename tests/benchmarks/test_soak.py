@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,8 +22,6 @@ from benchmarks.soaking.cluster import (
     gained,
     growth_of,
     is_whole,
-    look_at,
-    title_of,
 )
 from benchmarks.soaking.requests import (
     Answer,
@@ -83,23 +80,11 @@ class TestGrowth:
         assert growth is not None
         assert Bounds().broken(growth) == ["p: 39 descriptors", "p: 10 threads"]
 
-    def test_a_process_that_hardly_lived_has_no_growth(self) -> None:
-        assert growth_of("p", samples(lambda at: at * MIB, count=8)) is None
-
     @given(st.lists(st.floats(0, 1e9), min_size=2, max_size=40))
     def test_a_gain_is_bounded_by_what_was_seen(self, values: list[float]) -> None:
         times = [float(at) for at in range(len(values))]
         span = max(values) - min(values)
         assert abs(gained(times, values)) <= 1.5 * span + 1e-6
-
-    def test_this_very_process_can_be_looked_at(self) -> None:
-        sample = look_at(os.getpid(), 1.0)
-        assert sample is not None
-        assert sample.memory > 10 * MIB
-        assert sample.threads >= threading.active_count()
-        assert "python" in title_of(os.getpid())
-        assert look_at(2**22 + 1, 1.0) is None
-        assert title_of(2**22 + 1) == ""
 
 
 def soaked(**fields: Any) -> SoakVerdict:
@@ -140,34 +125,6 @@ class TestVerdict:
         assert not judge(soaked(growths=[Growth("gcs_server 7", True, 60, MIB, 99 * MIB, 1, 99, 1, 0)]))
 
 
-class TestQuestions:
-    def test_they_are_of_every_kind_and_the_same_for_a_seed(self) -> None:
-        drawn = [
-            [questions.draw() for _ in range(400)]
-            for questions in (SoakQuestions(WORDS, "m", 3), SoakQuestions(WORDS, "m", 3))
-        ]
-        assert drawn[0] == drawn[1]
-        kinds = {kind for question in drawn[0] for kind in question.kinds}
-        assert kinds >= {
-            "abort",
-            "known",
-            "stream",
-            "whole",
-            "chat",
-            "completion",
-            "long",
-            "short",
-            "n=2",
-            "stop",
-            "logprobs",
-            "json",
-        }
-
-    def test_what_is_known_has_one_right_answer(self) -> None:
-        for known in SoakQuestions(WORDS, "m", 0).known:
-            assert known.body["temperature"] == 0 or "seed" in known.body
-
-
 def sse(*events: object, done: bool = True) -> bytes:
     lines = [b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events]
     return b"".join(lines) + (b"data: [DONE]\n\n" if done else b"")
@@ -185,16 +142,6 @@ def asked(
 
 
 class TestAsking:
-    def test_a_stream_is_put_together_choice_by_choice(self) -> None:
-        events = [
-            {"choices": [{"index": 1, "text": "c"}]},
-            {"choices": [{"index": 0, "text": "a"}]},
-            {"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]},
-            {"choices": [{"index": 1, "text": "d", "finish_reason": "length"}]},
-            {"choices": [], "usage": {"completion_tokens": 4}},
-        ]
-        assert asked(sse(*events), n=2) == Answer("ab\0cd", 4)
-
     @pytest.mark.parametrize(
         ("content", "status", "kind"),
         [

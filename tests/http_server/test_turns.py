@@ -31,15 +31,12 @@ def test_of_many_that_come_at_once_a_few_begin_in_each_pass_in_their_order() -> 
     assert max(counts) <= TURNS_A_PASS
 
 
-def test_a_turn_that_was_cancelled_is_passed_over() -> None:
-    async def work() -> None:
-        turns = Turns()
-        tasks = [asyncio.create_task(turns.turn()) for _ in range(4 * TURNS_A_PASS)]
-        await asyncio.sleep(0)
-        for task in tasks[1::2]:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        async with asyncio.timeout(5):
-            await turns.turn()
-
-    asyncio.run(work())
+async def test_a_turn_that_was_cancelled_is_passed_over() -> None:
+    turns = Turns()
+    tasks = [asyncio.create_task(turns.turn()) for _ in range(4 * TURNS_A_PASS)]
+    await asyncio.sleep(0)
+    for task in tasks[1::2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await turns.turn()

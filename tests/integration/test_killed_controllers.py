@@ -87,7 +87,7 @@ def test_under_a_command_with_a_ray_of_its_own(serve: Any) -> None:
 
 @pytest.fixture(scope="module")
 def ray_nodes(smollm2_path: Path) -> Iterator[RayNodes]:
-    nodes = RayNodes(prefill=2, decode=2)  # a rollout needs a place more in each pool
+    nodes = RayNodes(prefill=2, decode=2)
     yield nodes
     nodes.close()
 
@@ -142,54 +142,6 @@ def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
     tandem.url = re.findall(r"^API: +(http://\S+)/v1$", said, re.MULTILINE)[0]
     kill_again_and_again(tandem.url, "SmolLM2-135M-Instruct", lambda: ray_nodes.processes("ray::"))
     assert "took over 2 nodes" in tandem("status")
-
-
-# What `tandem apply` says when a rollout has taken a step. What the next one waits for stands behind a semicolon.
-STEP = re.compile(r"rollout of revision \d+ begins|\d+ replaced, \d+ left|drains and is replaced|is gone")
-
-
-def test_at_each_step_of_a_rollout(tandem: Tandem, ray_nodes: RayNodes) -> None:
-    """The next controller goes on with the change. First one dies after each step, then one after a single step: the first, the second,
-    and so on. Every second rollout brings the first configuration back, and so the last one. (Follows the test before.)"""
-    changes = ("--set", "router.include_usage=true", "--set", "scheduler.max_num_seqs=100")
-    for turn in range(KILLS + KILLS % 2):
-        changed = () if turn % 2 else changes
-        with Load(tandem.url, "SmolLM2-135M-Instruct", clients=CLIENTS):
-            with tandem.begun("apply", *SETTINGS, *IMPATIENT, *port_of(tandem), *changed) as command:
-                kills, said = killed_at_steps(command, ray_nodes, only=turn or None)
-            assert command.returncode == 0, said
-        assert kills == 1 if turn else kills > 5, said
-        assert "done: 2 nodes and 1 router serve" in said
-        assert "taken back" not in said + tandem("status")
-
-
-def killed_at_steps(
-    command: subprocess.Popen[str], ray_nodes: RayNodes, *, only: int | None
-) -> tuple[int, str]:
-    """Follows a command to its end, and kills the controller when a new step is told: each time, or `only` at the step of this number.
-    Returns how often, and what the command said."""
-    steps: set[str] = set()
-    killed: set[int] = set()
-    said = ""
-    assert command.stdout is not None
-    for line in command.stdout:
-        said += line
-        step = line.strip().partition(";")[0]
-        if STEP.search(step) and step not in steps:
-            steps.add(step)
-            if only in (None, len(steps)):
-                living = until(
-                    lambda: controllers(lambda: ray_nodes.processes("ray::")) - killed, "a controller"
-                )
-                killed.update(living)
-                for pid in living:
-                    os.kill(pid, signal.SIGKILL)
-    command.wait(BACK_S)
-    return len(killed), said
-
-
-def port_of(tandem: Tandem) -> tuple[str, str]:
-    return "--set", f"router.port={tandem.url.rpartition(':')[2]}"
 
 
 # Each of these keeps every thread or place of the process busy that would answer calls. Its tokens do not pass there.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,19 +94,6 @@ def sentence(client: openai.OpenAI, model: str) -> str:
     return text
 
 
-class TestModels:
-    def test_they_are_listed_and_found_by_name(self, client: openai.OpenAI, model: str) -> None:
-        assert [one.id for one in client.models.list()] == [model]
-        assert client.models.retrieve(model).id == model
-
-    def test_one_that_is_not_served_is_not_found_wherever_it_is_named(self, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.NotFoundError, match="gpt-9"):
-            client.models.retrieve("gpt-9")
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.completions.create(model="gpt-9", prompt=PROMPT)
-        assert caught.value.code == "model_not_found"
-
-
 class TestCompletions:
     def test_text_and_its_tokens_are_the_same_prompt(
         self, client: openai.OpenAI, model: str, server: RunningDeployment
@@ -132,18 +118,6 @@ class TestCompletions:
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
 
-    def test_a_stream_says_what_the_whole_answer_says_and_ends_with_the_usage(
-        self, client: openai.OpenAI, model: str
-    ) -> None:
-        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
-        whole = client.completions.create(**fields)
-        parts = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
-        assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
-        assert parts[-1].choices == []
-        assert whole.usage is not None
-        assert parts[-1].usage is not None
-        assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
-
     def test_echo_puts_the_prompt_in_front_with_its_log_probabilities(
         self, client: openai.OpenAI, model: str
     ) -> None:
@@ -158,41 +132,6 @@ class TestCompletions:
         assert first is None, "nothing stands before the first token"
         assert all(value <= 0 for value in others)
 
-    def test_the_best_of_several_is_the_likeliest(self, client: openai.OpenAI, model: str) -> None:
-        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 6}
-        every = client.completions.create(**fields, n=4, logprobs=0)
-        best = client.completions.create(**fields, n=1, best_of=4)
-
-        def mean(choice: Any) -> float:
-            return math.fsum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
-
-        assert best.choices[0].text == max(every.choices, key=mean).text
-
-    def test_a_seed_says_the_same_again_and_each_choice_something_of_its_own(
-        self, client: openai.OpenAI, model: str
-    ) -> None:
-        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 1, "max_tokens": 12}
-        first, again = (
-            [choice.text for choice in client.completions.create(**fields, seed=11, n=3).choices]
-            for _ in range(2)
-        )
-        assert first == again
-        assert len(set(first)) == 3
-
-    def test_a_bias_forbids_a_token(
-        self, client: openai.OpenAI, model: str, server: RunningDeployment
-    ) -> None:
-        fields: Any = {"model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": 1}
-        text = client.completions.create(**fields).choices[0].text
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        token = server.http.post("/tokenize", json=body).json()["tokens"][0]
-        assert client.completions.create(**fields, logit_bias={str(token): -100}).choices[0].text != text
-
-    def test_a_suffix_is_refused_by_name(self, client: openai.OpenAI, model: str) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(model=model, prompt=PROMPT, suffix="the end")
-        assert caught.value.param == "suffix"
-
 
 class TestChats:
     def test_a_stream_says_what_the_whole_answer_says(
@@ -202,20 +141,6 @@ class TestChats:
             model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24, stream=True
         )
         assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == sentence
-
-    def test_every_role_is_understood(self, client: openai.OpenAI, model: str) -> None:
-        call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
-        messages: Any = [
-            {"role": "system", "content": "You are brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Is it warm in Rome?"}]},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "31 degrees"},
-            {"role": "user", "content": "So?"},
-        ]
-        answer = client.chat.completions.create(model=model, messages=messages, max_completion_tokens=8)
-        assert answer.choices[0].message.role == "assistant"
-        assert answer.usage is not None
-        assert 0 < answer.usage.completion_tokens <= 8
 
     def test_a_stop_string_is_found_across_tokens_and_never_shown(
         self, client: openai.OpenAI, model: str, sentence: str
@@ -268,20 +193,6 @@ class TestStructure:
         )
         assert isinstance(answer.choices[0].message.parsed, City)
 
-    def test_a_json_object_is_one(self, client: openai.OpenAI, model: str) -> None:
-        answer = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": "A JSON object with one key, please."}],
-            temperature=0,
-            max_completion_tokens=48,
-            response_format={"type": "json_object"},
-        )
-        choice = answer.choices[0]
-        if choice.finish_reason == "stop":  # a small model may talk until it is cut off
-            assert isinstance(json.loads(choice.message.content or ""), dict)
-        else:
-            assert (choice.message.content or "").lstrip().startswith("{")
-
     @pytest.mark.parametrize(
         "tool_choice",
         ["required", {"type": "function", "function": {"name": "get_weather"}}],
@@ -312,43 +223,6 @@ class TestStructure:
                     streamed += piece.function.arguments or ""
         assert (name, json.loads(streamed)) == ("get_weather", arguments)
 
-    def test_no_call_is_made_where_none_is_wanted(self, client: openai.OpenAI, model: str) -> None:
-        answer = client.chat.completions.create(  # type: ignore[call-overload]
-            model=model, messages=CAPITAL, tools=[WEATHER], tool_choice="none", max_completion_tokens=8
-        )
-        assert not answer.choices[0].message.tool_calls
-
-
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("fields", "param"),
-        [
-            ({"temperature": 3}, "temperature"),
-            ({"max_tokens": -1}, "max_tokens"),
-            ({"n": 0}, "n"),
-            ({"logprobs": 21}, "logprobs"),
-            ({"extra_body": {"kv_transfer_params": {}}}, "kv_transfer_params"),
-        ],
-    )
-    def test_a_mistake_is_named(
-        self, client: openai.OpenAI, model: str, fields: dict[str, Any], param: str
-    ) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(model=model, prompt=PROMPT, **fields)
-        assert caught.value.param == param
-        assert param in str(caught.value)
-
-    def test_a_field_that_is_not_known_is_ignored_and_named(self, client: openai.OpenAI, model: str) -> None:
-        answer = client.completions.with_raw_response.create(
-            model=model, prompt=PROMPT, max_tokens=1, extra_body={"temprature": 1}
-        )
-        assert answer.headers["x-tandem-ignored-fields"] == "temprature"
-
-    def test_more_than_the_context_is_an_error_of_its_own(self, client: openai.OpenAI, model: str) -> None:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(model=model, prompt=[5] * 9000)
-        assert caught.value.code == "context_length_exceeded"
-
 
 class TestVectors:
     TEXTS = ("The quick brown fox jumps over the lazy dog.", "A fox jumps.", "Stock prices fell " * 60)
@@ -373,19 +247,3 @@ class TestVectors:
             expected = torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
             assert found.embedding == pytest.approx(expected.tolist(), abs=1e-3)
         server.until_quiet()
-
-    def test_texts_are_sorted_by_them(self, server: RunningDeployment, model: str) -> None:
-        body = {"model": model, "query": self.TEXTS[0], "documents": list(self.TEXTS)}
-        results = server.http.post("/v1/rerank", json=body).raise_for_status().json()["results"]
-        assert results[0]["index"] == 0
-        assert results[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
-        body = {"model": model, "text_1": self.TEXTS[0], "text_2": list(self.TEXTS)}
-        scores = server.http.post("/v1/score", json=body).raise_for_status().json()["data"]
-        by_index = {result["index"]: result["relevance_score"] for result in results}
-        assert [item["score"] for item in scores] == pytest.approx([by_index[index] for index in range(3)])
-
-
-def test_the_document_and_its_page_are_there(server: RunningDeployment) -> None:
-    document = server.http.get("/openapi.json").json()
-    assert {"/v1/completions", "/v1/chat/completions", "/tokenize"} <= set(document["paths"])
-    assert "text/html" in server.http.get("/docs").headers["content-type"]

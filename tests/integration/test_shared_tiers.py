@@ -39,7 +39,10 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+FURTHER = ["mistral-window", "llama4", "recurrent-gemma", "mamba2"]
+
+
+@pytest.fixture(scope="module", params=["gemma3", "qwen3.5", *more(FURTHER)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

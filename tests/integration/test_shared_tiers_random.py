@@ -153,8 +153,7 @@ class Sessions:
     "kind",
     [
         "gemma3",
-        "qwen3.5",
-        *more(["mistral-window", "recurrent-gemma", "llama4", "mamba2"]),
+        *more(["qwen3.5", "mistral-window", "recurrent-gemma", "llama4", "mamba2"]),
     ],
 )
 def test_conversations_say_the_same_with_copies_and_deaths(tmp_path: Path, kind: str, seed: int) -> None:

@@ -10,12 +10,14 @@ import pytest
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tests.engine.model.tiny import save
 from tests.integration.one_engine import PATIENCE_S, OneEngine, hand_over
+from tests.more import more
 
 NEW_TOKENS = 8
 
 
 @pytest.mark.parametrize(
-    ("kind", "direction"), [("llama", "push"), ("llama", "pull"), ("qwen3.5", "push"), ("qwen3.5", "pull")]
+    ("kind", "direction"),
+    [("llama", "push"), ("qwen3.5", "pull"), *more([("llama", "pull"), ("qwen3.5", "push")])],
 )
 def test_a_prompt_from_a_tier_is_handed_over_like_one_that_was_computed(
     tmp_path: Path, kind: str, direction: str

@@ -44,8 +44,7 @@ class RunningRouter:
         self.board = Board(rule, eos)
         self.nodes: dict[str, FakeNode] = {}
         self._loop = uvloop.new_event_loop()  # as Ray gives its actors one
-        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
-        self._thread.start()
+        self.go_on()
         self.server = self.call(self._make())
         try:
             self.url = self.call(self.server.start(door))
@@ -158,8 +157,8 @@ class RunningRouter:
         return EventReader(self.url, "/v1/completions", body)
 
     def connections(self) -> int:
-        assert self.server._http is not None
-        return len(self.server._http.connections)
+        assert self.server.http is not None
+        return len(self.server.http.connections)
 
     def idle(self) -> bool:
         dispatcher = self.server.services.dispatcher
@@ -172,9 +171,17 @@ class RunningRouter:
             node.kill()
         self._end()
 
-    def _end(self) -> None:
+    def go_on(self) -> None:
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+        self._thread.start()
+
+    def freeze(self) -> None:
+        """Its loop runs no more: it says nothing to anyone, as if the process had been killed, until it goes on."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+
+    def _end(self) -> None:
+        self.freeze()
         self._loop.close()
 
 

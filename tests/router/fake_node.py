@@ -187,7 +187,7 @@ class FakeNode:
         """Becomes another incarnation at the same address, as after a restart."""
         with self._lock:
             self.info = info
-            self._channel._lines.epoch = info.epoch
+            self._channel.lines.epoch = info.epoch
 
     @property
     def running(self) -> list[str]:
@@ -281,7 +281,7 @@ class FakeNode:
     def _now(self) -> float:
         return time.monotonic() + self.clock_ahead
 
-    def _tell_trace(self, submit: Submit) -> None:
+    def tell_trace(self, submit: Submit) -> None:
         """Sends a trace with one span: the moment of the request's last token."""
         now = self._now()
         span = Span(
@@ -338,7 +338,7 @@ class FakeNode:
             if chunk.finish is not None:
                 del self._running[request_id]
                 if running.submit.trace and not self.hide_traces:
-                    self._tell_trace(running.submit)
+                    self.tell_trace(running.submit)
             self.answers.add(chunk)
             if not (self.hide_first_token and self.role is Role.PREFILL):
                 batches.setdefault(running.submit.reply_to, []).append(chunk)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 from hypothesis import given
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from tandem.base.errors import DeadlineExceeded
 from tandem.router.dispatch.admission import MOST_PASSED_OVER, Admission, QueueFull, Slots
 from tandem.router.metrics import RouterMetrics
+from tests.loops import in_loop
 
 SOON = 5.0
 
@@ -30,12 +30,13 @@ class Place:
         self.wait_at_nodes = 0.0
         self.clock = asyncio.get_running_loop().time
         self.released = 0
+        self.metrics = RouterMetrics()
         self.admission = Admission(
             lambda: self.capacity,
             queued,
             timeout_s,
             self.clock,
-            RouterMetrics(),
+            self.metrics,
             self._on_release,
             by_priority=by_priority,
             admit_within_s=admit_within_s,
@@ -50,154 +51,125 @@ class Place:
         return asyncio.create_task(self.admission.acquire(tenant, count, deadline, priority=priority))
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(10):
-            await work()
-
-    asyncio.run(main())
-
-
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_places_are_given_back_and_passed_on_in_order() -> None:
-    async def work() -> None:
-        place = Place(1)
-        first = await place.ask()
-        second, third = place.ask(), place.ask()
-        await settle()
-        assert place.admission.queued == 2
-        first.release_one()
-        first.release_one()  # more often than it has: no matter
-        slots = await second
-        await settle()
-        assert not third.done()
-        slots.release_all()
-        (await third).release_all()
-        assert (place.admission.held, place.admission.queued) == (0, 0)
-        assert place.released == 3
-
-    run(work)
+async def test_places_are_given_back_and_passed_on_in_order() -> None:
+    place = Place(1)
+    first = await place.ask()
+    second, third = place.ask(), place.ask()
+    await settle()
+    assert place.admission.queued == 2
+    first.release_one()
+    first.release_one()  # more often than it has: no matter
+    slots = await second
+    await settle()
+    assert not third.done()
+    slots.release_all()
+    (await third).release_all()
+    assert (place.admission.held, place.admission.queued) == (0, 0)
+    assert place.released == 3
 
 
 @pytest.mark.parametrize(
     ("by_priority", "expected"),
     [(True, ["b-2", "a0", "c0", "b1", "a1", "a1"]), (False, ["a1", "b1", "c0", "a1", "b-2", "a0"])],
 )
-def test_the_line_goes_by_priority_where_the_nodes_do(by_priority: bool, expected: list[str]) -> None:
-    async def work() -> None:
-        place = Place(1, by_priority=by_priority)
-        slots = await place.ask("z")
-        order: list[str] = []
+async def test_the_line_goes_by_priority_where_the_nodes_do(by_priority: bool, expected: list[str]) -> None:
+    place = Place(1, by_priority=by_priority)
+    slots = await place.ask("z")
+    order: list[str] = []
 
-        async def take(tenant: str, priority: int) -> None:
-            mine = await place.ask(tenant, priority=priority)
-            order.append(f"{tenant}{priority}")
-            mine.release_all()
+    async def take(tenant: str, priority: int) -> None:
+        mine = await place.ask(tenant, priority=priority)
+        order.append(f"{tenant}{priority}")
+        mine.release_all()
 
-        tasks = []
-        for tenant, priority in (("a", 1), ("b", 1), ("a", 1), ("c", 0), ("b", -2), ("a", 0)):
-            tasks.append(asyncio.create_task(take(tenant, priority)))
-            await settle()
-        slots.release_all()
-        await asyncio.gather(*tasks)
-        assert order == expected
-
-    run(work)
-
-
-def test_a_request_for_many_goes_to_the_end_of_its_priority() -> None:
-    async def work() -> None:
-        place = Place(1, by_priority=True)
-        slots = await place.ask()
-        many, other, late = place.ask(count=2, priority=1), place.ask(priority=1), place.ask(priority=2)
+    tasks = []
+    for tenant, priority in (("a", 1), ("b", 1), ("a", 1), ("c", 0), ("b", -2), ("a", 0)):
+        tasks.append(asyncio.create_task(take(tenant, priority)))
         await settle()
-        slots.release_all()
-        first = await many
+    slots.release_all()
+    await asyncio.gather(*tasks)
+    assert order == expected
+
+
+async def test_a_request_for_many_goes_to_the_end_of_its_priority() -> None:
+    place = Place(1, by_priority=True)
+    slots = await place.ask()
+    many, other, late = place.ask(count=2, priority=1), place.ask(priority=1), place.ask(priority=2)
+    await settle()
+    slots.release_all()
+    first = await many
+    await settle()
+    assert not other.done()
+    first.release_one()
+    (await other).release_all()
+    await settle()
+    assert first.held == 1
+    assert not late.done()
+    first.release_all()
+    (await late).release_all()
+
+
+async def test_turns_go_round_between_tenants() -> None:
+    place = Place(1)
+    slots = await place.ask("a")
+    order: list[str] = []
+
+    async def take(tenant: str) -> None:
+        mine = await place.ask(tenant)
+        order.append(tenant)
+        mine.release_all()
+
+    tasks = []
+    for tenant in ("a", "a", "a", "b", "c"):
+        tasks.append(asyncio.create_task(take(tenant)))
         await settle()
-        assert not other.done()
-        first.release_one()
-        (await other).release_all()
-        await settle()
-        assert first.held == 1
-        assert not late.done()
-        first.release_all()
-        (await late).release_all()
-
-    run(work)
+    slots.release_all()
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "c", "a", "a"]
 
 
-def test_turns_go_round_between_tenants() -> None:
-    async def work() -> None:
-        place = Place(1)
-        slots = await place.ask("a")
-        order: list[str] = []
-
-        async def take(tenant: str) -> None:
-            mine = await place.ask(tenant)
-            order.append(tenant)
-            mine.release_all()
-
-        tasks = []
-        for tenant in ("a", "a", "a", "b", "c"):
-            tasks.append(asyncio.create_task(take(tenant)))
-            await settle()
-        slots.release_all()
-        await asyncio.gather(*tasks)
-        assert order == ["a", "b", "c", "a", "a"]
-
-    run(work)
-
-
-def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -> None:
-    async def work() -> None:
-        patient, place = Place(9), Place(9, admit_within_s=2.0)
-        for wait_s in (0.0, 1.9):
-            place.wait_at_nodes = wait_s
-            (await place.ask()).release_all()
-        place.wait_at_nodes = patient.wait_at_nodes = 6.5
-        with pytest.raises(QueueFull, match=r"about 6\.5 s .* router\.admit_within is 2 s") as refusal:
-            await place.ask()
-        assert refusal.value.retry_after_s == 5, "by then the line is as short as it must be"
-        assert place.admission.held == place.admission.queued == 0
-        (await patient.ask()).release_all()
-
-    run(work)
-
-
-def test_the_queue_has_an_end() -> None:
-    async def work() -> None:
-        place = Place(1, queued=2)
-        slots = await place.ask()
-        waiting = [place.ask(), place.ask()]
-        await settle()
-        with pytest.raises(QueueFull) as full:
-            await place.ask()
-        assert full.value.retry_after_s >= 1
-        slots.release_all()
-        for task in waiting:
-            (await task).release_all()
-
-    run(work)
-
-
-def test_waiting_has_an_end() -> None:
-    async def work() -> None:
-        place = Place(1, timeout_s=0.05)
-        slots = await place.ask()
-        with pytest.raises(QueueFull) as refusal:
-            await place.ask()
-        assert refusal.value.retry_after_s >= 1
-        with pytest.raises(DeadlineExceeded):  # its own
-            await place.admission.acquire("", 1, place.clock() + 0.01)
-        assert place.admission.queued == 0
-        slots.release_all()
+async def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -> None:
+    patient, place = Place(9), Place(9, admit_within_s=2.0)
+    for wait_s in (0.0, 1.9):
+        place.wait_at_nodes = wait_s
         (await place.ask()).release_all()
+    place.wait_at_nodes = patient.wait_at_nodes = 6.5
+    with pytest.raises(QueueFull, match=r"about 6\.5 s .* router\.admit_within is 2 s") as refusal:
+        await place.ask()
+    assert refusal.value.retry_after_s == 5, "by then the line is as short as it must be"
+    assert place.admission.held == place.admission.queued == 0
+    (await patient.ask()).release_all()
 
-    run(work)
+
+async def test_the_queue_has_an_end() -> None:
+    place = Place(1, queued=2)
+    slots = await place.ask()
+    waiting = [place.ask(), place.ask()]
+    await settle()
+    with pytest.raises(QueueFull) as full:
+        await place.ask()
+    assert full.value.retry_after_s >= 1
+    slots.release_all()
+    for task in waiting:
+        (await task).release_all()
+
+
+async def test_waiting_has_an_end() -> None:
+    place = Place(1, timeout_s=0.05)
+    slots = await place.ask()
+    with pytest.raises(QueueFull) as refusal:
+        await place.ask()
+    assert refusal.value.retry_after_s >= 1
+    with pytest.raises(DeadlineExceeded):  # its own
+        await place.admission.acquire("", 1, place.clock() + 0.01)
+    assert place.admission.queued == 0
+    slots.release_all()
+    (await place.ask()).release_all()
 
 
 class Blocks(Place):
@@ -211,7 +183,7 @@ class Blocks(Place):
             1000,
             20.0,
             self.clock,
-            RouterMetrics(),
+            self.metrics,
             self._on_release,
             lambda tokens, promised: promised + tokens <= self.free,
         )
@@ -225,169 +197,141 @@ class Blocks(Place):
         self.free -= slots.tokens
 
 
-def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
-    async def work() -> None:
-        place = Blocks(100)
-        first, second = await place.want(60), place.want(60)
-        await settle()
-        assert not second.done(), "60 are promised"
-        place.begin(first)
-        place.admission.pump()
-        await settle()
-        assert not second.done(), "and taken"
-        place.free += 60
-        first.release_one()
-        place.begin(await second)
-        assert place.admission.promised == 0
-
-    run(work)
+async def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
+    place = Blocks(100)
+    first, second = await place.want(60), place.want(60)
+    await settle()
+    assert not second.done(), "60 are promised"
+    place.begin(first)
+    place.admission.pump()
+    await settle()
+    assert not second.done(), "and taken"
+    place.free += 60
+    first.release_one()
+    place.begin(await second)
+    assert place.admission.promised == 0
 
 
-def test_what_was_promised_to_a_sequence_that_never_begins_is_given_back() -> None:
-    async def work() -> None:
-        place = Blocks(100)
-        wide = await place.want(30, count=5)
-        assert (wide.held, place.admission.promised) == (3, 90)
-        wide.begin_one()
-        wide.release_all()
-        assert (place.admission.promised, place.admission.held, place.admission.queued) == (0, 0, 0)
-
-    run(work)
+async def test_what_was_promised_to_a_sequence_that_never_begins_is_given_back() -> None:
+    place = Blocks(100)
+    wide = await place.want(30, count=5)
+    assert (wide.held, place.admission.promised) == (3, 90)
+    wide.begin_one()
+    wide.release_all()
+    assert (place.admission.promised, place.admission.held, place.admission.queued) == (0, 0, 0)
 
 
-def test_a_request_for_more_blocks_than_are_free_closes_the_line_for_others_only_so_long() -> None:
-    async def work() -> None:
-        place = Blocks(100)
-        place.begin(await place.want(50))
-        large = place.want(80, "large")
-        await settle()
-        for _ in range(MOST_PASSED_OVER):
-            small = place.want(10, "small")
-            await settle()
-            place.admission.pump()
-            (await small).release_all()
-        last = place.want(10, "small")
+async def test_a_request_for_more_blocks_than_are_free_closes_the_line_for_others_only_so_long() -> None:
+    place = Blocks(100)
+    place.begin(await place.want(50))
+    large = place.want(80, "large")
+    await settle()
+    for _ in range(MOST_PASSED_OVER):
+        small = place.want(10, "small")
         await settle()
         place.admission.pump()
-        assert not last.done(), "its blocks are kept free from here on"
-        place.free = 100
-        place.admission.pump()
-        assert (await large).held == 1
-        await last
-
-    run(work)
-
-
-def test_a_wait_that_would_be_too_long_is_refused_at_the_door() -> None:
-    async def work() -> None:
-        place = Place(1, queued=100, timeout_s=0.05)
-        running, line = await place.ask(), [place.ask() for _ in range(2)]
-        await settle()
-        place.admission._between_ends.observe(1.0)  # as measured: one end per second
-        with pytest.raises(QueueFull, match="about 3 s") as refusal:
-            await place.admission.acquire("", 1, place.clock() + SOON)
-        assert refusal.value.retry_after_s == 3
-        running.release_all()
-        (await line[0]).release_all()
-        (await line[1]).release_all()
-
-    run(work)
+        (await small).release_all()
+    last = place.want(10, "small")
+    await settle()
+    place.admission.pump()
+    assert not last.done(), "its blocks are kept free from here on"
+    place.free = 100
+    place.admission.pump()
+    assert (await large).held == 1
+    await last
 
 
-def test_whoever_stops_waiting_leaves_nothing_behind() -> None:
-    async def work() -> None:
-        place = Place(1)
-        slots = await place.ask()
-        gone, last = place.ask(), place.ask()
-        await settle()
-        gone.cancel()
-        await settle()
-        assert place.admission.queued == 1
-        slots.release_all()
-        (await last).release_all()
-        assert place.admission.held == 0
-
-    run(work)
+async def test_a_wait_that_would_be_too_long_is_refused_at_the_door() -> None:
+    place = Place(1, queued=100, timeout_s=0.05)
+    running, line = await place.ask(), [place.ask() for _ in range(2)]
+    await settle()
+    place.admission._between_ends.observe(1.0)  # as measured: one end per second
+    with pytest.raises(QueueFull, match="about 3 s") as refusal:
+        await place.admission.acquire("", 1, place.clock() + SOON)
+    assert refusal.value.retry_after_s == 3
+    running.release_all()
+    (await line[0]).release_all()
+    (await line[1]).release_all()
 
 
-def test_whoever_is_cancelled_the_moment_its_place_comes_gives_it_back() -> None:
-    async def work() -> None:
-        place = Place(1)
-        slots = await place.ask()
-        gone = place.ask()
-        await settle()
-        slots.release_all()  # its place is here, it has not run yet
-        gone.cancel()
-        await settle()
-        assert place.admission.held == 0
-        (await place.ask()).release_all()
-
-    run(work)
+async def test_whoever_stops_waiting_leaves_nothing_behind() -> None:
+    place = Place(1)
+    slots = await place.ask()
+    gone, last = place.ask(), place.ask()
+    await settle()
+    gone.cancel()
+    await settle()
+    assert place.admission.queued == 1
+    slots.release_all()
+    (await last).release_all()
+    assert place.admission.held == 0
 
 
-def test_a_request_for_more_than_there_is_begins_with_what_there_is() -> None:
-    async def work() -> None:
-        place = Place(2)
-        slots = await place.ask()
-        large = await place.ask(count=5)
-        assert (large.held, place.admission.queued) == (1, 4)
-        slots.release_all()
-        assert (large.held, place.admission.queued) == (2, 3)
-        for left in (3, 2, 1, 0):
-            large.release_one()
-            assert place.admission.queued == max(0, left - 1)
-        large.release_all()
-        assert (place.admission.held, place.admission.queued) == (0, 0)
-
-    run(work)
+async def test_whoever_is_cancelled_the_moment_its_place_comes_gives_it_back() -> None:
+    place = Place(1)
+    slots = await place.ask()
+    gone = place.ask()
+    await settle()
+    slots.release_all()  # its place is here, it has not run yet
+    gone.cancel()
+    await settle()
+    assert place.admission.held == 0
+    (await place.ask()).release_all()
 
 
-def test_a_wide_request_keeps_no_place_empty_and_nobody_waiting() -> None:
+async def test_a_request_for_more_than_there_is_begins_with_what_there_is() -> None:
+    place = Place(2)
+    slots = await place.ask()
+    large = await place.ask(count=5)
+    assert (large.held, place.admission.queued) == (1, 4)
+    slots.release_all()
+    assert (large.held, place.admission.queued) == (2, 3)
+    for left in (3, 2, 1, 0):
+        large.release_one()
+        assert place.admission.queued == max(0, left - 1)
+    large.release_all()
+    assert (place.admission.held, place.admission.queued) == (0, 0)
+
+
+async def test_a_wide_request_keeps_no_place_empty_and_nobody_waiting() -> None:
     """128 wide, 56 places free: all of them are used, and single requests of others get every second one."""
+    place = Place(256, queued=1024)
+    running = [await place.ask(f"t{index}") for index in range(200)]
+    wide = await place.ask("wide", 128)
+    assert place.admission.held == 256
+    narrow = [place.ask(f"u{index}") for index in range(20)]
+    await settle()
+    for slots in running[:40]:
+        slots.release_one()
+    await settle()
+    assert all(task.done() for task in narrow)
+    assert wide.held == 56 + 20
+    assert place.admission.held == 256
+    for slots in running[40:]:
+        slots.release_one()
+    assert wide.held == 128
+    wide.release_all()
 
-    async def work() -> None:
-        place = Place(256, queued=1024)
-        running = [await place.ask(f"t{index}") for index in range(200)]
-        wide = await place.ask("wide", 128)
-        assert place.admission.held == 256
-        narrow = [place.ask(f"u{index}") for index in range(20)]
+
+async def test_a_wide_request_is_not_starved_by_narrow_ones_of_its_own_tenant() -> None:
+    place = Place(1, queued=100)
+    now = await place.ask()
+    wide = place.ask(count=3)
+    await settle()
+    had = 0
+    for _ in range(12):
+        narrow = place.ask()
         await settle()
-        for slots in running[:40]:
-            slots.release_one()
+        now.release_one()
         await settle()
-        assert all(task.done() for task in narrow)
-        assert wide.held == 56 + 20
-        assert place.admission.held == 256
-        for slots in running[40:]:
-            slots.release_one()
-        assert wide.held == 128
-        wide.release_all()
-
-    run(work)
-
-
-def test_a_wide_request_is_not_starved_by_narrow_ones_of_its_own_tenant() -> None:
-    async def work() -> None:
-        place = Place(1, queued=100)
-        now = await place.ask()
-        wide = place.ask(count=3)
+        if wide.done() and wide.result().held:
+            had += 1
+            now = wide.result()
+            narrow.cancel()
+        else:
+            now = await narrow
         await settle()
-        had = 0
-        for _ in range(12):
-            narrow = place.ask()
-            await settle()
-            now.release_one()
-            await settle()
-            if wide.done() and wide.result().held:
-                had += 1
-                now = wide.result()
-                narrow.cancel()
-            else:
-                now = await narrow
-            await settle()
-        assert had >= 3
-
-    run(work)
+    assert had >= 3
 
 
 @given(
@@ -395,44 +339,39 @@ def test_a_wide_request_is_not_starved_by_narrow_ones_of_its_own_tenant() -> Non
     capacity=st.integers(1, 8),
     data=st.data(),
 )
-def test_places_are_neither_lost_nor_given_twice_nor_left_empty(
+@in_loop
+async def test_places_are_neither_lost_nor_given_twice_nor_left_empty(
     widths: list[tuple[str, int]], capacity: int, data: st.DataObject
 ) -> None:
-    async def work() -> None:
-        place = Place(capacity, queued=1000)
-        tasks = [place.ask(tenant, count) for tenant, count in widths]
-        alive: list[Slots] = []
-        done: set[int] = set()
-        while len(done) < len(tasks) or any(slots.held or slots.wanted for slots in alive):
-            await settle()
-            for index, task in enumerate(tasks):
-                if index not in done and task.done():
-                    done.add(index)
-                    alive.append(task.result())
-            assert place.admission.held == sum(slots.held for slots in alive) <= capacity
-            assert place.admission.held == capacity or place.admission.queued == 0
-            slots = data.draw(st.sampled_from([slots for slots in alive if slots.held]))
-            data.draw(st.sampled_from([slots.release_one, slots.drop_one, slots.release_all]))()
-        assert (place.admission.held, place.admission.queued) == (0, 0)
-
-    run(work)
-
-
-def test_a_new_node_lets_in_those_who_wait() -> None:
-    async def work() -> None:
-        place = Place(1)
-        slots = await place.ask()
-        waiting = place.ask()
+    place = Place(capacity, queued=1000)
+    tasks = [place.ask(tenant, count) for tenant, count in widths]
+    alive: list[Slots] = []
+    done: set[int] = set()
+    while len(done) < len(tasks) or any(slots.held or slots.wanted for slots in alive):
         await settle()
-        assert not waiting.done()
-        place.capacity = 2
-        place.admission.pump()
-        await settle()
-        assert waiting.done(), "let in by the new place alone: no other was given back"
-        (await waiting).release_all()
-        slots.release_all()
+        for index, task in enumerate(tasks):
+            if index not in done and task.done():
+                done.add(index)
+                alive.append(task.result())
+        assert place.admission.held == sum(slots.held for slots in alive) <= capacity
+        assert place.admission.held == capacity or place.admission.queued == 0
+        slots = data.draw(st.sampled_from([slots for slots in alive if slots.held]))
+        data.draw(st.sampled_from([slots.release_one, slots.drop_one, slots.release_all]))()
+    assert (place.admission.held, place.admission.queued) == (0, 0)
 
-    run(work)
+
+async def test_a_new_node_lets_in_those_who_wait() -> None:
+    place = Place(1)
+    slots = await place.ask()
+    waiting = place.ask()
+    await settle()
+    assert not waiting.done()
+    place.capacity = 2
+    place.admission.pump()
+    await settle()
+    assert waiting.done(), "let in by the new place alone: no other was given back"
+    (await waiting).release_all()
+    slots.release_all()
 
 
 def test_how_long_the_first_in_line_has_waited_is_known() -> None:
@@ -472,81 +411,69 @@ class Sequences:
         return True
 
 
-def test_a_key_may_have_all_places_and_gives_some_up_to_others() -> None:
-    async def work() -> None:
-        place = Place(4)
-        older, newer = Sequences(await place.ask("greedy", 2)), Sequences(await place.ask("greedy", 2))
-        waiting = place.ask("greedy")
-        await settle()
-        others = [await place.ask("other"), await place.ask("other")]
-        assert (older.paused, newer.paused) == (0, 2), "each has an even part, and the latest began last"
-        assert place.admission._metrics.sequences_paused._value.get() == 2
-        third = place.ask("other")
-        await settle()
-        assert not third.done(), "it has its part"
-        assert not waiting.done()
-        for slots in others:
-            slots.release_all()
-        (await third).release_all()
-        assert newer.given == 4, "what has paused goes on before its key's next request"
-        for sequences in (older, newer):
-            sequences.slots.release_all()
-        (await waiting).release_all()
-        assert (place.admission.held, place.admission.queued) == (0, 0)
-
-    run(work)
+async def test_a_key_may_have_all_places_and_gives_some_up_to_others() -> None:
+    place = Place(4)
+    older, newer = Sequences(await place.ask("greedy", 2)), Sequences(await place.ask("greedy", 2))
+    waiting = place.ask("greedy")
+    await settle()
+    others = [await place.ask("other"), await place.ask("other")]
+    assert (older.paused, newer.paused) == (0, 2), "each has an even part, and the latest began last"
+    assert place.metrics.registry.get_sample_value("tandem_sequences_paused_total") == 2
+    third = place.ask("other")
+    await settle()
+    assert not third.done(), "it has its part"
+    assert not waiting.done()
+    for slots in others:
+        slots.release_all()
+    (await third).release_all()
+    assert newer.given == 4, "what has paused goes on before its key's next request"
+    for sequences in (older, newer):
+        sequences.slots.release_all()
+    (await waiting).release_all()
+    assert (place.admission.held, place.admission.queued) == (0, 0)
 
 
-def test_what_is_more_urgent_pauses_for_none() -> None:
-    async def work() -> None:
-        place = Place(2, by_priority=True)
-        urgent = Sequences(await place.ask("a", 2, priority=-1))
-        other = place.ask("b")
-        await settle()
-        assert urgent.paused == 0
-        urgent.slots.release_all()
-        (await other).release_all()
-
-    run(work)
+async def test_what_is_more_urgent_pauses_for_none() -> None:
+    place = Place(2, by_priority=True)
+    urgent = Sequences(await place.ask("a", 2, priority=-1))
+    other = place.ask("b")
+    await settle()
+    assert urgent.paused == 0
+    urgent.slots.release_all()
+    (await other).release_all()
 
 
-def test_a_key_has_a_share_of_the_line() -> None:
-    async def work() -> None:
-        place = Place(1, queued=6)
-        running = await place.ask("greedy")
-        waiting = [place.ask("greedy") for _ in range(3)]
-        await settle()
-        with pytest.raises(QueueFull, match="of this key wait already"):
-            await place.ask("greedy")
-        waiting.append(place.ask("other"))
-        await settle()
-        running.release_all()
-        for done in asyncio.as_completed(waiting):
-            (await done).release_all()
-        assert (place.admission.held, place.admission.queued) == (0, 0)
-
-    run(work)
+async def test_a_key_has_a_share_of_the_line() -> None:
+    place = Place(1, queued=6)
+    running = await place.ask("greedy")
+    waiting = [place.ask("greedy") for _ in range(3)]
+    await settle()
+    with pytest.raises(QueueFull, match="of this key wait already"):
+        await place.ask("greedy")
+    waiting.append(place.ask("other"))
+    await settle()
+    running.release_all()
+    for done in asyncio.as_completed(waiting):
+        (await done).release_all()
+    assert (place.admission.held, place.admission.queued) == (0, 0)
 
 
-def test_background_answers_of_one_key_leave_as_many_places_as_they_have() -> None:
-    async def work() -> None:
-        place = Place(4, queued=20)
+async def test_background_answers_of_one_key_leave_as_many_places_as_they_have() -> None:
+    place = Place(4, queued=20)
 
-        def ask_in_background(key: str) -> asyncio.Task[Slots]:
-            deadline = place.clock() + SOON
-            return asyncio.create_task(place.admission.acquire(key, 1, deadline, background=True))
+    def ask_in_background(key: str) -> asyncio.Task[Slots]:
+        deadline = place.clock() + SOON
+        return asyncio.create_task(place.admission.acquire(key, 1, deadline, background=True))
 
-        answers = [ask_in_background("greedy") for _ in range(4)]
-        await settle()
-        assert [task.done() for task in answers] == [True, True, False, False]
-        own = await place.ask("greedy")
-        other = await place.ask("other")
-        for slots in (own, other, await answers[0]):
-            slots.release_all()
-        await settle()
-        assert [task.done() for task in answers] == [True, True, True, False]
-        for task in answers[1:]:
-            (await task).release_all()
-        assert (place.admission.held, place.admission.queued) == (0, 0)
-
-    run(work)
+    answers = [ask_in_background("greedy") for _ in range(4)]
+    await settle()
+    assert [task.done() for task in answers] == [True, True, False, False]
+    own = await place.ask("greedy")
+    other = await place.ask("other")
+    for slots in (own, other, await answers[0]):
+        slots.release_all()
+    await settle()
+    assert [task.done() for task in answers] == [True, True, True, False]
+    for task in answers[1:]:
+        (await task).release_all()
+    assert (place.admission.held, place.admission.queued) == (0, 0)

@@ -31,10 +31,6 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_the_table_is_as_long_as_promised() -> None:
-    assert len(BAD) >= 300
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_what_the_table_changes_is_valid_without_the_change(router: RunningRouter, path: str) -> None:
     assert router.client.post(path, json=VALID[path]).status_code == 200
@@ -58,31 +54,6 @@ def test_is_refused_by_name(router: RunningRouter, path: str) -> None:
         assert router.server.services.dispatcher.running == 0, bad.name
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"messages": [{"role": "usr", "content": "hi"}]},
-            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'usr'; did you mean user?",
-        ),
-        (
-            {"response_format": {"type": "xml"}},
-            "response_format.type: must be one of json_object, json_schema, text, not 'xml'",
-        ),
-        (
-            {"tool_choice": "maybe"},
-            "tool_choice: must be one of auto, none, required or a mapping, not 'maybe'",
-        ),
-    ],
-)
-def test_a_field_with_few_values_names_them(
-    router: RunningRouter, fields: dict[str, Any], message: str
-) -> None:
-    answer = router.client.post(CHAT, json=VALID[CHAT] | fields)
-    assert answer.status_code == 400
-    assert error_of(answer)["message"] == message
-
-
 def test_a_refusal_is_short_however_long_the_mistake_is(router: RunningRouter) -> None:
     answer = router.client.post(COMPLETIONS, json=VALID[COMPLETIONS] | {"x" * 1_000_000: 1})
     assert answer.status_code == 400
@@ -95,18 +66,12 @@ def test_a_refusal_is_short_however_long_the_mistake_is(router: RunningRouter) -
     ("method", "path", "status"),
     [
         ("GET", "/nothing", 404),
-        ("GET", "/v1", 404),
-        ("POST", "/v1/chat", 404),
         ("GET", "/v1/completions/", 404),
         ("GET", "/v1/models/none", 404),
-        ("POST", "/v1/images/generations", 404),
         ("GET", "/v1/../etc/passwd", 404),
         ("GET", "/%00%ff", 404),
         ("GET", "/v1/completions", 405),
-        ("DELETE", "/v1/chat/completions", 405),
-        ("PUT", "/tokenize", 405),
         ("POST", "/health", 405),
-        ("POST", "/v1/models", 405),
         ("PATCH", "/metrics", 405),
         ("OPTIONS", "/cluster", 405),
     ],
@@ -136,11 +101,6 @@ def test_another_content_type(router: RunningRouter, content_type: str) -> None:
     assert error_of(answer)["code"] == "unsupported_media_type"
 
 
-def test_a_compressed_body(router: RunningRouter) -> None:
-    headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert router.client.post(COMPLETIONS, content=b"{}", headers=headers).status_code == 415
-
-
 @pytest.mark.parametrize(
     "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
 )
@@ -150,25 +110,6 @@ def test_the_right_content_type_in_any_spelling(router: RunningRouter, content_t
         router.client.post(COMPLETIONS, content=body, headers={"content-type": content_type}).status_code
         == 200
     )
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"model": "fake", "model": "fake"}',
-        b"\xff",
-        b'{"prompt": "\\ud800"}',
-        b"[" * 10**5,
-    ],
-)
-def test_bodies_that_are_not_an_object(router: RunningRouter, body: bytes) -> None:
-    answer = router.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    error_of(answer)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_every_choice_of_a_request(start_router: StartRouter) -> None:
     events.close()
     router.wait_for(router.idle, "nothing is left of it", timeout_s=1.0)
     for node in router.nodes.values():
-        node.wait_until(lambda node=node: not node._running, "cancelled", timeout_s=1.0)  # type: ignore[misc]
+        node.wait_until(lambda node=node: not node.running, "cancelled", timeout_s=1.0)  # type: ignore[misc]
 
 
 def test_a_storm_of_clients_that_hang_up(start_router: StartRouter) -> None:
@@ -91,7 +91,7 @@ def test_a_storm_of_clients_that_hang_up(start_router: StartRouter) -> None:
         events.close()
     router.wait_for(router.idle, "nothing is left of them", timeout_s=3.0)
     for node in router.nodes.values():
-        node.wait_until(lambda node=node: not node._running, "cancelled")  # type: ignore[misc]
+        node.wait_until(lambda node=node: not node.running, "cancelled")  # type: ignore[misc]
         node.resume()
     assert router.complete(max_tokens=5).status_code == 200
 

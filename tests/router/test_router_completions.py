@@ -100,7 +100,7 @@ def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(
     decode.wait_until(lambda: bool(decode.submits), "told of the request, though it may be over already")
     request_id = decode.submits[0].request_id
     decode.wait_until(lambda: request_id in decode.cancels, "told that the request is over")
-    decode.wait_until(lambda: not decode._running, "nothing runs")
+    decode.wait_until(lambda: not decode.running, "nothing runs")
 
 
 def test_unseeded_requests_differ_and_seeded_ones_do_not(start_router: StartRouter) -> None:
@@ -188,7 +188,7 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
     spoken = next(n for n in range(1, len(script)) if "ee fo" in tokenizer.decode(script[:n]))
     assert body["usage"]["completion_tokens"] == spoken
     for node in router.nodes.values():
-        node.wait_until(lambda node=node: not node._running, "the rest is not generated")  # type: ignore[misc]
+        node.wait_until(lambda node=node: not node.running, "the rest is not generated")  # type: ignore[misc]
     included = router.complete(max_tokens=400, stop="ee fo", include_stop_str_in_output=True).json()
     assert included["choices"][0]["text"] == "one two three fo"
 

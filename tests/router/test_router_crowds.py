@@ -51,7 +51,7 @@ def answers_are_right(router: RunningRouter) -> None:
 def test_a_hundred_readers_that_stop_reading(router: RunningRouter) -> None:
     """A hundred answers of 200 tokens with 20 alternatives each are a second's work. They ask for far more than their connections hold, and the nodes have said all of it."""
     body = {"model": "fake", "prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20}
-    http = router.server._http
+    http = router.server.http
     assert http is not None
     # Or the kernel would take all of it.
     assert router.server._listener is not None
@@ -65,9 +65,7 @@ def test_a_hundred_readers_that_stop_reading(router: RunningRouter) -> None:
             stack.enter_context(EventReader(router.url, "/v1/completions", body, receive_buffer=4096))
         answers_are_right(router)
         node = router.nodes["d0"]
-        node.wait_until(
-            lambda: len(node.submits) >= CROWD and not node._running, "all of it is generated", 60
-        )
+        node.wait_until(lambda: len(node.submits) >= CROWD and not node.running, "all of it is generated", 60)
         held = router.look(buffered)
         assert sum(size > 0 for size in held) >= CROWD, "they are behind"
         assert max(held) < MOST_BUFFERED
@@ -87,7 +85,7 @@ def test_a_storm_of_clients_that_hang_up(router: RunningRouter) -> None:
             reader.close()
     router.wait_for(router.idle, "all of them are cancelled")
     router.nodes["d0"].resume()
-    router.nodes["d0"].wait_until(lambda: not router.nodes["d0"]._running, "on the node, too")
+    router.nodes["d0"].wait_until(lambda: not router.nodes["d0"].running, "on the node, too")
     answers_are_right(router)
 
 
@@ -107,13 +105,13 @@ def test_however_long_the_reasons_of_many_choices_are_the_answer_is_sent(
 ) -> None:
     """The reasons go into a header, which is cut; a header that ends in a space cannot be sent at all."""
     dispatcher = router.server.services.dispatcher
-    choose = dispatcher._placement.choose
+    choose = dispatcher.placement.choose
 
     def explain(routing: RoutingRequest, hashes: PromptHashes) -> RoutingDecision:
         decision = choose(routing, hashes)
         return msgspec.structs.replace(decision, reason="x" * 1023 + " and so on")
 
-    monkeypatch.setattr(dispatcher._placement, "choose", explain)
+    monkeypatch.setattr(dispatcher.placement, "choose", explain)
     answer = router.complete(max_tokens=2)
     assert answer.status_code == 200
     assert answer.headers["x-tandem-decision"] == "x" * 1023

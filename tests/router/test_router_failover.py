@@ -181,7 +181,7 @@ def test_the_first_tokens_logprobs_are_worth_waiting_for(start_router: StartRout
     router.nodes["p0"].set(hide_first_token=True)
     with router.stream(max_tokens=4, seed=9, logprobs=0) as events:
         decode = router.nodes["d0"]
-        decode.wait_until(lambda: bool(decode.submits) and not decode._running, "the decode node is through")
+        decode.wait_until(lambda: bool(decode.submits) and not decode.running, "the decode node is through")
         router.remove("p0").kill()
         assert events.text() == router.expected("the fox", 4, seed=9)
 
@@ -444,7 +444,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
     with router.stream(max_tokens=6, seed=1) as doomed, router.stream(max_tokens=6, seed=9) as healthy:
         doomed.text(count=2)
         text = healthy.text(count=2)
-        lives = router.server.services.dispatcher._placement.lives()
+        lives = router.server.services.dispatcher.placement.lives()
 
         def broken(*_: object) -> None:
             raise ValueError("a bug")

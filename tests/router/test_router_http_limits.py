@@ -184,7 +184,7 @@ def test_a_key_has_no_more_than_its_share_of_connections_with_requests(keyed: Ru
         held = [stack.enter_context(closing(connect(keyed))) for _ in range(3)]
         for connection in held:
             connection.sendall(begun)
-        keyed.wait_for(lambda: keyed.server._http.busy.held == 3, "they are being read")  # type: ignore[union-attr]
+        keyed.wait_for(lambda: keyed.server.http.busy.held == 3, "they are being read")  # type: ignore[union-attr]
         refused = stack.enter_context(closing(connect(keyed)))
         refused.sendall(begun)
         status, headers, body = read_answer(refused)
@@ -209,7 +209,7 @@ def test_a_key_whose_requests_are_refused_does_not_keep_the_rest_of_the_connecti
             connection.sendall(begun)
             if index < 3:
                 keyed.wait_for(
-                    lambda n=index: keyed.server._http.busy.held == n + 1,  # type: ignore[union-attr]
+                    lambda n=index: keyed.server.http.busy.held == n + 1,  # type: ignore[union-attr]
                     "it is being read",
                 )
             else:
@@ -242,11 +242,3 @@ def test_slow_headers_do_not_keep_others_waiting(impatient: RunningRouter) -> No
     assert [parse(read_to_end(connection))[0] for connection in slow] == [408] * 4
     for connection in slow:
         connection.close()
-
-
-def test_two_requests_in_one_packet_are_both_answered(router: RunningRouter) -> None:
-    with closing(connect(router)) as connection:
-        connection.sendall(
-            b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-        )
-        assert read_to_end(connection).count(b"HTTP/1.1 200") == 2

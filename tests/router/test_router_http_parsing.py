@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 from contextlib import closing
 
 from tandem.router.config import Limits
-from tests.http_server.test_heads_and_chunks import chunks
 from tests.router.conftest import StartRouter
-from tests.router.raw_http import connect, parse, post, read_answer, read_to_end, talk
-
-
-def test_a_request_byte_by_byte(start_router: StartRouter) -> None:
-    router = start_router()
-    body = json.dumps({"model": "fake", "prompt": "the fox", "max_tokens": 2}).encode()
-    for data in (
-        post(body, content_length=str(len(body))),
-        post(chunks([body[:9], body[9:]]), transfer_encoding="chunked"),
-    ):
-        with closing(connect(router)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(2):
-                for at in range(len(data)):
-                    connection.sendall(data[at : at + 1])
-                assert read_answer(connection)[0] == 200
+from tests.router.raw_http import connect, post, read_answer, read_to_end
 
 
 def test_a_client_that_waits_to_be_told_to_go_on(start_router: StartRouter) -> None:
@@ -77,9 +60,3 @@ def test_many_requests_in_one_packet_lie_unread_until_their_turn(start_router: S
     with closing(connect(router)) as connection:
         connection.sendall(one * 500 + one.replace(b"host: x", b"host: x\r\nconnection: close"))
         assert read_to_end(connection).count(b"HTTP/1.1 200") == 501
-
-
-def test_a_head_of_empty_lines_only_is_timed(start_router: StartRouter) -> None:
-    status, _, _ = talk(start_router(), b"\r\n\r\nnonsense\r\n\r\n")
-    assert status == 400
-    assert parse(b"HTTP/1.1 200 OK\r\n\r\n{}")[0] == 200

@@ -60,7 +60,7 @@ def router_of(start_router: StartRouter, *nodes: NodeInfo) -> RunningRouter:
 
 
 def cached_of(router: RunningRouter) -> CachedBlocks:
-    return router.server.services.dispatcher._placement._chooser.cached
+    return router.server.services.dispatcher.placement.chooser.cached
 
 
 def asked(router: RunningRouter, prompt: object = PROMPT) -> str:

@@ -33,24 +33,21 @@ def a_node(endpoint: str) -> NodeInfo:
     )
 
 
-def test_a_node_is_deaf_by_the_pings_that_it_answered_and_not_by_how_late_the_router_reads() -> None:
-    async def work() -> None:
-        links = NodeLinks("127.0.0.1")
-        hear_nothing(links)
-        node = a_node(endpoint_at(9))
-        links.meet(node)
-        links.lines.send(node.request_endpoint, Cancel(reply_to=links.endpoint, request_ids=["r"]))
-        sent = time.monotonic()
-        assert links.deaf_for(node) == 0.0, "no ping was answered: nothing is known"
-        links._receive(ClockReading("d0", 7, sent - 1.0, 0.0))
-        assert links.deaf_for(node) == 0.0, "the answer to a ping that was sent before the message"
-        links._receive(ClockReading("d0", 7, sent + 4.0, 0.0))
-        assert links.deaf_for(node) == pytest.approx(4.0, abs=0.5)
-        links.forget(node)
-        assert links.deaf_for(node) == 0.0
-        await links.close()
-
-    asyncio.run(work())
+async def test_a_node_is_deaf_by_the_pings_that_it_answered_and_not_by_how_late_the_router_reads() -> None:
+    links = NodeLinks("127.0.0.1")
+    hear_nothing(links)
+    node = a_node(endpoint_at(9))
+    links.meet(node)
+    links.lines.send(node.request_endpoint, Cancel(reply_to=links.endpoint, request_ids=["r"]))
+    sent = time.monotonic()
+    assert links.deaf_for(node) == 0.0, "no ping was answered: nothing is known"
+    links.receive(ClockReading("d0", 7, sent - 1.0, 0.0))
+    assert links.deaf_for(node) == 0.0, "the answer to a ping that was sent before the message"
+    links.receive(ClockReading("d0", 7, sent + 4.0, 0.0))
+    assert links.deaf_for(node) == pytest.approx(4.0, abs=0.5)
+    links.forget(node)
+    assert links.deaf_for(node) == 0.0
+    await links.close()
 
 
 class CountingOutbox:
@@ -72,65 +69,52 @@ class CountingOutbox:
         pass
 
 
-async def links_with(outbox: CountingOutbox) -> NodeLinks:
-    links = NodeLinks("127.0.0.1")
-    links._outbox.close()
-    links._outbox = outbox  # type: ignore[assignment]
-    return links
-
-
-def test_what_is_sent_in_one_turn_of_the_loop_leaves_after_it_in_its_order() -> None:
-    async def work() -> None:
-        links = await links_with(outbox := CountingOutbox())
-        for endpoint in ("tcp://a", "tcp://b"):
-            links._send_frame(endpoint, b"first")  # with which its connection is made
+async def test_what_is_sent_in_one_turn_of_the_loop_leaves_after_it_in_its_order() -> None:
+    outbox = CountingOutbox()
+    links = NodeLinks("127.0.0.1", open_outbox=lambda: outbox)
+    for endpoint in ("tcp://a", "tcp://b"):
+        links.send_frame(endpoint, b"first")  # with which its connection is made
+    assert len(outbox.frames) == 2
+    sent = [("tcp://a", b"1"), ("tcp://b", b"2"), ("tcp://a", b"3")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.router.links.TOGETHER_S", 1000.0)
+        for endpoint, frame in sent:
+            links.send_frame(endpoint, frame)
         assert len(outbox.frames) == 2
-        sent = [("tcp://a", b"1"), ("tcp://b", b"2"), ("tcp://a", b"3")]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tandem.router.links.TOGETHER_S", 1000.0)
-            for endpoint, frame in sent:
-                links._send_frame(endpoint, frame)
-            assert len(outbox.frames) == 2
-            await asyncio.sleep(0)
-            assert outbox.frames[2:] == sent
-            patch.setattr("tandem.router.links.TOGETHER_S", -1.0)
-            for endpoint, frame in sent:
-                links._send_frame(endpoint, frame)
-            assert outbox.frames[5:] == sent[:2], "a turn that is long keeps nothing back"
-        await links.close()
-        assert outbox.frames[5:] == sent
-
-    asyncio.run(work())
-
-
-def test_a_node_to_which_nothing_more_can_be_sent_is_told_of_once() -> None:
-    async def work() -> None:
-        links = await links_with(outbox := CountingOutbox(most=2))
-        hear_nothing(links, unsent := [])
-        node = a_node("tcp://a")
-        links.meet(node)
-        for frame in (b"0", b"1", b"2", b"3"):
-            links._send_frame("tcp://a", frame)
         await asyncio.sleep(0)
-        assert [frame for _, frame in outbox.frames] == [b"0", b"1"]
-        assert unsent == [(node, "tcp://a is full")]
-        with pytest.raises(NodeLost):
-            links._send_frame("tcp://a", b"4")
-        await links.close()
+        assert outbox.frames[2:] == sent
+        patch.setattr("tandem.router.links.TOGETHER_S", -1.0)
+        for endpoint, frame in sent:
+            links.send_frame(endpoint, frame)
+        assert outbox.frames[5:] == sent[:2], "a turn that is long keeps nothing back"
+    await links.close()
+    assert outbox.frames[5:] == sent
 
-    asyncio.run(work())
+
+async def test_a_node_to_which_nothing_more_can_be_sent_is_told_of_once() -> None:
+    outbox = CountingOutbox(most=2)
+    links = NodeLinks("127.0.0.1", open_outbox=lambda: outbox)
+    hear_nothing(links, unsent := [])
+    node = a_node("tcp://a")
+    links.meet(node)
+    for frame in (b"0", b"1", b"2", b"3"):
+        links.send_frame("tcp://a", frame)
+    await asyncio.sleep(0)
+    assert [frame for _, frame in outbox.frames] == [b"0", b"1"]
+    assert unsent == [(node, "tcp://a is full")]
+    with pytest.raises(NodeLost):
+        links.send_frame("tcp://a", b"4")
+    await links.close()
 
 
-def test_what_waits_to_leave_is_dropped_with_its_node() -> None:
-    async def work() -> None:
-        links = await links_with(outbox := CountingOutbox())
-        node = a_node("tcp://a")
-        links.meet(node)
-        links._send_frame("tcp://a", b"0")
-        links._send_frame("tcp://a", b"1")
-        links.begin_anew(node)
-        await asyncio.sleep(0)
-        assert outbox.frames == [("tcp://a", b"0")]
-        await links.close()
-
-    asyncio.run(work())
+async def test_what_waits_to_leave_is_dropped_with_its_node() -> None:
+    outbox = CountingOutbox()
+    links = NodeLinks("127.0.0.1", open_outbox=lambda: outbox)
+    node = a_node("tcp://a")
+    links.meet(node)
+    links.send_frame("tcp://a", b"0")
+    links.send_frame("tcp://a", b"1")
+    links.begin_anew(node)
+    await asyncio.sleep(0)
+    assert outbox.frames == [("tcp://a", b"0")]
+    await links.close()

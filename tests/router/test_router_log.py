@@ -55,7 +55,7 @@ class LoggedRouter:
     ) -> None:
         self._file = file
         self._board = board
-        self._nodes: list[FakeNode] = []
+        self.nodes: list[FakeNode] = []
         with file.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROCESS, msgspec.msgpack.encode(config).hex()],
@@ -79,19 +79,19 @@ class LoggedRouter:
 
     def add(self, node_id: str, role: Role) -> FakeNode:
         node = FakeNode(node_id, role, self._board)
-        self._nodes.append(node)
+        self.nodes.append(node)
         self._announce()
         return node
 
     def lose(self, node: FakeNode) -> None:
-        self._nodes.remove(node)
+        self.nodes.remove(node)
         node.kill()
         self._announce()
 
     def _announce(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        members = msgspec.msgpack.encode([node.info for node in self._nodes])
+        members = msgspec.msgpack.encode([node.info for node in self.nodes])
         print(members.hex(), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "told\n"
 
@@ -122,12 +122,14 @@ class LoggedRouter:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(PATIENCE_S)
-        for node in self._nodes:
+        for node in self.nodes:
             node.kill()
 
 
-@pytest.fixture
-def logged(model_folder: str, end_token: int, tmp_path: Path) -> Iterator[LoggedRouter]:
+@pytest.fixture(scope="module")
+def logged(
+    model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LoggedRouter]:
     config = RouterConfig(
         tokenizer_path=model_folder,
         model_name="fake",
@@ -136,7 +138,8 @@ def logged(model_folder: str, end_token: int, tmp_path: Path) -> Iterator[Logged
         heartbeat=Heartbeat(ping_interval=0.05, silence=5),
         local_prefill=LocalPrefill.NEVER,
     )
-    router = LoggedRouter(config, Board(LETTERS, end_token), tmp_path / "router.log")
+    file = tmp_path_factory.mktemp("logged") / "router.log"
+    router = LoggedRouter(config, Board(LETTERS, end_token), file)
     router.add("p0", Role.PREFILL)
     router.add("d0", Role.DECODE)
     router.until(lambda: router.ready_nodes() == 2, "the router is ready and has heard both nodes")
@@ -167,7 +170,7 @@ def test_nodes_that_come_and_go_are_told_of_and_probes_are_not(logged: LoggedRou
 
 
 def test_a_client_that_leaves_is_499(logged: LoggedRouter) -> None:
-    logged._nodes[1].set(pause_at=2)
+    logged.nodes[1].set(pause_at=2)
     for name, stream in (("whole", False), ("streamed", True)):
         body = json.dumps({"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": stream})
         parts = urlsplit(logged.url)
@@ -179,15 +182,16 @@ def test_a_client_that_leaves_is_499(logged: LoggedRouter) -> None:
             if stream:
                 assert connection.recv(64).startswith(b"HTTP/1.1 200")
             else:
-                count = len(logged._nodes[1].submits)
-                logged._nodes[1].wait_until(lambda n=count: len(logged._nodes[1].submits) > n - 1, "it runs")
+                count = len(logged.nodes[1].submits)
+                logged.nodes[1].wait_until(lambda n=count: len(logged.nodes[1].submits) > n - 1, "it runs")
         logged.until(lambda name=name: bool(logged.lines_with(f" {name} POST /v1/completions 499 ")), name)
+    logged.nodes[1].resume()
 
 
 def test_a_request_that_moves_is_named_in_the_warning(logged: LoggedRouter) -> None:
-    logged.add("d1", Role.DECODE)
-    logged.until(lambda: '"d1"' in logged.client.get("/cluster").text, "the second node is in view")
-    decode = [node for node in logged._nodes if node.role is Role.DECODE]
+    logged.add("d2", Role.DECODE)
+    logged.until(lambda: '"d2"' in logged.client.get("/cluster").text, "the second node is in view")
+    decode = [node for node in logged.nodes if node.role is Role.DECODE]
     for node in decode:
         node.set(pause_at=2)
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": True}

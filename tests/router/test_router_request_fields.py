@@ -258,8 +258,8 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
         ("/v1/chat/completions", {"messages": []}, "messages: must have at least 1 item, not 0"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "wizard", "content": "x"}]},
-            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'wizard'",
+            {"messages": [{"role": "usr", "content": "x"}]},
+            "messages[0].role: must be one of assistant, developer, function, system, tool, user, not 'usr'; did you mean user?",
         ),
         (
             "/v1/chat/completions",

@@ -69,7 +69,7 @@ class RealNode:
             self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced
         )
         self.proxy = ResettingProxy(self._channel.endpoint, reset_after)
-        self._channel._lines.endpoint = self.proxy.endpoint
+        self._channel.lines.endpoint = self.proxy.endpoint
         self.info = NodeInfo(
             node_id, Role.AGGREGATED, 77, self.proxy.endpoint, "", "fake", 2048, block_size=BLOCK_SIZE
         )

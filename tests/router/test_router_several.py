@@ -18,20 +18,6 @@ def pair(start_router: StartRouter) -> tuple[RunningRouter, RunningRouter]:
     return first, second
 
 
-def die(router: RunningRouter) -> None:
-    """Its loop runs no more: it says nothing to any client, as if the process had been killed."""
-    router._loop.call_soon_threadsafe(router._loop.stop)
-    router._thread.join(10)
-
-
-def revive(router: RunningRouter) -> None:
-    """So that the test can close it."""
-    import threading
-
-    router._thread = threading.Thread(target=router._loop.run_forever, daemon=True)
-    router._thread.start()
-
-
 def test_whichever_is_asked_gives_the_same_answer(start_router: StartRouter) -> None:
     routers = pair(start_router)
     expected = routers[0].expected("the fox", 12, seed=3)
@@ -64,7 +50,7 @@ def test_one_dies_in_the_middle_and_the_others_streams_go_on(start_router: Start
         node.set(pause_at=3)
     with first.stream(max_tokens=8, seed=1) as lost, second.stream(max_tokens=8, seed=2) as kept:
         assert len(lost.text(count=3)) == len(kept.text(count=3)) == 3
-        die(first)
+        first.freeze()
         for node in first.nodes.values():
             node.resume()
         assert second.expected("the fox", 8, seed=2).endswith(rest := kept.text())
@@ -73,4 +59,4 @@ def test_one_dies_in_the_middle_and_the_others_streams_go_on(start_router: Start
             "the fox", 8, seed=1
         )
     second.wait_for(second.idle, "nothing is left behind")
-    revive(first)
+    first.go_on()  # so that it can be closed

@@ -103,7 +103,7 @@ def test_at_another_address_nothing_fails_at_the_one_before(
     start_router: StartRouter, before: str, after: str, moves: bool
 ) -> None:
     first = start_router(host=before)
-    port = free_port() if moves else first.look(lambda: first.server._port)
+    port = free_port() if moves else first.client.base_url.port
     with asking(first) as failures:
         second = successor_of(first, start_router, host=after, port=port)
         assert (second.url != first.url, f":{port}" in second.url) == (True, True)
@@ -140,7 +140,7 @@ def test_the_address_before_is_given_up_after_a_while(
 
 def test_a_move_that_is_taken_back_at_once_finds_the_address_before_free(start_router: StartRouter) -> None:
     first = start_router()
-    port = first.look(lambda: first.server._port)
+    port = first.client.base_url.port
     with asking(first) as failures:
         second = successor_of(first, start_router, port=free_port())
         assert first.call(first.server.leave(PATIENCE_S))
@@ -169,7 +169,7 @@ def test_who_knows_the_address_from_two_moves_ago_is_answered_too(start_router: 
 def test_an_address_that_is_taken_is_said_and_the_router_before_serves_on(start_router: StartRouter) -> None:
     first, other = start_router(), start_router()
     with pytest.raises(ConfigurationError, match="choose another port"):
-        successor_of(first, start_router, port=other.look(lambda: other.server._port))
+        successor_of(first, start_router, port=other.client.base_url.port)
     assert first.complete(max_tokens=3).status_code == 200
 
 

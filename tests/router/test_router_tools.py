@@ -84,15 +84,6 @@ def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
         assert not "".join(delta.get("content") or "" for delta in deltas)
 
 
-def test_a_call_that_was_cut_off_is_not_called_complete(
-    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer
-) -> None:
-    script = tokenizer.encode(HERMES + HERMES, special=False)
-    router = start_router(rule=scripted(script), tokenizer_path=folder_with_tools)
-    choice = router.chat(tools=[WEATHER], max_tokens=len(script) - 4).json()["choices"][0]
-    assert choice["finish_reason"] == "length"
-
-
 def test_a_template_that_knows_no_tools_is_told_of_them_in_words(
     start_router: StartRouter, tokenizer: Tokenizer, end_token: int
 ) -> None:

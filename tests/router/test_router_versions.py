@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tandem.base.errors import Unavailable
@@ -70,17 +68,14 @@ def test_where_no_node_knows_it_the_request_is_refused_in_a_sentence(router: Run
     assert router.complete(max_tokens=3).status_code == 200, "one that asks for nothing new is answered"
 
 
-def test_no_link_carries_what_its_node_could_not_read() -> None:
-    async def work() -> None:
-        links = NodeLinks("127.0.0.1")
-        links.listen(*[lambda *message: None] * 8)
-        node = NodeInfo("d0", Role.DECODE, 7, endpoint_at(9), "", "m", 10, 4, wire_version=OLD)
-        links.meet(node)
-        first = links.submit(node, submit())
-        with pytest.raises(Unavailable, match=f"this Submit needs version {WIRE_VERSION}"):
-            links.submit(node, submit(min_tokens=1))
-        links.turn_ended(node, "r", "j", None)
-        assert links.submit(node, submit()).number == first.number + 1, "nothing was numbered in between"
-        await links.close()
-
-    asyncio.run(work())
+async def test_no_link_carries_what_its_node_could_not_read() -> None:
+    links = NodeLinks("127.0.0.1")
+    links.listen(*[lambda *message: None] * 8)
+    node = NodeInfo("d0", Role.DECODE, 7, endpoint_at(9), "", "m", 10, 4, wire_version=OLD)
+    links.meet(node)
+    first = links.submit(node, submit())
+    with pytest.raises(Unavailable, match=f"this Submit needs version {WIRE_VERSION}"):
+        links.submit(node, submit(min_tokens=1))
+    links.turn_ended(node, "r", "j", None)
+    assert links.submit(node, submit()).number == first.number + 1, "nothing was numbered in between"
+    await links.close()

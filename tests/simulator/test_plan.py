@@ -143,33 +143,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TRAFFIC = [
-    "--rate",
-    "6",
-    "--duration",
-    "15",
-    "--input",
-    "700",
-    "--output",
-    "15",
-    "--slo",
-    "ttft=150ms,itl=80ms",
-]
+    "--rate", "6", "--duration", "15", "--input", "700", "--output", "15", "--slo", "ttft=150ms,itl=80ms",
+]  # fmt: skip
 PRICES = ["--cost", "prefill=2,decode=1"]
 
 
 def test_the_command_plans_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
-        *TRAFFIC,
-        *PRICES,
-        "--attainment",
-        "0.9",
-        "--most-nodes",
-        "8",
-        "--picture",
-        "plan.svg",
-        "-o",
-        "json",
-    ]
+        *TRAFFIC, *PRICES, "--attainment", "0.9", "--most-nodes", "8", "--picture", "plan.svg", "-o", "json",
+    ]  # fmt: skip
     assert main(["plan", "--costs", "node.json", *given]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["chosen"]["attainment"] >= 0.9

@@ -39,17 +39,8 @@ def test_both_formats_are_read(costs: Path, capsys: pytest.CaptureFixture[str], 
 
 def test_it_shows_what_users_would_feel(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
-        "--rate",
-        "5",
-        "--duration",
-        "4",
-        "--input",
-        "200",
-        "--output",
-        "20",
-        "--slo",
-        "ttft=1s,itl=50ms",
-    ]
+        "--rate", "5", "--duration", "4", "--input", "200", "--output", "20", "--slo", "ttft=1s,itl=50ms",
+    ]  # fmt: skip
     assert main(["simulate", "--costs", str(costs), *given]) == 0
     said = capsys.readouterr().out
     for words in (
@@ -149,19 +140,9 @@ def test_the_first_requests_of_a_trace_are_played_step_by_step(
 
 def test_prompts_by_chance_share_prefixes(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
-        "--rate",
-        "2",
-        "--duration",
-        "3",
-        "--input",
-        "100",
-        "--prefix",
-        "400",
-        "--prefixes",
-        "2",
-        "-o",
+        "--rate", "2", "--duration", "3", "--input", "100", "--prefix", "400", "--prefixes", "2", "-o",
         "json",
-    ]
+    ]  # fmt: skip
     assert main(["simulate", "--costs", str(costs), *given]) == 0
     report = json.loads(capsys.readouterr().out)["report"]
     assert report["prompt_tokens"] == report["requests"] * 500

@@ -12,7 +12,7 @@ from tandem.cluster.cli import main
 from tandem.cluster.config import RolloutConfig, TandemConfig
 from tandem.cluster.pools import state, wings
 from tandem.router.config import RouterConfig
-from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, Rig, settle, started
 from tests.cluster.pools.pools_rig import PD, needs_rollouts
 
 replace = msgspec.structs.replace
@@ -43,7 +43,6 @@ def refusal(rig: Rig, name: str, error: TandemError | None) -> None:
     rig.launcher.node(name).adapter_error = error
 
 
-@in_loop
 async def test_nodes_have_the_configurations_before_they_are_announced() -> None:
     async with rig_with({"sql": SQL}) as rig:
         await rig.controller.start()
@@ -53,7 +52,6 @@ async def test_nodes_have_the_configurations_before_they_are_announced() -> None
         assert await rig.controller.adapters({}, []) == {"sql": SQL}
 
 
-@in_loop
 async def test_they_are_loaded_and_unloaded_on_every_node_and_routers_serve_them() -> None:
     async with rig_with() as rig:
         await rig.controller.start()
@@ -71,7 +69,6 @@ async def test_they_are_loaded_and_unloaded_on_every_node_and_routers_serve_them
         assert said[-1] == "the adapter sql was unloaded, as asked"
 
 
-@in_loop
 async def test_the_same_again_changes_nothing() -> None:
     async with rig_with({"sql": SQL}) as rig:
         await rig.controller.start()
@@ -80,7 +77,6 @@ async def test_the_same_again_changes_nothing() -> None:
         assert rig.launcher.node("decode-0").times_told == told
 
 
-@in_loop
 async def test_a_node_that_refuses_keeps_all_as_it_was() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
@@ -93,7 +89,6 @@ async def test_a_node_that_refuses_keeps_all_as_it_was() -> None:
         assert served(rig) == [{"law": LAW}] * 2
 
 
-@in_loop
 async def test_other_files_on_another_machine_are_refused() -> None:
     async with rig_with() as rig:
         await rig.controller.start()
@@ -103,7 +98,6 @@ async def test_other_files_on_another_machine_are_refused() -> None:
         assert served(rig) == [{}] * 2
 
 
-@in_loop
 async def test_a_node_that_does_not_answer_is_told_when_it_does() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
@@ -116,7 +110,6 @@ async def test_a_node_that_does_not_answer_is_told_when_it_does() -> None:
         assert served(rig) == [{"law": LAW}] * 2
 
 
-@in_loop
 async def test_a_controller_that_dies_in_the_middle_leaves_what_was_kept() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
@@ -133,7 +126,6 @@ async def test_a_controller_that_dies_in_the_middle_leaves_what_was_kept() -> No
         assert len(rig.launcher.nodes["prefill-0"]) == 1, "it was adopted"
 
 
-@in_loop
 async def test_what_was_loaded_is_known_to_the_next_controller_and_to_a_node_that_starts_again() -> None:
     async with rig_with() as rig:
         await rig.controller.start()
@@ -150,7 +142,6 @@ async def test_what_was_loaded_is_known_to_the_next_controller_and_to_a_node_tha
         assert not rig.launcher.node("decode-0").routed_when_told
 
 
-@in_loop
 async def test_a_router_that_does_not_serve_them_is_named() -> None:
     async with rig_with() as rig:
         await rig.controller.start()
@@ -163,7 +154,6 @@ async def test_a_router_that_does_not_serve_them_is_named() -> None:
         assert await rig.controller.adapters({}, []) == {"sql": SQL}
 
 
-@in_loop
 async def test_what_cannot_be_meant_is_refused_before_a_node_hears_of_it() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
@@ -179,15 +169,13 @@ async def test_what_cannot_be_meant_is_refused_before_a_node_hears_of_it() -> No
             with pytest.raises(ConfigurationError, match=says):
                 await rig.controller.adapters(load, unload)
         assert rig.launcher.node("decode-0").times_told == told
-    async with Rig(*PD, config=with_room(max_loras=0)) as rig:
-        await rig.controller.start()
+    async with started(*PD, config=with_room(max_loras=0)) as rig:
         assert rig.launcher.node("decode-0").times_told == 0
         with pytest.raises(ConfigurationError, match=r"model\.adapters needs scheduler\.max_loras"):
             await rig.controller.adapters({"sql": SQL}, [])
 
 
 @needs_rollouts
-@in_loop
 async def test_a_configuration_with_other_adapters_replaces_nodes_and_a_rollout_refuses_changes() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
@@ -212,7 +200,6 @@ async def test_a_configuration_with_other_adapters_replaces_nodes_and_a_rollout_
 
 
 @needs_rollouts
-@in_loop
 async def test_a_rollout_that_is_taken_back_takes_back_its_adapters() -> None:
     async with rig_with({"law": LAW}) as rig:
         await rig.controller.start()
@@ -238,7 +225,6 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(capsys: pytest.CaptureFi
     assert "nothing answers at 127.0.0.1:9" in capsys.readouterr().err
 
 
-@in_loop
 async def test_without_this_wing_a_change_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wings, "ROWS", ())
     async with rig_with({"sql": SQL}) as rig:

@@ -13,7 +13,7 @@ from tandem.cluster.control import ClusterEnd
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage
 from tandem.cluster.pools.event_log import EventKind, LoggedEvent
 from tandem.cluster.tasks import cancel
-from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
+from tests.cluster.pools.helpers import FakeClock, RecordedEvents, settle
 
 SERVING = ClusterAccount(ClusterStage.SERVING, [], latest=7, url="http://router", model="fake")
 END = ClusterEnd(1.0, "`tandem down`")
@@ -64,7 +64,6 @@ class Rig:
         self.follower = Follower(self.controller, self.events, self.clock)
 
 
-@in_loop
 async def test_a_controller_that_is_lost_while_it_starts_is_followed_into_its_next_life() -> None:
     rig = Rig(NodeLost("killed"), NodeLost("killed"), SERVING)
     following = asyncio.create_task(rig.follower.until_serving())
@@ -84,7 +83,6 @@ async def test_a_controller_that_is_lost_while_it_starts_is_followed_into_its_ne
     ],
     ids=lambda error: type(error).__name__,
 )
-@in_loop
 async def test_no_silence_is_an_end_however_long_it_lasts(silence: TandemError) -> None:
     rig = Rig(SERVING)
     await rig.follower.until_serving()
@@ -102,7 +100,6 @@ async def test_no_silence_is_an_end_however_long_it_lasts(silence: TandemError) 
     await cancel(over)
 
 
-@in_loop
 async def test_what_was_recorded_is_an_end_although_the_controller_says_nothing() -> None:
     rig = Rig(SERVING, NodeLost("ended"))
     await rig.follower.until_serving()
@@ -112,7 +109,6 @@ async def test_what_was_recorded_is_an_end_although_the_controller_says_nothing(
     assert rig.controller.revived == 0, "nothing is made again that was ended"
 
 
-@in_loop
 async def test_a_record_that_cannot_be_read_is_no_end_and_revives_nothing() -> None:
     rig = Rig()
     rig.controller.silence = NodeLost("killed")
@@ -126,7 +122,6 @@ async def test_a_record_that_cannot_be_read_is_no_end_and_revives_nothing() -> N
     assert await over == END
 
 
-@in_loop
 async def test_a_cluster_that_never_served_is_not_waited_for_without_end() -> None:
     rig = Rig()
     rig.controller.silence = NodeLost("it cannot start")
@@ -136,7 +131,6 @@ async def test_a_cluster_that_never_served_is_not_waited_for_without_end() -> No
         await following
 
 
-@in_loop
 async def test_the_next_controller_counts_from_the_beginning_and_one_that_was_stopped_goes_on() -> None:
     happened = LoggedEvent(1, EventKind.READY, "decode-0", "decode")
     rig = Rig(

@@ -36,7 +36,7 @@ from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus, SickDevice, TierStatus
 from tests.cluster.direct_cluster import DirectCluster
 from tests.cluster.page_states import page_with
-from tests.cluster.pools.helpers import in_loop, settle
+from tests.cluster.pools.helpers import settle
 
 STATUS = NodeStatus(
     node_id="decode-0",
@@ -209,7 +209,6 @@ class FakeController(DirectCluster):
         self.ended = True
 
 
-@in_loop
 async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() -> None:
     controller = FakeController()
     said: list[str] = []
@@ -223,7 +222,6 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
     assert await drain_nodes(controller, ["decode-0"], 5, said.append) == {"decode-0": False}
 
 
-@in_loop
 async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -243,7 +241,6 @@ async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(
     assert said[-1] == "decode-1: finishing what it has (up to 60 s), to become a prefill node"
 
 
-@in_loop
 async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     controller = FakeController()
     controller.may_finish.clear()
@@ -256,7 +253,6 @@ async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.M
     assert not controller.ended
 
 
-@in_loop
 async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None:
     controller = FakeController()
     with pytest.raises(
@@ -266,7 +262,6 @@ async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None
     assert controller.drained == []
 
 
-@in_loop
 async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_nothing() -> None:
     said: list[str] = []
     polite, silent, hurried = FakeController(), FakeController(), FakeController()

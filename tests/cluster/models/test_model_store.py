@@ -75,15 +75,6 @@ def test_a_packaged_model_becomes_a_folder_and_nothing_else_is_left(tmp_path: Pa
     ]
 
 
-def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:
-    fetch(tmp_path)
-
-    def never(model: PackagedModel, folder: Path) -> Path:
-        raise AssertionError("downloaded again")
-
-    assert fetch(tmp_path, download=never) == tmp_path / "Tiny"
-
-
 def test_a_model_made_by_another_recipe_is_made_again(tmp_path: Path) -> None:
     path = fetch(tmp_path)
     older = msgspec.structs.replace(MODEL, recipe=0)
@@ -253,11 +244,6 @@ def test_a_packaged_model_counts_only_when_it_is_complete(tmp_path: Path) -> Non
     found = find_model("smollm2", tmp_path)
     assert found is not None
     assert (found.path, found.served_name) == (str(target), "SmolLM2-135M-Instruct")
-
-
-def test_the_cache_can_be_put_elsewhere() -> None:
-    assert models_folder({"TANDEM_CACHE": "/big/disk"}) == Path("/big/disk/models")
-    assert models_folder({}) == Path.home() / ".cache" / "tandem" / "models"
 
 
 # --- following the process that fetches

@@ -22,7 +22,6 @@ from tandem.cluster.pools import state
 from tandem.cluster.pools.state import ClusterState, NodePlacement, NodeRecord
 from tandem.wire.nodes import Role
 from tests.cluster.direct_cluster import DirectCluster
-from tests.cluster.pools.helpers import in_loop
 
 import_ray()  # its environment is set first, or other tests of this run could not set it
 
@@ -75,7 +74,6 @@ async def keep_nodes(name: str, *placements: NodePlacement | None) -> None:
     await RayStateStore(STATE, namespace_of(name)).save(kept)
 
 
-@in_loop
 async def test_a_deployment_sees_the_others_nodes_and_not_its_own() -> None:
     here = NodePlacement("d", "10.0.0.3", Role.DECODE, (0,), "cpu", 0.5)
     there = NodePlacement("d", "10.0.0.3", Role.DECODE, (1,), "cpu", 0.5)
@@ -88,7 +86,6 @@ async def test_a_deployment_sees_the_others_nodes_and_not_its_own() -> None:
     assert await Neighbours("code").names() == []
 
 
-@in_loop
 async def test_what_all_ask_for_is_summed_up() -> None:
     for name in ("chat", "code"):
         await stands(name).save(b"id")
@@ -98,14 +95,12 @@ async def test_what_all_ask_for_is_summed_up() -> None:
     assert await Neighbours("chat").with_wanted([]) == [prefill]
 
 
-@in_loop
 async def test_a_neighbour_that_keeps_no_labels_is_understood() -> None:
     await stands("old").save(b"id")
     await RayStateStore(WANTED, namespace_of("old")).save(msgspec.msgpack.encode([{"decode": 1.0}]))
     assert await Neighbours("new").with_wanted([]) == [Offer({"decode": 1.0})]
 
 
-@in_loop
 async def test_deployments_place_their_nodes_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "_ASK_AGAIN_S", 0.001)
     for name in ("chat", "code"):
@@ -126,7 +121,6 @@ async def test_deployments_place_their_nodes_one_after_the_other(monkeypatch: py
     assert happened == ["chat", "code"]
 
 
-@in_loop
 async def test_a_controller_that_was_killed_while_it_placed_nodes_keeps_no_other_waiting_for_long(
     store: MemoryKv,
 ) -> None:
@@ -139,7 +133,6 @@ async def test_a_controller_that_was_killed_while_it_placed_nodes_keeps_no_other
     assert (NAMESPACE.encode(), b"placing") not in store.values
 
 
-@in_loop
 async def test_a_deployment_that_is_alone_waits_for_no_other(store: MemoryKv) -> None:
     await stands("chat").save(b"id")
     async with Neighbours("chat").placing():

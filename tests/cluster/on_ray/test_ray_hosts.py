@@ -11,7 +11,7 @@ from tandem.cluster.on_ray.hosts import RayHosts
 from tandem.cluster.pools.placement import MachineFacts
 from tandem.cluster.pools.state import NodePlacement
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import in_loop, settle
+from tests.cluster.pools.helpers import settle
 from tests.cluster.pools.memory_store import MemoryStore
 
 
@@ -88,7 +88,6 @@ PREFILL = ray_node("p", "10.0.0.2", prefill=1.0)
 DECODE = ray_node("d", "10.0.0.3", decode=2.0, GPU=4.0)
 
 
-@in_loop
 async def test_ray_nodes_that_offer_a_role_are_hosts_with_places() -> None:
     world = World(DECODE, PREFILL, HEAD, ray_node("dead", "10.0.0.9", alive=False, decode=1.0))
     world.machines["d"] = MachineFacts("d", (0, 1), gpus=4)
@@ -102,7 +101,6 @@ async def test_ray_nodes_that_offer_a_role_are_hosts_with_places() -> None:
     assert world.asked.count("head") == 0, "nothing runs there that would have to know its cores"
 
 
-@in_loop
 async def test_a_place_without_what_a_node_needs_is_none() -> None:
     world = World(DECODE, PREFILL)
     hosts = {host.name: host for host in await world.hosts(decode={"GPU": 4}, prefill={"GPU": 1}).present()}
@@ -110,7 +108,6 @@ async def test_a_place_without_what_a_node_needs_is_none() -> None:
     assert "p" not in hosts
 
 
-@in_loop
 async def test_labels_choose_the_machines_of_a_pool_and_its_autoscaler_hears_of_them() -> None:
     near = ray_node("near", "10.0.0.4", labels={"zone": "a"}, decode=1.0, prefill=1.0)
     far = ray_node("far", "10.0.0.5", labels={"zone": "b"}, decode=1.0, prefill=1.0)
@@ -123,7 +120,6 @@ async def test_labels_choose_the_machines_of_a_pool_and_its_autoscaler_hears_of_
     assert world.labels == [[{}, {"zone": "!a"}, {"zone": "!a"}]]
 
 
-@in_loop
 async def test_each_machine_is_asked_once_and_one_that_does_not_say_again_and_why_is_told_once() -> None:
     world = World(PREFILL, DECODE)
     world.silent.add("d")
@@ -140,7 +136,6 @@ async def test_each_machine_is_asked_once_and_one_that_does_not_say_again_and_wh
     assert world.asked.count("p") == 1
 
 
-@in_loop
 async def test_one_machine_that_never_answers_keeps_no_other_waiting() -> None:
     world = World(PREFILL, DECODE)
     world.sick.add("d")
@@ -155,7 +150,6 @@ async def test_one_machine_that_never_answers_keeps_no_other_waiting() -> None:
     await hosts.changed(0.01)  # no caller waits for it any more
 
 
-@in_loop
 async def test_an_answer_that_comes_while_another_is_kept_is_heard_at_the_next_look() -> None:
     world = World(PREFILL, DECODE)
     world.sick.add("d")
@@ -173,7 +167,6 @@ async def test_an_answer_that_comes_while_another_is_kept_is_heard_at_the_next_l
     assert [host.name for host in await hosts.present()] == ["p", "d"]
 
 
-@in_loop
 async def test_cores_are_the_same_for_a_controller_that_comes_back() -> None:
     world = World(PREFILL)
     world.machines = {name: MachineFacts("one", (0, 1)) for name in ("p", "d")}
@@ -186,7 +179,6 @@ async def test_cores_are_the_same_for_a_controller_that_comes_back() -> None:
     assert world.asked == [], "what is known of a machine stays true for as long as it is there"
 
 
-@in_loop
 async def test_a_machine_that_comes_or_goes_is_noticed() -> None:
     world = World(PREFILL)
     hosts = world.hosts()
@@ -200,7 +192,6 @@ async def test_a_machine_that_comes_or_goes_is_noticed() -> None:
     await hosts.changed(0.01)  # nothing has changed: the time is over
 
 
-@in_loop
 async def test_the_autoscaler_is_asked_for_what_is_needed_in_all_and_only_when_that_changes() -> None:
     world = World()
     hosts = world.hosts(decode={"GPU": 1})
@@ -211,7 +202,6 @@ async def test_the_autoscaler_is_asked_for_what_is_needed_in_all_and_only_when_t
     assert world.requested == [[{"prefill": 1.0}, needs, needs], []]
 
 
-@in_loop
 async def test_what_the_autoscaler_did_not_hear_is_said_again() -> None:
     world = World()
     hosts = world.hosts()
@@ -226,7 +216,6 @@ def their_node(host: str, *cores: int) -> NodePlacement:
     return NodePlacement(host, "10.0.0.3", Role.DECODE, cores, "cpu", 0.5)
 
 
-@in_loop
 async def test_places_and_cores_of_other_deployments_are_not_offered() -> None:
     world = World(PREFILL, DECODE)
     neighbour = OneNeighbour(their_node("d", 0))
@@ -241,7 +230,6 @@ async def test_places_and_cores_of_other_deployments_are_not_offered() -> None:
     assert found["d"].cores == (0, 1), "where each core has a node they are shared"
 
 
-@in_loop
 async def test_the_autoscaler_is_asked_for_what_all_deployments_need() -> None:
     world = World(DECODE)
     neighbour = OneNeighbour(their_node("d"))
@@ -252,7 +240,6 @@ async def test_the_autoscaler_is_asked_for_what_all_deployments_need() -> None:
     assert world.requested == [[{"prefill": 1.0}, {"decode": 1.0}], [{"prefill": 1.0}]]
 
 
-@in_loop
 async def test_other_needs_keep_machines_with_nodes_and_are_asked_for() -> None:
     world = World(ray_node("d", "10.0.0.3", decode=2.0), ray_node("e", "10.0.0.4", decode=2.0, GPU=4.0))
     hosts = world.hosts()

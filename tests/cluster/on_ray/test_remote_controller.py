@@ -11,14 +11,12 @@ from tandem.base.errors import Unavailable
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.orders import ScaleOrder
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import in_loop
 
 import_ray()
 
 from tandem.cluster.on_ray.remote_controller import RemoteController  # noqa: E402
 
 
-@in_loop
 async def test_an_order_goes_as_its_action_and_comes_back_as_its_answer() -> None:
     asked: list[tuple[str, bytes]] = []
 
@@ -31,7 +29,6 @@ async def test_an_order_goes_as_its_action_and_comes_back_as_its_answer() -> Non
     assert asked == [("scale", b'{"pools":{"decode":2}}')]
 
 
-@in_loop
 async def test_a_controller_of_a_version_without_orders_is_named() -> None:
     with pytest.raises(Unavailable, match=r"earlier version of Tandem.*--url"):
         await RemoteController(SimpleNamespace(), "chat").ask(ScaleOrder({Role.DECODE: 2}))

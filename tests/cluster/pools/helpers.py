@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,8 +27,8 @@ from tandem.wire.endpoints import Endpoint, key_text
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice
 from tests.cluster.pools.memory_store import MemoryStore
-
-PATIENCE_S = 60.0  # long enough for a busy machine; it only ends a test that hangs
+from tests.loops import PATIENCE_S as PATIENCE_S
+from tests.loops import in_loop as in_loop
 
 TIMEOUTS = ClusterTimeouts(
     start_s=100.0,
@@ -42,22 +41,6 @@ TIMEOUTS = ClusterTimeouts(
     stop_s=5.0,
     nodes=NodeTimeouts(drain_s=30.0),
 )
-
-
-def in_loop(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an async test within a deadline, and fails it if it leaves a task behind."""
-
-    @functools.wraps(scenario)
-    def test(*args: Any, **kwargs: Any) -> None:
-        async def run() -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                await scenario(*args, **kwargs)
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            assert not left, f"the test left tasks behind: {left}"
-
-        asyncio.run(run())
-
-    return test
 
 
 async def settle() -> None:
@@ -603,3 +586,11 @@ class Rig:
     def routed(self) -> set[str]:
         """The ids of the nodes that the router was last told of."""
         return self.launcher.router.node_ids
+
+
+@contextlib.asynccontextmanager
+async def started(*nodes: tuple[str, Role], **surroundings: Any) -> AsyncIterator[Rig]:
+    """A rig whose controller has started."""
+    async with Rig(*nodes, **surroundings) as rig:
+        await rig.controller.start()
+        yield rig

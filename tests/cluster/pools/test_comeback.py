@@ -14,8 +14,8 @@ from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools.state import UnknownState, decode, encode
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.router.config import RouterConfig, RouterPlacement
-from tandem.wire.nodes import NodeState, Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, in_loop, one_machine, settle
+from tandem.wire.nodes import Role
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, one_machine, settle, started
 from tests.cluster.pools.memory_store import MemoryStore
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, needs_rollouts, pools
 
@@ -24,7 +24,6 @@ replace = msgspec.structs.replace
 # --- nodes that cannot start
 
 
-@in_loop
 async def test_a_node_that_was_left_out_shows_its_error_and_is_tried_again_when_its_pool_is_scaled() -> None:
     def broken(process: FakeProcess, earlier: int) -> None:
         process.start_error = Unavailable("no memory") if earlier < 3 else None
@@ -42,7 +41,6 @@ async def test_a_node_that_was_left_out_shows_its_error_and_is_tried_again_when_
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_a_node_that_was_left_out_is_not_tried_again_only_to_go() -> None:
     async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
         rig.launcher.prepare["prefill-1"] = lambda process, _: setattr(
@@ -55,7 +53,6 @@ async def test_a_node_that_was_left_out_is_not_tried_again_only_to_go() -> None:
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_a_left_out_node_of_a_pool_that_follows_the_machines_is_tried_again_by_its_role() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=2))
     async with Rig(pools=pools(1, None), hosts=hosts) as rig:
@@ -75,7 +72,6 @@ async def test_a_left_out_node_of_a_pool_that_follows_the_machines_is_tried_agai
         assert (pool.wanted, pool.ready) == (2, 2)
 
 
-@in_loop
 async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
@@ -91,11 +87,9 @@ async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> Non
         assert {router.phase for router in (await rig.controller.view()).routers} == {ProcessPhase.READY}
 
 
-@in_loop
 async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
     """The previous node's memory may not be free yet when the next one starts."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.prepare["decode-0"] = lambda process, earlier: (
             setattr(process, "start_error", ConfigurationError("only 1 MiB is free")) if earlier < 3 else None
         )
@@ -107,7 +101,6 @@ async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
         assert "only 1 MiB is free" in node.detail, "what an operator would ask"
 
 
-@in_loop
 async def test_a_cluster_that_could_not_start_says_when_it_can() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["decode-0"] = lambda process, earlier: (
@@ -126,10 +119,8 @@ async def test_a_cluster_that_could_not_start_says_when_it_can() -> None:
 # --- a controller that comes back
 
 
-@in_loop
 async def test_a_controller_that_was_killed_comes_back_to_its_nodes_and_nobody_notices() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
         told = len(rig.launcher.router.memberships)
@@ -144,10 +135,8 @@ async def test_a_controller_that_was_killed_comes_back_to_its_nodes_and_nobody_n
         assert all({member.node_id for member in members} == set(before) for members in since)
 
 
-@in_loop
 async def test_a_controller_shows_what_the_one_before_it_decided() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         for size in range(2, 30):  # more than are kept
             await rig.controller.scale({Role.DECODE: 2 + size % 2})
         await settle()
@@ -159,7 +148,6 @@ async def test_a_controller_shows_what_the_one_before_it_decided() -> None:
         assert "took over" in after[-1].text
 
 
-@in_loop
 async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> None:
     def broken(process: FakeProcess, earlier: int) -> None:
         process.start_error = Unavailable("no memory") if earlier < 3 else None
@@ -185,10 +173,8 @@ async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> No
         assert rig.routed == {"prefill-0", "decode-0"}, "it was asked for, and served"
 
 
-@in_loop
 async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the_next_controller() -> None:
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.clock.advance(1.0)
         save = rig.store.save
 
@@ -207,12 +193,10 @@ async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the
         assert [node.node_id for node in (await rig.controller.view()).nodes] == ["prefill-0", "decode-0"]
 
 
-@in_loop
 @pytest.mark.parametrize("order", ["scale", "pause", "reset", "apply"])
 async def test_an_order_before_the_record_was_read_changes_what_was_recorded(order: str) -> None:
     """Ray restarts a controller while its control store is still away: a command reaches it first."""
-    async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.clock.advance(1.0)
         await rig.controller.scale({Role.DECODE: 3})
         await rig.clock.advance(1.0)
@@ -240,7 +224,6 @@ async def test_an_order_before_the_record_was_read_changes_what_was_recorded(ord
             assert told == sorted(node.config.node_id for node in nodes)
 
 
-@in_loop
 async def test_what_could_not_be_recorded_is_recorded_later() -> None:
     """The next controller tells routers what is recorded: of an incarnation that has ended, and no more of the one that serves."""
     async with Rig(*PD) as rig:
@@ -263,7 +246,6 @@ async def test_what_could_not_be_recorded_is_recorded_later() -> None:
         assert record.info.epoch == now.epoch
 
 
-@in_loop
 @pytest.mark.parametrize("served", [False, True])
 async def test_a_node_that_goes_on_a_machine_that_is_not_seen_ends(served: bool) -> None:
     """It would keep its place there when the machine is seen again, and no controller would know it."""
@@ -287,7 +269,6 @@ async def test_a_node_that_goes_on_a_machine_that_is_not_seen_ends(served: bool)
         await asyncio.gather(start, return_exceptions=True)
 
 
-@in_loop
 async def test_a_node_that_goes_before_it_could_be_adopted_ends() -> None:
     """Ray sees its machine, but the controller cannot reach it: its process would live on, and no controller would know it."""
     async with Rig(*PD, ("decode-1", Role.DECODE)) as rig:
@@ -305,7 +286,6 @@ async def test_a_node_that_goes_before_it_could_be_adopted_ends() -> None:
         await asyncio.gather(start, return_exceptions=True)
 
 
-@in_loop
 async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same() -> None:
     async with Rig(*PD) as rig:
         store = MemoryStore()
@@ -331,7 +311,6 @@ async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same(
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_a_lost_node_is_ended_though_its_controller_died_before_that() -> None:
     """Its machine may come back, and with it a process that no controller would know."""
 
@@ -339,8 +318,7 @@ async def test_a_lost_node_is_ended_though_its_controller_died_before_that() -> 
         await asyncio.Event().wait()
 
     hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=1))
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         await rig.clock.advance(1.0)
         (there,) = [node for node in rig.launcher.running if node.host.name == "2"]
         stop, there.stop = there.stop, never  # type: ignore[method-assign]
@@ -358,7 +336,6 @@ async def test_a_lost_node_is_ended_though_its_controller_died_before_that() -> 
         await asyncio.gather(start, return_exceptions=True)
 
 
-@in_loop
 async def test_a_controller_whose_start_failed_tries_to_take_over_again() -> None:
     """No command is there any more that would end the deployment for it."""
     async with Rig(*PD) as rig:
@@ -379,11 +356,9 @@ async def test_a_controller_whose_start_failed_tries_to_take_over_again() -> Non
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_an_order_before_a_controller_has_taken_over_ends_nothing() -> None:
     """It does not know yet what runs, so a node that is to leave would be ended with its requests."""
-    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
-        await rig.controller.start()
+    async with started(*PD, ("prefill-1", Role.PREFILL)) as rig:
         await rig.kill_controller()
         fix_model = rig.controller.pools.fix_model
 
@@ -408,26 +383,6 @@ async def test_an_order_before_a_controller_has_taken_over_ends_nothing() -> Non
         assert going.stopped
 
 
-@in_loop
-async def test_what_was_being_drained_when_the_controller_was_killed_goes_all_the_same() -> None:
-    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
-        await rig.controller.start()
-        going = rig.launcher.node("decode-1")
-        going.may_finish.clear()
-        await rig.controller.scale({Role.DECODE: 1})
-        await settle()
-        await rig.kill_controller()
-        start = asyncio.create_task(rig.controller.start())
-        await settle()
-        assert not going.stopped, "it still has work"
-        going.may_finish.set()
-        await start
-        await settle()
-        assert going.stopped
-        assert rig.routed == {"decode-0"}
-
-
-@in_loop
 async def test_a_node_that_left_before_it_served_ends_though_the_controller_was_killed() -> None:
     """The next controller has not found its process yet when it ends it."""
     async with Rig(*PD) as rig:
@@ -454,44 +409,10 @@ async def test_a_node_that_left_before_it_served_ends_though_the_controller_was_
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
-async def test_a_change_of_role_goes_on_when_the_controller_was_killed_in_it() -> None:
-    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
-        await rig.controller.start()
-        node = rig.launcher.node("prefill-1")
-        node.may_finish.clear()
-        change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
-        await settle()
-        await rig.kill_controller()
-        assert change.cancelled()
-        node.may_finish.set()
-        await rig.controller.start()
-        await settle()
-        assert node.info.role is Role.DECODE
-        assert node.state is NodeState.READY
-        assert rig.routed == {"prefill-0", "prefill-1", "decode-0"}
-
-
-@in_loop
-async def test_a_node_that_died_while_there_was_no_controller_is_replaced() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
-        await settle()
-        await rig.kill_controller()
-        rig.launcher.node("prefill-0").die()
-        await rig.controller.start()
-        await settle()
-        assert len(rig.launcher.nodes["prefill-0"]) == 2
-        epochs = [m.epoch for m in rig.launcher.router.memberships[-1] if m.node_id == "prefill-0"]
-        assert epochs == [rig.launcher.node("prefill-0").info.epoch]
-
-
-@in_loop
 async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> None:
     """A machine reappears late, so its node is not adopted yet when a command drains it."""
     hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", prefill=1))
-    async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(2, 1), hosts=hosts) as rig:
         await settle()
         going = rig.launcher.node("prefill-1")
         away = hosts.leave(going.host.name)
@@ -509,11 +430,9 @@ async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> 
         assert going.stopped, "no controller would look after it any more"
 
 
-@in_loop
 async def test_a_controller_that_comes_back_before_the_control_store_waits_for_it_and_takes_over() -> None:
     """If it gave up, no controller would look after the nodes any more."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.kill_controller()
         store, hosts = rig.store, rig.hosts
         store.error = Unavailable("away")  # type: ignore[attr-defined]
@@ -535,11 +454,9 @@ async def test_a_controller_that_comes_back_before_the_control_store_waits_for_i
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_routers_view() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}
         for node in rig.launcher.running:
@@ -559,10 +476,8 @@ async def test_a_node_whose_machine_goes_while_it_is_adopted_is_out_of_the_route
 
 
 @needs_rollouts
-@in_loop
 async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_it() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.controller.apply(replace(rig.config, debug=True), dry_run=False)
         await settle()
         kept = await rig.store.load()
@@ -572,10 +487,8 @@ async def test_what_is_kept_names_no_defaults_so_that_the_version_before_reads_i
 
 
 @needs_rollouts
-@in_loop
 async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_nothing() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.controller.apply(replace(rig.config, debug=True), dry_run=False)
         await settle()
         kept = await rig.store.load()
@@ -599,11 +512,9 @@ async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_no
         await rig.controller.start()
 
 
-@in_loop
 async def test_the_controllers_environment_is_that_of_its_process() -> None:
     """The applied environment does not count, because the process for it may not have started."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         wanted = replace(rig.config, controller=ControllerConfig(env={"PYTHONPATH": "/later"}, start_s=7))
         change = await rig.controller.apply(wanted, dry_run=False)
         assert (change.controller, change.at_once) == (["controller.env.PYTHONPATH"], ["controller.start_s"])

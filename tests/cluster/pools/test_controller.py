@@ -8,7 +8,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError, InternalError, TandemError, Unavailable
 from tandem.wire.nodes import NodeState, PoolReport, Role, RouterQueue
-from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, FakeRouter, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeProcess, FakeRouter, Rig, settle, started
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
 
@@ -25,7 +25,6 @@ def waiting(process: FakeProcess, earlier: int) -> None:
     process.starts_at_once = False
 
 
-@in_loop
 async def test_everything_starts_at_once_and_the_router_learns_of_all_nodes() -> None:
     async with Rig(*PD) as rig:
         for name in ("prefill-0", "decode-0", "router"):
@@ -43,10 +42,8 @@ async def test_everything_starts_at_once_and_the_router_learns_of_all_nodes() ->
         assert rig.events.of("progress", "decode-0") == ["loading the weights"]
 
 
-@in_loop
 async def test_a_node_that_dies_is_out_at_once_and_comes_back_with_a_new_epoch() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await settle()
         first = rig.launcher.node("decode-0")
         first.die("signal 9")
@@ -61,7 +58,6 @@ async def test_a_node_that_dies_is_out_at_once_and_comes_back_with_a_new_epoch()
         assert any("signal 9" in what for what in rig.events.of("trouble", "decode-0"))
 
 
-@in_loop
 async def test_no_node_is_called_down_while_all_start() -> None:
     async with Rig(*PD) as rig:
         told: list[list[str]] = []
@@ -86,10 +82,8 @@ async def test_no_node_is_called_down_while_all_start() -> None:
         assert not any(told)
 
 
-@in_loop
 async def test_restarts_of_a_node_that_keeps_dying_come_ever_later() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         expected = 1.0
         for earlier in range(1, 6):
             rig.launcher.node("decode-0").die()
@@ -100,10 +94,8 @@ async def test_restarts_of_a_node_that_keeps_dying_come_ever_later() -> None:
             expected = min(2 * expected, TIMEOUTS.restart_backoff_max_s)
 
 
-@in_loop
 async def test_a_node_that_has_served_for_long_is_restarted_quickly_again() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         for _ in range(3):
             rig.launcher.node("decode-0").die()
             await rig.clock.advance(TIMEOUTS.restart_backoff_max_s)
@@ -113,7 +105,6 @@ async def test_a_node_that_has_served_for_long_is_restarted_quickly_again() -> N
         assert len(rig.launcher.nodes["decode-0"]) == 5
 
 
-@in_loop
 async def test_three_failures_in_a_row_at_start_leave_a_node_out_while_the_rest_serves() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = failing(Unavailable("no memory"))
@@ -131,7 +122,6 @@ async def test_three_failures_in_a_row_at_start_leave_a_node_out_while_the_rest_
         assert "no memory" in reason
 
 
-@in_loop
 async def test_two_failures_at_start_are_forgiven() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = failing(Unavailable("not yet"), times=2)
@@ -143,7 +133,6 @@ async def test_two_failures_at_start_are_forgiven() -> None:
         assert not rig.events.of("gave_up", "prefill-0")
 
 
-@in_loop
 async def test_a_mistake_in_the_settings_is_not_tried_again() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = failing(ConfigurationError("no such model"))
@@ -152,7 +141,6 @@ async def test_a_mistake_in_the_settings_is_not_tried_again() -> None:
         assert rig.events.of("gave_up", "prefill-0") == ["no such model"]
 
 
-@in_loop
 async def test_start_fails_with_the_reason_when_nobody_can_write_answers() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["decode-0"] = failing(ConfigurationError("no such model"))
@@ -160,7 +148,6 @@ async def test_start_fails_with_the_reason_when_nobody_can_write_answers() -> No
             await rig.controller.start()
 
 
-@in_loop
 async def test_start_fails_with_the_reason_when_the_router_cannot_start() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["router"] = failing(ConfigurationError("port 8000 is taken"))
@@ -169,7 +156,6 @@ async def test_start_fails_with_the_reason_when_the_router_cannot_start() -> Non
 
 
 @pytest.mark.parametrize(("name", "slow"), [("router", "decode-0"), ("decode-0", "prefill-0")])
-@in_loop
 async def test_what_cannot_come_to_serve_is_said_before_the_rest_has_started(name: str, slow: str) -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare[name] = failing(ConfigurationError("it lacks a file"))
@@ -178,7 +164,6 @@ async def test_what_cannot_come_to_serve_is_said_before_the_rest_has_started(nam
             await rig.controller.start()
 
 
-@in_loop
 async def test_a_start_that_never_ends_is_a_failed_start() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = waiting
@@ -189,7 +174,6 @@ async def test_a_start_that_never_ends_is_a_failed_start() -> None:
         assert all(node.stopped for node in rig.launcher.nodes["prefill-0"])
 
 
-@in_loop
 async def test_a_process_that_dies_while_it_starts_is_noticed_at_once() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["decode-0"] = lambda process, earlier: (
@@ -203,11 +187,9 @@ async def test_a_process_that_dies_while_it_starts_is_noticed_at_once() -> None:
         assert any("killed by the kernel" in what for what in rig.events.of("trouble", "decode-0"))
 
 
-@in_loop
 async def test_a_late_answer_is_reported_and_costs_nobody_the_node() -> None:
     """The node itself tells the routers."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         node = rig.launcher.node("decode-0")
         node.mute.set()
         await rig.clock.advance(TIMEOUTS.heartbeat_s + TIMEOUTS.silence_s + 0.1)
@@ -219,10 +201,8 @@ async def test_a_late_answer_is_reported_and_costs_nobody_the_node() -> None:
         assert len(rig.launcher.nodes["decode-0"]) == 1, "a pause is no reason to end it"
 
 
-@in_loop
 async def test_a_node_that_stays_silent_is_replaced() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         first = rig.launcher.node("decode-0")
         first.mute.set()
         await rig.clock.advance(TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s))
@@ -242,10 +222,8 @@ async def test_a_node_that_stays_silent_is_replaced() -> None:
         ),
     ],
 )
-@in_loop
 async def test_a_node_that_cannot_be_trusted_is_replaced(spoil, why: str) -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         first = rig.launcher.node("decode-0")
         spoil(first)
         await rig.clock.advance(TIMEOUTS.heartbeat_s + TIMEOUTS.restart_backoff_s + 0.1)
@@ -254,10 +232,8 @@ async def test_a_node_that_cannot_be_trusted_is_replaced(spoil, why: str) -> Non
         assert any(why in what for what in rig.events.of("trouble", "decode-0"))
 
 
-@in_loop
 async def test_a_new_router_learns_the_nodes_that_there_are() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.router.die()
         await rig.clock.advance(TIMEOUTS.restart_backoff_s)
         assert len(rig.launcher.routers) == 2
@@ -265,10 +241,8 @@ async def test_a_new_router_learns_the_nodes_that_there_are() -> None:
         assert len(rig.launcher.nodes["decode-0"]) == 1, "nodes are not disturbed"
 
 
-@in_loop
 async def test_a_router_that_has_worked_is_never_given_up() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.prepare["router"] = failing(ConfigurationError("port 8000 is taken"), times=6)
         rig.launcher.router.die()
         await rig.clock.advance(10 * TIMEOUTS.restart_backoff_max_s)
@@ -277,43 +251,34 @@ async def test_a_router_that_has_worked_is_never_given_up() -> None:
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_a_router_that_does_not_answer_is_replaced() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.router.mute.set()
         await rig.clock.advance(TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s))
         assert len(rig.launcher.routers) == 2
 
 
-@in_loop
 async def test_drain_lets_the_router_finish_first_and_then_every_node() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         assert await rig.controller.drain()
         assert rig.launcher.router.drained_with == TIMEOUTS.nodes.drain_s
         assert all(rig.launcher.node(name).drained_with is not None for name, _ in PD)
 
 
-@in_loop
 async def test_drain_says_when_something_was_not_finished() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.node("decode-0").drains = False
         assert not await rig.controller.drain()
 
 
-@in_loop
 async def test_drain_ends_although_a_node_does_not_answer() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.node("decode-0").mute.set()
         drain = asyncio.create_task(rig.controller.drain())
         await rig.clock.advance(TIMEOUTS.nodes.drain_s + TIMEOUTS.stop_s + 1)
         assert not await drain
 
 
-@in_loop
 async def test_stop_while_everything_is_still_starting_ends_all_of_it() -> None:
     async with Rig(*PD) as rig:
         for name in ("prefill-0", "decode-0", "router"):
@@ -327,10 +292,8 @@ async def test_stop_while_everything_is_still_starting_ends_all_of_it() -> None:
         await rig.controller.stop()
 
 
-@in_loop
 async def test_a_bug_in_supervision_fails_the_controller_instead_of_hiding() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
 
         async def broken() -> None:
             raise RuntimeError("a bug")
@@ -341,7 +304,6 @@ async def test_a_bug_in_supervision_fails_the_controller_instead_of_hiding() -> 
         assert "a bug" in await failed
 
 
-@in_loop
 async def test_a_bug_while_starting_ends_start() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["decode-0"] = lambda process, earlier: (_ for _ in ()).throw(
@@ -359,7 +321,6 @@ async def started_with_a_blind_router(rig: Rig) -> asyncio.Task[None]:
     return asyncio.create_task(rig.controller.until_in_view(30.0))
 
 
-@in_loop
 async def test_a_cluster_is_ready_when_its_router_hears_every_node() -> None:
     async with Rig(*PD) as rig:
         in_view = await started_with_a_blind_router(rig)
@@ -377,7 +338,6 @@ async def test_a_cluster_is_ready_when_its_router_hears_every_node() -> None:
         assert not rig.events.of("trouble", "router")
 
 
-@in_loop
 async def test_a_node_that_a_router_never_hears_is_told_of_and_the_rest_serves() -> None:
     async with Rig(*PD) as rig:
         in_view = await started_with_a_blind_router(rig)
@@ -389,7 +349,6 @@ async def test_a_node_that_a_router_never_hears_is_told_of_and_the_rest_serves()
         assert told == "sends no requests to decode-0: it has not reported its status yet"
 
 
-@in_loop
 async def test_a_node_that_dies_is_not_waited_for_until_routers_hear_it() -> None:
     async with Rig(*PD) as rig:
         in_view = await started_with_a_blind_router(rig)

@@ -35,7 +35,7 @@ from tandem.cluster.pools.changes import difference
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeClock, RecordedEvents, in_loop, settle
+from tests.cluster.pools.helpers import FakeClock, RecordedEvents, settle
 from tests.cluster.pools.memory_store import MemoryStore
 
 T = TypeVar("T")
@@ -190,7 +190,6 @@ class Rig:
         assert self.made.stopped
 
 
-@in_loop
 async def test_who_follows_sees_what_happens_until_it_serves() -> None:
     async with Rig() as rig:
         following = asyncio.create_task(rig.follower.until_serving())
@@ -206,7 +205,6 @@ async def test_who_follows_sees_what_happens_until_it_serves() -> None:
 @pytest.mark.parametrize(
     ("error", "seen_as"), [(Unavailable("no memory"), Unavailable), (KeyError("a bug"), InternalError)]
 )
-@in_loop
 async def test_a_start_that_fails_is_told_to_who_follows(
     error: Exception, seen_as: type[TandemError]
 ) -> None:
@@ -217,7 +215,6 @@ async def test_a_start_that_fails_is_told_to_who_follows(
             await rig.follower.until_serving()
 
 
-@in_loop
 async def test_a_cluster_that_answers_after_all_serves() -> None:
     """A controller has restarted and its machines have reappeared later: it is drained before it ends, like any other."""
     async with Rig() as rig:
@@ -231,7 +228,6 @@ async def test_a_cluster_that_answers_after_all_serves() -> None:
         assert await rig.host.drain()
 
 
-@in_loop
 async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends_and_the_cluster_goes_on() -> None:
     async with Rig() as rig:
         rig.made.may_start.set()
@@ -246,7 +242,6 @@ async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends_and_th
         await cancel(over)
 
 
-@in_loop
 async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follows() -> None:
     async with Rig() as rig:
         rig.made.may_start.set()
@@ -268,7 +263,6 @@ async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follo
             await ordered(rig, ViewOrder())
 
 
-@in_loop
 async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
     async with Rig() as rig:
         rig.made.may_start.set()
@@ -281,7 +275,6 @@ async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
         assert recorded.why == "the command has ended"
 
 
-@in_loop
 async def test_a_controller_that_finds_a_recorded_end_carries_it_out_and_starts_nothing() -> None:
     async with Rig(ClusterEnd(0.0, "`tandem down`")) as rig:
         await rig.ended.wait()
@@ -289,7 +282,6 @@ async def test_a_controller_that_finds_a_recorded_end_carries_it_out_and_starts_
         assert (await rig.follower.until_over()).why == "`tandem down`"
 
 
-@in_loop
 async def test_a_controller_whose_store_is_away_waits_for_it() -> None:
     async with Rig() as rig:
         rig.endings.error = Unavailable("away")
@@ -302,7 +294,6 @@ async def test_a_controller_whose_store_is_away_waits_for_it() -> None:
         assert (await following).stage is ClusterStage.SERVING
 
 
-@in_loop
 async def test_what_is_asked_reaches_the_controller() -> None:
     async with Rig() as rig:
         control = rig.made.control
@@ -323,7 +314,6 @@ async def test_what_is_asked_reaches_the_controller() -> None:
         assert await rig.host.drain()
 
 
-@in_loop
 async def test_an_operators_request_over_http_sets_no_environment_and_a_command_on_a_machine_does() -> None:
     async with Rig() as rig:
         wanted = TandemConfig(pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"LD_PRELOAD": "/x.so"})))
@@ -340,7 +330,6 @@ async def test_an_operators_request_over_http_sets_no_environment_and_a_command_
         assert await ordered(rig, AdaptersOrder({"x": "/home/x"})) == {"x": "/home/x"}
 
 
-@in_loop
 async def test_another_environment_for_the_controller_begins_an_exchange_and_one_at_a_time() -> None:
     async with Rig() as rig:
         wanted = TandemConfig(controller=ControllerConfig(env={"PYTHONPATH": "/later"}))
@@ -361,7 +350,6 @@ async def test_another_environment_for_the_controller_begins_an_exchange_and_one
         assert view.exchange == rig.exchanged
 
 
-@in_loop
 async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_applied() -> None:
     async with Rig() as rig:
         assert await configure(rig, TandemConfig()) == ConfigChange([], [])
@@ -370,7 +358,6 @@ async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_
         assert await configure(rig, more) == ConfigChange([], [])
 
 
-@in_loop
 async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_again() -> None:
     async with Rig() as rig:
         await ordered(rig, ScaleOrder({Role.DECODE: 3}))
@@ -378,7 +365,6 @@ async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_a
         assert rig.made.control.sizes[Role.DECODE] == 3
 
 
-@in_loop
 async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
     async with Rig() as rig:
         config = TandemConfig()
@@ -401,7 +387,6 @@ async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
         assert all("secret" not in line for line in change.refused)
 
 
-@in_loop
 async def test_a_command_of_another_version_is_told_so() -> None:
     async with Rig() as rig:
         newer = {**msgspec.to_builtins(TandemConfig()), "invented_later": 1}

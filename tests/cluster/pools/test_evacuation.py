@@ -13,7 +13,7 @@ from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.pools.state import decode
 from tandem.router.config import RouterConfig, RouterPlacement
-from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, settle
+from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, settle, started
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, needs_rollouts, pools
 
 
@@ -21,11 +21,9 @@ def hosts_of(rig: Rig) -> dict[str, str]:
     return {node.info.node_id: node.host.name for node in rig.launcher.running}
 
 
-@in_loop
 async def test_its_nodes_go_and_their_pools_keep_their_sizes() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         where = hosts_of(rig)["decode-0"]
         going = asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
         await rig.clock.advance(1)
@@ -41,14 +39,12 @@ async def test_its_nodes_go_and_their_pools_keep_their_sizes() -> None:
 async def evacuating_the_last_writer() -> AsyncIterator[tuple[Rig, asyncio.Task[dict[str, bool]]]]:
     """Yields while the only decode node's machine is emptied and the next decode node is still starting."""
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         where = hosts_of(rig)["decode-0"]
         rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
         yield rig, asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
 
 
-@in_loop
 async def test_the_last_that_writes_answers_waits_for_the_next_one() -> None:
     async with evacuating_the_last_writer() as (rig, going):
         await rig.clock.advance(DRAIN_S / 4)
@@ -60,12 +56,10 @@ async def test_the_last_that_writes_answers_waits_for_the_next_one() -> None:
         assert rig.launcher.node("decode-0").drained_with is not None
 
 
-@in_loop
 async def test_where_none_takes_over_it_goes_all_the_same() -> None:
     """The machine will be ended soon, even if its node has work left."""
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         going = asyncio.create_task(rig.controller.evacuate("10.0.0.2", DRAIN_S))
         await rig.clock.advance(DRAIN_S)
         assert await going == {"decode-0": True}
@@ -76,11 +70,9 @@ async def test_where_none_takes_over_it_goes_all_the_same() -> None:
         assert rig.routed == {"prefill-0", "decode-1"}
 
 
-@in_loop
 async def test_nothing_comes_to_it_while_it_is_there_and_it_is_forgotten_with_it() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2), machine("3", decode=2))
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         going = asyncio.create_task(rig.controller.evacuate("10.0.0.2", DRAIN_S))
         await rig.clock.advance(DRAIN_S)
         await going
@@ -97,11 +89,9 @@ async def test_nothing_comes_to_it_while_it_is_there_and_it_is_forgotten_with_it
         assert decode(kept).evacuated == ["5"]
 
 
-@in_loop
 async def test_a_controller_that_comes_back_goes_on_with_it() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         rig.launcher.node("decode-0").may_finish.clear()
         where = hosts_of(rig)["decode-0"]
         going = asyncio.create_task(rig.controller.evacuate(f"10.0.0.{where}", DRAIN_S))
@@ -114,7 +104,6 @@ async def test_a_controller_that_comes_back_goes_on_with_it() -> None:
         assert where not in {hosts_of(rig)[name] for name in rig.routed}
 
 
-@in_loop
 async def test_the_next_controller_waits_for_another_that_writes_answers_too() -> None:
     async with evacuating_the_last_writer() as (rig, going):
         await settle()
@@ -129,12 +118,10 @@ async def test_the_next_controller_waits_for_another_that_writes_answers_too() -
         assert rig.routed == {"prefill-0", "decode-1"}
 
 
-@in_loop
 async def test_its_router_takes_nothing_new_when_its_nodes_are_done() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 2), hosts=hosts, config=TandemConfig(router=router)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts, config=TandemConfig(router=router)) as rig:
 
         def drained() -> dict[str, bool]:
             return {
@@ -153,12 +140,10 @@ async def test_its_router_takes_nothing_new_when_its_nodes_are_done() -> None:
 
 
 @needs_rollouts
-@in_loop
 async def test_a_rollout_does_not_wait_for_nodes_on_a_machine_that_is_about_to_go() -> None:
     """The pool has a node for each place, and the machine's places count no more."""
     hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=2))
-    async with Rig(pools=pools(1, None), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, None), hosts=hosts) as rig:
         going = asyncio.create_task(rig.controller.evacuate("10.0.0.2", DRAIN_S))
         await rig.clock.advance(1)
         await going
@@ -174,11 +159,9 @@ async def test_a_rollout_does_not_wait_for_nodes_on_a_machine_that_is_about_to_g
 
 
 @needs_rollouts
-@in_loop
 async def test_a_rollout_whose_old_nodes_went_with_their_machine_is_judged_by_new_ones() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         rig.launcher.prepare |= dict.fromkeys(
             ["prefill-1", "decode-1"],
             lambda process, _: setattr(process, "start_error", Unavailable("never")),
@@ -199,9 +182,7 @@ async def test_a_rollout_whose_old_nodes_went_with_their_machine_is_judged_by_ne
         assert rig.routed == {"prefill-2", "decode-2"}, "it was taken back"
 
 
-@in_loop
 async def test_a_machine_that_is_not_there_is_said() -> None:
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(machine("1", prefill=1, decode=1))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(machine("1", prefill=1, decode=1))) as rig:
         with pytest.raises(ConfigurationError, match=r"no machine 10\.0\.0\.9; there are: 10\.0\.0\.1"):
             await rig.controller.evacuate("10.0.0.9", 1.0)

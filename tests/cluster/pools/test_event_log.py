@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from tandem.cluster.pools.event_log import KEPT, EventKind, EventLog, replay
-from tests.cluster.pools.helpers import RecordedEvents, in_loop
+from tests.cluster.pools.helpers import RecordedEvents
 
 
-@in_loop
 async def test_who_follows_sees_each_event_once_and_in_order() -> None:
     log = EventLog(RecordedEvents())
     log.progress("decode-0", "loading", 0.1)
@@ -21,7 +20,6 @@ async def test_who_follows_sees_each_event_once_and_in_order() -> None:
     assert log.after(log.latest) == []
 
 
-@in_loop
 async def test_of_a_name_s_progress_only_the_latest_is_kept() -> None:
     log = EventLog(RecordedEvents())
     for step in range(3):
@@ -30,7 +28,6 @@ async def test_of_a_name_s_progress_only_the_latest_is_kept() -> None:
     assert [(one.name, one.what) for one in log.after(0)] == [("decode-0", "step 2"), ("prefill-0", "step 2")]
 
 
-@in_loop
 async def test_who_waits_is_woken_by_what_is_new_and_else_by_the_time() -> None:
     log = EventLog(RecordedEvents())
     await log.wait_after(0, 0.01)
@@ -42,7 +39,6 @@ async def test_who_waits_is_woken_by_what_is_new_and_else_by_the_time() -> None:
     await log.wait_after(0, 60)  # something newer is there already
 
 
-@in_loop
 async def test_who_followed_an_earlier_controller_sees_all_of_this_one() -> None:
     log = EventLog(RecordedEvents())
     log.ready("router", "http://r")
@@ -50,7 +46,6 @@ async def test_who_followed_an_earlier_controller_sees_all_of_this_one() -> None
     assert [one.number for one in log.after(99)] == [1]
 
 
-@in_loop
 async def test_old_events_are_forgotten_and_the_log_stays_small() -> None:
     log = EventLog(RecordedEvents())
     for number in range(2 * KEPT):
@@ -60,7 +55,6 @@ async def test_old_events_are_forgotten_and_the_log_stays_small() -> None:
     assert kept[-1].number == 2 * KEPT
 
 
-@in_loop
 async def test_replaying_says_what_was_said_there() -> None:
     there, here = RecordedEvents(), RecordedEvents()
     log = EventLog(there)

@@ -7,7 +7,7 @@ import asyncio
 from tandem.cluster.config import TandemConfig
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.endpoints import key_of
-from tests.cluster.pools.helpers import FakeHosts, FakeNode, Rig, in_loop, key_of_fake, settle
+from tests.cluster.pools.helpers import FakeHosts, FakeNode, Rig, key_of_fake, settle, started
 from tests.cluster.pools.pools_rig import PD, machine, pools
 
 
@@ -22,16 +22,13 @@ def keys_of(rig: Rig) -> list[str]:
     return sorted(nodes + routers)
 
 
-@in_loop
 async def test_nodes_admit_all_nodes_and_routers() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.clock.advance(1)
         for node in rig.launcher.running:
             assert node.admitted[-1] == keys_of(rig)
 
 
-@in_loop
 async def test_a_node_admits_the_others_before_a_router_is_told_of_it() -> None:
     async with Rig(*PD) as rig:
         late = asyncio.Event()
@@ -54,10 +51,8 @@ async def test_a_node_admits_the_others_before_a_router_is_told_of_it() -> None:
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_nodes_hear_at_once_of_a_router_that_was_started_again_and_forget_the_dead_one() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.clock.advance(1)
         dead = key_of_fake("router", 0)
         rig.launcher.router.die()
@@ -69,10 +64,8 @@ async def test_nodes_hear_at_once_of_a_router_that_was_started_again_and_forget_
             assert node.admitted[-1] == keys_of(rig)
 
 
-@in_loop
 async def test_a_node_that_did_not_answer_is_told_later() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.clock.advance(1)
         node = rig.launcher.node("decode-0")
         node.mute.set()
@@ -84,12 +77,10 @@ async def test_a_node_that_did_not_answer_is_told_later() -> None:
         assert node.admitted[-1] == keys_of(rig)
 
 
-@in_loop
 async def test_a_controller_that_comes_back_takes_no_router_for_a_stranger() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
         await rig.clock.advance(1)
         known = {node.info.node_id: len(node.admitted) for node in rig.launcher.running}
         keys = keys_of(rig)
@@ -103,10 +94,8 @@ async def test_a_controller_that_comes_back_takes_no_router_for_a_stranger() -> 
             assert all(admitted == keys for admitted in told)
 
 
-@in_loop
 async def test_a_node_that_is_gone_is_admitted_no_more() -> None:
-    async with Rig(*PD, ("decode-1", PD[1][1])) as rig:
-        await rig.controller.start()
+    async with started(*PD, ("decode-1", PD[1][1])) as rig:
         await rig.clock.advance(1)
         gone = key_of(rig.launcher.node("decode-1").info.request_endpoint)
         await rig.controller.drain_node("decode-1", 1.0)

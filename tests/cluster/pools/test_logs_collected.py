@@ -9,7 +9,7 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.logs import LogsQuery, RecentLines
-from tests.cluster.pools.helpers import TIMEOUTS, Rig, in_loop
+from tests.cluster.pools.helpers import TIMEOUTS, started
 from tests.cluster.pools.pools_rig import PD
 
 
@@ -17,10 +17,8 @@ def write(ring: RecentLines, message: str) -> None:
     ring.handle(logging.LogRecord("x", logging.INFO, "", 0, message, (), None))
 
 
-@in_loop
 async def test_lines_of_those_that_are_named_and_of_all() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         for name in ("prefill-0", "decode-0"):
             write(rig.launcher.node(name).log, f"of {name}")
         found = await rig.controller.logs(LogsQuery())
@@ -33,10 +31,8 @@ async def test_lines_of_those_that_are_named_and_of_all() -> None:
             await rig.controller.logs(LogsQuery(["decode-7"]))
 
 
-@in_loop
 async def test_one_that_does_not_answer_keeps_no_other_from_it() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.node("decode-0").mute.set()
         asking = asyncio.create_task(rig.controller.logs(LogsQuery()))
         await rig.clock.advance(TIMEOUTS.silence_s)

@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeProcess, Rig, in_loop, settle
+from tests.cluster.pools.helpers import FakeProcess, Rig, settle, started
 from tests.cluster.pools.pools_rig import PD, phases
 
 
@@ -20,7 +20,6 @@ def with_content(content: str, from_start: int = 0):  # type: ignore[no-untyped-
     return prepare
 
 
-@in_loop
 async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> None:
     async with Rig(*PD, ("decode-1", Role.DECODE)) as rig:
         rig.launcher.prepare["decode-1"] = with_content("others")
@@ -36,7 +35,6 @@ async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> No
         assert all("decode-1" not in {m.node_id for m in told} for told in rig.launcher.router.memberships)
 
 
-@in_loop
 async def test_where_the_same_bits_are_required_a_node_that_computes_otherwise_is_left_out() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = with_content("files+avx512")
@@ -50,7 +48,6 @@ async def test_where_the_same_bits_are_required_a_node_that_computes_otherwise_i
         assert rig.routed == {"prefill-0"}
 
 
-@in_loop
 async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
     """The model's folder has changed. The controller tries the node again, because it has worked before."""
     async with Rig(*PD) as rig:
@@ -63,10 +60,8 @@ async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
         assert (await phases(rig))["decode-0"] == ProcessPhase.LEFT_OUT
 
 
-@in_loop
 async def test_the_next_controller_knows_the_content() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.kill_controller()
         rig.launcher.prepare["decode-0"] = with_content("others", from_start=1)
         await rig.controller.start()
@@ -76,7 +71,6 @@ async def test_the_next_controller_knows_the_content() -> None:
         assert rig.routed == {"prefill-0"}
 
 
-@in_loop
 async def test_every_node_loads_the_commit_that_the_name_stood_for_at_the_start() -> None:
     async with Rig(*PD) as rig:
         rig.commit = "a" * 40

@@ -11,26 +11,22 @@ from tandem.base.errors import ConfigurationError, DeadlineExceeded
 from tandem.cluster.config import PoolConfig
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, settle, started
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
 
 # --- scaling
 
 
-@in_loop
 async def test_a_pool_that_grows_gets_a_node_that_routers_learn_of() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         assert await rig.controller.scale({Role.DECODE: 3}) == ["decode: from 1 to 3, 2 nodes more"]
         await settle()
         assert rig.routed == {"prefill-0", "decode-0", "decode-1", "decode-2"}
         assert (await rig.controller.view()).decisions[-1].text == "decode: from 1 to 3, 2 nodes more"
 
 
-@in_loop
 async def test_a_pool_that_shrinks_drains_its_youngest_node_before_it_ends() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
         going = rig.launcher.node("decode-1")
@@ -47,10 +43,8 @@ async def test_a_pool_that_shrinks_drains_its_youngest_node_before_it_ends() -> 
         assert "decode-1" not in await phases(rig)
 
 
-@in_loop
 async def test_what_a_node_does_not_finish_in_time_is_moved_before_the_node_ends() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
         going = rig.launcher.node("decode-1")
@@ -66,10 +60,8 @@ async def test_what_a_node_does_not_finish_in_time_is_moved_before_the_node_ends
         assert order == ["routers told", "stopped"]
 
 
-@in_loop
 async def test_a_node_that_is_still_starting_goes_before_one_that_serves() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
@@ -79,10 +71,8 @@ async def test_a_node_that_is_still_starting_goes_before_one_that_serves() -> No
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_ids_are_never_given_twice() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         for size in (2, 1, 2):
             await rig.controller.scale({Role.DECODE: size})
             await settle()
@@ -97,20 +87,16 @@ async def test_ids_are_never_given_twice() -> None:
         ({Role.PREFILL: -1}, "pools.prefill.min is 0"),
     ],
 )
-@in_loop
 async def test_limits_are_kept(wanted: dict[Role, int], why: str) -> None:
     asked = pools(1, PoolConfig(nodes=1, min=1, max=3))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
+    async with started(pools=asked) as rig:
         with pytest.raises(ConfigurationError, match=why):
             await rig.controller.scale(wanted)
         assert (await pool_of(rig, Role.DECODE)).max_nodes == 3
 
 
-@in_loop
 async def test_the_last_node_that_writes_answers_stays() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         with pytest.raises(ConfigurationError, match="no node would be left to decode"):
             await rig.controller.scale({Role.DECODE: 0})
         with pytest.raises(ConfigurationError, match="the last node that can decode"):
@@ -126,10 +112,8 @@ async def test_the_last_node_that_writes_answers_stays() -> None:
 # --- draining
 
 
-@in_loop
 async def test_a_drained_node_is_not_replaced_and_draining_it_twice_is_draining_it_once() -> None:
-    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
-        await rig.controller.start()
+    async with started(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         going = rig.launcher.node("decode-0")
         going.may_finish.clear()
         both = [asyncio.create_task(rig.controller.drain_node("decode-0", DRAIN_S)) for _ in range(2)]
@@ -141,10 +125,8 @@ async def test_a_drained_node_is_not_replaced_and_draining_it_twice_is_draining_
         assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
-@in_loop
 async def test_a_node_that_dies_while_it_drains_is_not_brought_back() -> None:
-    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
-        await rig.controller.start()
+    async with started(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         going = rig.launcher.node("decode-0")
         going.may_finish.clear()
         drain = asyncio.create_task(rig.controller.drain_node("decode-0", DRAIN_S))
@@ -156,10 +138,8 @@ async def test_a_node_that_dies_while_it_drains_is_not_brought_back() -> None:
         assert rig.routed == {"decode-1"}
 
 
-@in_loop
 async def test_a_node_that_is_just_being_ended_does_not_outlive_the_controller() -> None:
-    async with Rig(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
-        await rig.controller.start()
+    async with started(("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         going = rig.launcher.node("decode-1")
         going.may_stop.clear()
         await rig.controller.scale({Role.DECODE: 1})
@@ -174,11 +154,9 @@ async def test_a_node_that_is_just_being_ended_does_not_outlive_the_controller()
 # --- machines
 
 
-@in_loop
 async def test_nodes_without_a_machine_wait_are_counted_and_asked_for() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
-    async with Rig(pools=pools(1, 3), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 3), hosts=hosts) as rig:
         await settle()
         assert hosts.wanted == {Role.PREFILL: 1, Role.DECODE: 3}
         decode = await pool_of(rig, Role.DECODE)
@@ -193,7 +171,6 @@ async def test_nodes_without_a_machine_wait_are_counted_and_asked_for() -> None:
         assert hosts.wanted == {Role.PREFILL: 1, Role.DECODE: 2}
 
 
-@in_loop
 async def test_start_waits_for_the_machine_of_the_first_node_that_writes() -> None:
     hosts = FakeHosts(machine("1", prefill=1))
     async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
@@ -206,7 +183,6 @@ async def test_start_waits_for_the_machine_of_the_first_node_that_writes() -> No
         assert rig.controller.url
 
 
-@in_loop
 async def test_machines_that_do_not_come_are_not_waited_for_longer_than_was_asked() -> None:
     hosts = FakeHosts(machine("1", prefill=1))
     async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
@@ -216,7 +192,6 @@ async def test_machines_that_do_not_come_are_not_waited_for_longer_than_was_aske
             await start
 
 
-@in_loop
 async def test_a_node_may_take_longer_to_start_than_machines_to_come() -> None:
     """A large model: `timeouts.start_s` is the limit that was set for it."""
     patient = msgspec.structs.replace(TIMEOUTS, start_s=2 * TIMEOUTS.machines_s)
@@ -229,13 +204,11 @@ async def test_a_node_may_take_longer_to_start_than_machines_to_come() -> None:
         await start
 
 
-@in_loop
 async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_come_where_there_is_room() -> (
     None
 ):
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         await settle()
         rig.lose_machine("2")
         await settle()
@@ -247,11 +220,9 @@ async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_com
         assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
 
 
-@in_loop
 async def test_a_pool_without_a_size_follows_the_machines() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2))
-    async with Rig(pools=pools(None, None), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(None, None), hosts=hosts) as rig:
         await settle()
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
         hosts.join(machine("3", prefill=1, decode=1))
@@ -269,11 +240,9 @@ async def test_a_pool_without_a_size_follows_the_machines() -> None:
         assert rig.routed == {"prefill-0", "prefill-2", "decode-2"}
 
 
-@in_loop
 async def test_nodes_of_one_machine_do_not_share_cores() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=2, cores=8))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
         cores = [core for node in rig.launcher.running for core in node.config.cores]

@@ -14,16 +14,14 @@ from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.engine.config import ModelConfig
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, Rig, settle, started
 from tests.cluster.pools.pools_rig import DRAIN_S, PD, machine, phases, pool_of, pools
 
 # --- roles
 
 
-@in_loop
 async def test_a_node_changes_its_role_in_its_own_process() -> None:
-    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
-        await rig.controller.start()
+    async with started(*PD, ("prefill-1", Role.PREFILL)) as rig:
         node = rig.launcher.node("prefill-1")
         before = node.info
         node.may_finish.clear()
@@ -50,10 +48,8 @@ async def test_a_node_changes_its_role_in_its_own_process() -> None:
         assert node.info == member, "asked for twice, done once"
 
 
-@in_loop
 async def test_a_node_that_does_not_come_to_rest_is_started_anew_in_its_new_role() -> None:
-    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
-        await rig.controller.start()
+    async with started(*PD, ("prefill-1", Role.PREFILL)) as rig:
         stuck = rig.launcher.node("prefill-1")
         stuck.drains = False
         change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
@@ -63,10 +59,8 @@ async def test_a_node_that_does_not_come_to_rest_is_started_anew_in_its_new_role
         assert rig.launcher.node("prefill-1").info.role is Role.DECODE
 
 
-@in_loop
 async def test_routers_are_not_told_again_of_a_node_whose_streams_they_moved() -> None:
-    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
-        await rig.controller.start()
+    async with started(*PD, ("prefill-1", Role.PREFILL)) as rig:
         rig.launcher.node("prefill-1").may_finish.clear()
         change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
         await rig.clock.advance(DRAIN_S + TIMEOUTS.stop_s + 3 * TIMEOUTS.heartbeat_s)
@@ -76,10 +70,8 @@ async def test_routers_are_not_told_again_of_a_node_whose_streams_they_moved() -
         assert "prefill-1" in rig.routed
 
 
-@in_loop
 async def test_a_node_that_was_left_out_while_it_changed_its_role_starts_in_the_recorded_one() -> None:
-    async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
-        await rig.controller.start()
+    async with started(*PD, ("prefill-1", Role.PREFILL)) as rig:
         node = rig.launcher.node("prefill-1")
         node.may_finish.clear()
         change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
@@ -95,11 +87,9 @@ async def test_a_node_that_was_left_out_while_it_changed_its_role_starts_in_the_
         assert rig.launcher.node("prefill-1").info.role is Role.DECODE
 
 
-@in_loop
 async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
     hosts = FakeHosts(machine("1", prefill=2), machine("2", decode=1))
-    async with Rig(pools=pools(2, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(2, 1), hosts=hosts) as rig:
         await rig.controller.change_role("prefill-1", Role.DECODE)
         await settle()
         assert hosts.wanted == {Role.PREFILL: 2, Role.DECODE: 1}
@@ -109,11 +99,9 @@ async def test_a_node_that_changed_its_role_keeps_its_place() -> None:
         assert (again.config.role, again.slot, again.host.name) == (Role.DECODE, Role.PREFILL, "1")
 
 
-@in_loop
 async def test_a_node_has_its_pools_environment_and_no_role_of_a_pool_with_another() -> None:
     asked = pools(2, PoolConfig(nodes=1, env={"UCX_TLS": "tcp"}))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
+    async with started(pools=asked) as rig:
         assert rig.launcher.node("prefill-0").config.env == {}
         assert rig.launcher.node("decode-0").config.env == {"UCX_TLS": "tcp"}
         with pytest.raises(ConfigurationError, match=r"pools\.prefill\.env and pools\.decode\.env differ"):
@@ -122,11 +110,9 @@ async def test_a_node_has_its_pools_environment_and_no_role_of_a_pool_with_anoth
         assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
-@in_loop
 async def test_a_node_keeps_its_blocks_and_takes_no_role_of_a_pool_with_others() -> None:
     asked = pools(2, PoolConfig(nodes=1, cache={"block_size": 32}))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
+    async with started(pools=asked) as rig:
         assert rig.launcher.node("prefill-0").config.engine.cache.block_size == 16
         assert rig.launcher.node("decode-0").config.engine.cache.block_size == 32
         with pytest.raises(
@@ -135,7 +121,6 @@ async def test_a_node_keeps_its_blocks_and_takes_no_role_of_a_pool_with_others()
             await rig.controller.change_role("prefill-1", Role.DECODE)
 
 
-@in_loop
 @pytest.mark.parametrize(
     ("ranks", "why"),
     [
@@ -147,26 +132,22 @@ async def test_a_node_of_several_ranks_keeps_its_role(ranks: tuple[int, int], wh
     asked = pools(
         *(PoolConfig(nodes=nodes, tensor_parallel=width) for nodes, width in zip((2, 1), ranks, strict=True))
     )
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
+    async with started(pools=asked) as rig:
         assert rig.launcher.node("prefill-1").config.tensor_parallel == ranks[0]
         with pytest.raises(ConfigurationError, match=why):
             await rig.controller.change_role("prefill-1", Role.DECODE)
 
 
-@in_loop
 async def test_a_node_of_another_engine_keeps_its_role() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake")
     config = TandemConfig(router=router, model=ModelConfig(path="model", engine="vllm"))
-    async with Rig(pools=pools(2, PoolConfig(nodes=1)), config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(2, PoolConfig(nodes=1)), config=config) as rig:
         with pytest.raises(
             ConfigurationError, match="whose engine is vllm keeps its role: scale prefill down"
         ):
             await rig.controller.change_role("prefill-1", Role.DECODE)
 
 
-@in_loop
 async def test_only_a_node_that_is_ready_changes_its_role() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = lambda process, _: setattr(process, "starts_at_once", False)
@@ -181,13 +162,11 @@ async def test_only_a_node_that_is_ready_changes_its_role() -> None:
 # --- routers
 
 
-@in_loop
 async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
     on_head = Host("h", "10.0.0.9", (0, 1), slots={}, head=True)
     hosts = FakeHosts(on_head, machine("1", prefill=1), machine("2", decode=1))
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
         await settle()
         by_name = {process.name: process for process in rig.launcher.routers}
         assert set(by_name) == {"router", "router-10.0.0.1", "router-10.0.0.2"}
@@ -207,12 +186,10 @@ async def test_every_host_has_a_router_where_that_is_asked_for() -> None:
         assert {router.name for router in view.routers} == {"router", "router-10.0.0.2", "router-10.0.0.3"}
 
 
-@in_loop
 async def test_a_machine_that_comes_back_gets_a_router_of_its_own_when_the_last_one_has_ended() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
         await settle()
         (first,) = [process for process in rig.launcher.routers if process.name == "router-10.0.0.1"]
         first.may_stop.clear()

@@ -17,7 +17,7 @@ from tandem.cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
 from tandem.engine.config import CacheConfig
 from tandem.kvtransfer.config import TierConfig
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop
+from tests.cluster.pools.helpers import FakeHosts, Rig, started
 from tests.cluster.pools.pools_rig import PD, machine, pools
 
 MIB = 1 << 20
@@ -80,7 +80,6 @@ def test_absurd_numbers_are_refused_at_once() -> None:
     assert "too many" in said_of_cores(asked(10**9), 2)
 
 
-@in_loop
 async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_take() -> None:
     async with Rig(*PD) as rig:  # four cores
         await rig.controller.start()
@@ -92,10 +91,8 @@ async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_ta
         await rig.controller.scale({Role.DECODE: 1})
 
 
-@in_loop
 async def test_machines_that_offer_places_say_themselves_how_many_nodes_they_take() -> None:
-    async with Rig(*PD, hosts=FakeHosts(machine("1", prefill=1, decode=9, cores=1))) as rig:
-        await rig.controller.start()
+    async with started(*PD, hosts=FakeHosts(machine("1", prefill=1, decode=9, cores=1))) as rig:
         await rig.controller.scale({Role.DECODE: 9})
 
 

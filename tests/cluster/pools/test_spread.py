@@ -9,7 +9,7 @@ import pytest
 from tandem.base.logs import LogsQuery
 from tandem.cluster.config import PoolConfig
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, settle
+from tests.cluster.pools.helpers import FakeHosts, settle, started
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, pool_of, pools
 
 
@@ -17,11 +17,9 @@ def spread(nodes: int | None) -> PoolConfig:
     return PoolConfig(nodes=nodes, tensor_parallel=4, machines=2, resources={"GPU": 4})
 
 
-@in_loop
 async def test_a_spread_node_takes_a_place_on_each_of_its_machines() -> None:
     hosts = FakeHosts(*(machine(name, prefill=1) for name in "123"), machine("4", decode=1))
-    async with Rig(pools=pools(spread(2), 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(spread(2), 1), hosts=hosts) as rig:
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}
         node = rig.launcher.node("prefill-0")
@@ -39,11 +37,9 @@ async def test_a_spread_node_takes_a_place_on_each_of_its_machines() -> None:
         } == {"3", "5"}
 
 
-@in_loop
 async def test_the_logs_of_its_machines_are_found_by_their_own_names_and_by_the_nodes() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", prefill=1), machine("3", decode=1))
-    async with Rig(pools=pools(spread(1), 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(spread(1), 1), hosts=hosts) as rig:
         both = {"prefill-0", "prefill-0-machine1"}
         for name in ("prefill", "prefill-0"):
             assert (await rig.controller.logs(LogsQuery([name]))).pages.keys() == both
@@ -53,12 +49,10 @@ async def test_the_logs_of_its_machines_are_found_by_their_own_names_and_by_the_
         assert both < (await rig.controller.logs(LogsQuery())).pages.keys()
 
 
-@in_loop
 @pytest.mark.parametrize("lost", ["1", "2"])
 async def test_the_loss_of_either_machine_is_the_nodes(lost: str) -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", prefill=1), machine("3", decode=1))
-    async with Rig(pools=pools(spread(1), 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(spread(1), 1), hosts=hosts) as rig:
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}
         rig.lose_machine(lost)
@@ -72,11 +66,9 @@ async def test_the_loss_of_either_machine_is_the_nodes(lost: str) -> None:
         assert rig.routed == {"prefill-1", "decode-0"}, "the machine that is left, and the one that came"
 
 
-@in_loop
 async def test_a_pool_that_follows_the_machines_has_a_node_for_every_two() -> None:
     hosts = FakeHosts(*(machine(name, prefill=1) for name in "12345"), machine("6", decode=1))
-    async with Rig(pools=pools(spread(None), None), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(spread(None), None), hosts=hosts) as rig:
         await settle()
         assert rig.routed == {"prefill-0", "prefill-1", "decode-0"}
         hosts.join(machine("7", prefill=1))
@@ -87,11 +79,9 @@ async def test_a_pool_that_follows_the_machines_has_a_node_for_every_two() -> No
         assert rig.routed == {"prefill-0", "prefill-2", "decode-0"}, "its two places stay empty"
 
 
-@in_loop
 async def test_a_machine_that_is_evacuated_takes_the_node_along() -> None:
     hosts = FakeHosts(*(machine(name, prefill=1) for name in "123"), machine("4", decode=1))
-    async with Rig(pools=pools(spread(1), 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(spread(1), 1), hosts=hosts) as rig:
         await settle()
         going = asyncio.create_task(rig.controller.evacuate("10.0.0.2", DRAIN_S))
         await settle()
@@ -104,11 +94,9 @@ async def test_a_machine_that_is_evacuated_takes_the_node_along() -> None:
         } == {"1", "3"}
 
 
-@in_loop
 async def test_a_controller_that_comes_back_knows_its_machines() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", prefill=1), machine("3", decode=1))
-    async with Rig(pools=pools(spread(1), 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(spread(1), 1), hosts=hosts) as rig:
         await settle()
         node = rig.launcher.node("prefill-0")
         await rig.kill_controller()

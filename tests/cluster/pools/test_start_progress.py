@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tandem.base.errors import Unavailable
 from tandem.wire.nodes import Role
 from tests.cluster.adapters.test_adapters import with_room
-from tests.cluster.pools.helpers import TIMEOUTS, FakeNode, FakeProcess, FakeRouter, Rig, in_loop
+from tests.cluster.pools.helpers import TIMEOUTS, FakeNode, FakeProcess, FakeRouter, Rig, in_loop, started
 from tests.cluster.pools.pools_rig import PD, pools
 
 LIMIT_S = 100.5  # no sum of whole seconds
@@ -67,7 +67,6 @@ def test_a_node_that_starts_is_ended_if_and_only_if_it_stood_still(script: Scrip
     scenario()
 
 
-@in_loop
 async def test_what_a_start_took_is_announced_and_stays_what_it_was() -> None:
     """The planner reads the announced time, to start nodes before they are needed. A restarted controller has not measured it."""
     async with Rig(*PD, timeouts=PATIENT) as rig:
@@ -94,7 +93,6 @@ async def test_what_a_start_took_is_announced_and_stays_what_it_was() -> None:
         assert announced() == {"prefill-0": 7.0, "decode-0": 20.0}, "its process is the same"
 
 
-@in_loop
 async def test_what_a_silent_node_did_last_is_told() -> None:
     async with Rig(*PD, timeouts=PATIENT) as rig:
         rig.launcher.prepare["decode-0"] = hold_back
@@ -110,7 +108,6 @@ async def test_what_a_silent_node_did_last_is_told() -> None:
         )
 
 
-@in_loop
 async def test_a_controller_that_stood_still_itself_ends_no_node_that_starts() -> None:
     async with Rig(*PD, timeouts=PATIENT) as rig:
         rig.launcher.prepare["decode-0"] = hold_back
@@ -125,7 +122,6 @@ async def test_a_controller_that_stood_still_itself_ends_no_node_that_starts() -
         await starting
 
 
-@in_loop
 async def test_a_router_that_fetches_its_model_is_waited_for() -> None:
     async with Rig(*PD, timeouts=PATIENT) as rig:
         rig.launcher.prepare["router"] = hold_back
@@ -155,10 +151,8 @@ async def with_news(rig: Rig, node: FakeNode) -> None:
         node.report("loading", percent / 100)
 
 
-@in_loop
 async def test_a_change_of_role_that_loads_is_waited_for() -> None:
-    async with Rig(pools=pools(2, 1), timeouts=PATIENT) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(2, 1), timeouts=PATIENT) as rig:
         node = rig.launcher.node("prefill-1")
         node.may_load.clear()
         change = asyncio.create_task(rig.controller.change_role("prefill-1", Role.DECODE))
@@ -170,10 +164,8 @@ async def test_a_change_of_role_that_loads_is_waited_for() -> None:
         assert rig.launcher.node("prefill-1") is node
 
 
-@in_loop
 async def test_adapters_that_are_downloaded_are_waited_for_while_that_goes_on() -> None:
-    async with Rig(*PD, config=with_room(), timeouts=PATIENT) as rig:
-        await rig.controller.start()
+    async with started(*PD, config=with_room(), timeouts=PATIENT) as rig:
         node = rig.launcher.node("decode-0")
         node.may_load.clear()
         change = asyncio.create_task(rig.controller.adapters({"sql": "/adapters/sql"}, []))

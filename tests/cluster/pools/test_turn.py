@@ -10,15 +10,13 @@ from tandem.base.errors import Unavailable
 from tandem.cluster.pools.state import decode
 from tandem.cluster.pools.turn import LaterController
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, one_machine, settle
+from tests.cluster.pools.helpers import FakeHosts, Rig, one_machine, settle, started
 from tests.cluster.pools.memory_store import MemoryStore
 from tests.cluster.pools.pools_rig import pools
 
 
-@in_loop
 async def test_an_older_controller_records_nothing_and_ends() -> None:
-    async with Rig(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
         older = rig.controller
         rig.controller = rig.new_controller()
         await rig.controller.start()
@@ -35,7 +33,6 @@ async def test_an_older_controller_records_nothing_and_ends() -> None:
         await older._tasks.stop()
 
 
-@in_loop
 async def test_a_controller_that_slept_through_the_end_of_its_deployment_starts_nothing() -> None:
     async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         store = MemoryStore()
@@ -53,7 +50,6 @@ async def test_a_controller_that_slept_through_the_end_of_its_deployment_starts_
         assert store.state is None
 
 
-@in_loop
 async def test_an_older_controller_that_wakes_up_does_nothing_before_it_knows_that() -> None:
     async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         store = MemoryStore()
@@ -75,11 +71,9 @@ async def test_an_older_controller_that_wakes_up_does_nothing_before_it_knows_th
         assert older.members
 
 
-@in_loop
 async def test_a_record_that_changed_since_it_was_read_is_not_overwritten() -> None:
     """The older one, about to be replaced, confirms an order while the later one takes over."""
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         older, store = rig.controller, rig.store
         load = store.load
 

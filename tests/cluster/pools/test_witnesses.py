@@ -14,18 +14,16 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.launcher import Host
 from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeSighting, NodeState, Role
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, endpoint_of, in_loop, settle
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, endpoint_of, settle, started
 from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
 
 FOR_GOOD = 2 * TIMEOUTS.start_s  # longer than any wait
 LONG_ENOUGH = TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s)
 
 
-@in_loop
 async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
     """Calls to it fail; its tokens flow."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         node = rig.launcher.node("decode-0")
         node.mute.set()
         node.silent_s = 0.1
@@ -44,10 +42,8 @@ async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["stuck", "failed"])
-@in_loop
 async def test_what_routers_hear_of_it_may_be_the_reason_to_replace_it(trouble: str) -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         node = rig.launcher.node("decode-0")
         node.mute.set()
         node.silent_s = 0.1
@@ -61,11 +57,9 @@ async def test_what_routers_hear_of_it_may_be_the_reason_to_replace_it(trouble: 
         assert node.stopped
 
 
-@in_loop
 async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
     """All processes are silent, so the controller itself must be cut off."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         for process in rig.launcher.everything:
             process.mute.set()
         await rig.clock.advance(FOR_GOOD)
@@ -79,10 +73,8 @@ async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
 
 
 @pytest.mark.parametrize("heard_by", ["clients", "nodes"])
-@in_loop
 async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         router, node = rig.launcher.router, rig.launcher.node("decode-0")
         router.mute.set()
         if heard_by == "clients":
@@ -98,12 +90,10 @@ async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> N
         assert rig.launcher.router is not router
 
 
-@in_loop
 async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
         await settle()
         node = rig.launcher.node("decode-0")
         *near, far = rig.launcher.routers
@@ -146,8 +136,7 @@ class CutOff:
 @asynccontextmanager
 async def cut_off(sizes: tuple[int | None, int | None]) -> AsyncIterator[CutOff]:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(*sizes), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(*sizes), hosts=hosts) as rig:
         await settle()
         (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
         routed = rig.routed
@@ -157,7 +146,6 @@ async def cut_off(sizes: tuple[int | None, int | None]) -> AsyncIterator[CutOff]
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
-@in_loop
 async def test_a_controller_that_was_killed_meanwhile_leaves_a_machine_that_it_never_saw_as_it_is(
     sizes: tuple[int | None, int | None],
 ) -> None:
@@ -179,7 +167,6 @@ async def test_a_controller_that_was_killed_meanwhile_leaves_a_machine_that_it_n
         assert rig.routed == cut.routed
 
 
-@in_loop
 async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_it() -> None:
     async with cut_off((None, None)) as cut:
         rig, node = cut.rig, cut.node
@@ -194,7 +181,6 @@ async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_i
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
-@in_loop
 async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
     sizes: tuple[int | None, int | None],
 ) -> None:
@@ -219,11 +205,9 @@ async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
         assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
 
 
-@in_loop
 async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         await settle()
         hosts.leave("2")
         await settle()
@@ -236,11 +220,9 @@ async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
 
 
-@in_loop
 async def test_a_controller_that_stood_still_holds_nobody_responsible_for_it() -> None:
     """The controller is stopped for minutes while it asks its processes. When it continues, all deadlines have passed at once."""
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         for process in rig.launcher.everything:
             process.mute.set()  # an answer is under way
         await settle()

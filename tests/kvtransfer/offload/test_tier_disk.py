@@ -143,9 +143,10 @@ def full_disk(*_: object) -> int:
 
 def expect_full_disk(work: Callable[[], object]) -> None:
     """While it runs, nothing can be written."""
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(OSError, match="No space"):
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
-        work()
+        with pytest.raises(OSError, match="No space"):
+            work()
 
 
 def test_what_a_full_disk_was_to_forget_is_not_found_after_a_restart(tmp_path: Path) -> None:

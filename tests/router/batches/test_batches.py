@@ -21,7 +21,6 @@ from tandem.router.config import ApiKey, Limits
 from tandem.wire.nodes import Role
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.test_router_several import die, revive
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -259,13 +258,13 @@ def test_a_batch_survives_the_death_of_its_router(
     batch = begin(first, jsonl([line(f"n{index}", f"number {index}") for index in range(200)]))
     first.nodes["p0"].wait_until(lambda: len(first.nodes["p0"].submits) >= 20, "lines are under way")
     second = start_router(prefill=0, decode=0, batches_folder=str(tmp_path))
-    die(first)
+    first.freeze()
     try:
         second.add("p1", Role.PREFILL)
         second.add("d1", Role.DECODE)
         done = ended(second, batch)
     finally:
-        revive(first)
+        first.go_on()
     assert done["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
     answers = lines_of(second, done["output_file_id"])
     assert [each["custom_id"] for each in answers] == [f"n{index}" for index in range(200)]
@@ -306,11 +305,11 @@ def test_interactive_requests_take_the_places_of_lines(start_router: StartRouter
         node.set(pause_at=3)
     batch = begin(router, jsonl([line(f"n{index}", f"number {index}", max_tokens=8) for index in range(4)]))
     admission = router.server.services.dispatcher.admission
-    router.wait_for(lambda: admission._idle_work.held == 2, "two lines run")
+    router.wait_for(lambda: admission.idle_work.held == 2, "two lines run")
     streams = [router.stream(max_tokens=8, seed=seed) for seed in range(4)]
     for stream in streams:
         assert len(stream.text(2)) > 0
-    assert router.look(lambda: (admission.held, admission._idle_work.held)) == (4, 0)
+    assert router.look(lambda: (admission.held, admission.idle_work.held)) == (4, 0)
     for node in router.nodes.values():
         node.resume()
     done = ended(router, batch)

@@ -284,57 +284,51 @@ async def introduced(*several: SiblingProcesses) -> None:
         one.tell({str(number): other.desk for number, other in enumerate(several)})
 
 
-def test_what_one_sends_is_known_to_the_other_at_once() -> None:
-    async def work() -> None:
-        both, pools, choosers, reports = [SiblingProcesses(), SiblingProcesses()], [], [], []
-        nodes = [info("p0", role=Role.PREFILL), info("p1", role=Role.PREFILL), info("d0")]
-        for one in both:
-            pool = World().pool
-            pool.set_members(nodes)
-            for node in nodes:
-                pool.on_status(status(node))
-            pools.append(pool)
-            choosers.append(Chooser(pool, PolicyName.PREFIX_AFFINITY, LocalPrefill.NEVER))
-            reports.append(SiblingReports(one, pool, choosers[-1]))
-        await introduced(*both)
-        member = pools[1].member("p1")
-        assert member is not None
-        hashes = PromptHashes(list(range(640)), None)
-        reports[0].tell(member.info, "request", 640, 40, hashes)
-        await until(lambda: member.pending_tokens == 640)
-        assert member.pending_blocks == 40
-        decision = choosers[1].choose(RoutingRequest(640, 9), hashes)
-        assert decision.prefill == member.info, "it will have the prompt cached"
-        reports[0].tell_answered("p1", "request")
-        await until(lambda: member.pending_tokens == 0)
-        for one in both:
-            one.close()
-
-    asyncio.run(work())
+async def test_what_one_sends_is_known_to_the_other_at_once() -> None:
+    both, pools, choosers, reports = [SiblingProcesses(), SiblingProcesses()], [], [], []
+    nodes = [info("p0", role=Role.PREFILL), info("p1", role=Role.PREFILL), info("d0")]
+    for one in both:
+        pool = World().pool
+        pool.set_members(nodes)
+        for node in nodes:
+            pool.on_status(status(node))
+        pools.append(pool)
+        choosers.append(Chooser(pool, PolicyName.PREFIX_AFFINITY, LocalPrefill.NEVER))
+        reports.append(SiblingReports(one, pool, choosers[-1]))
+    await introduced(*both)
+    member = pools[1].member("p1")
+    assert member is not None
+    hashes = PromptHashes(list(range(640)), None)
+    reports[0].tell(member.info, "request", 640, 40, hashes)
+    await until(lambda: member.pending_tokens == 640)
+    assert member.pending_blocks == 40
+    decision = choosers[1].choose(RoutingRequest(640, 9), hashes)
+    assert decision.prefill == member.info, "it will have the prompt cached"
+    reports[0].tell_answered("p1", "request")
+    await until(lambda: member.pending_tokens == 0)
+    for one in both:
+        one.close()
 
 
-def test_one_that_does_not_read_misses_the_oldest_reports_and_holds_nobody_up() -> None:
-    async def work() -> None:
-        teller, reader, stranger = SiblingProcesses(), SiblingProcesses(), SiblingProcesses()
-        heard: list[int] = []
-        reader.hears["number"] = lambda desk, body: heard.append(msgspec.msgpack.decode(body, type=int))
-        await introduced(teller, reader)
-        await stranger.listen()
-        stranger.tell({"reader": reader.desk})
-        stranger.report("number", -1)  # the reader does not know it
-        most = sockets.REPORTS_KEPT
-        for number in range(3 * most):  # all at once: the reader's turn is later
-            teller.report("number", number)
-        await until(lambda: bool(heard) and heard[-1] == 3 * most - 1)
-        assert heard == list(range(2 * most, 3 * most))
-        reader.close()
-        teller.report("number", 0)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        teller.close()
-        stranger.close()
-
-    asyncio.run(work())
+async def test_one_that_does_not_read_misses_the_oldest_reports_and_holds_nobody_up() -> None:
+    teller, reader, stranger = SiblingProcesses(), SiblingProcesses(), SiblingProcesses()
+    heard: list[int] = []
+    reader.hears["number"] = lambda desk, body: heard.append(msgspec.msgpack.decode(body, type=int))
+    await introduced(teller, reader)
+    await stranger.listen()
+    stranger.tell({"reader": reader.desk})
+    stranger.report("number", -1)  # the reader does not know it
+    most = sockets.REPORTS_KEPT
+    for number in range(3 * most):  # all at once: the reader's turn is later
+        teller.report("number", number)
+    await until(lambda: bool(heard) and heard[-1] == 3 * most - 1)
+    assert heard == list(range(2 * most, 3 * most))
+    reader.close()
+    teller.report("number", 0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    teller.close()
+    stranger.close()
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -100,11 +100,9 @@ def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> No
         client.say("conversation.item.create", item=item)
         client.say("response.create", response={"max_output_tokens": 300_000})
         node.wait_until(lambda: bool(node.submits), "it runs")
-        router.wait_for(
-            lambda: router.server.services.metrics.slow_readers_cut._value.get() == 1, "cut off", 60
-        )
+        router.wait_for(lambda: router.metric("tandem_slow_readers_cut_total") == 1, "cut off", 60)
         router.wait_for(router.idle, "nothing is left of it")
-        node.wait_until(lambda: not node._running, "cancelled")
+        node.wait_until(lambda: not node.running, "cancelled")
 
 
 def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> None:
@@ -206,7 +204,7 @@ def test_a_client_that_says_nothing_is_cut_off(start_router: StartRouter) -> Non
 
 
 def test_a_router_that_stops_says_goodbye(router: RunningRouter, client: RealtimeClient) -> None:
-    router.look(lambda: [connection.shutdown() for connection in router.server._http.connections])  # type: ignore[union-attr]
+    router.look(lambda: [connection.shutdown() for connection in router.server.http.connections])  # type: ignore[union-attr]
     assert closed(client) == 1001
 
 

@@ -18,7 +18,6 @@ from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.raw_http import connect
 from tests.router.responses.test_router_responses import TEXT, WEATHER, create, events_of
-from tests.router.test_router_several import die, revive
 from tests.waiting import until
 
 Pair = tuple[RunningRouter, RunningRouter]
@@ -90,7 +89,7 @@ def test_its_router_is_killed_and_another_one_streams_the_rest(
     pause(first, paused_at)
     count = 2 if paused_at == 1 else 4
     response_id, seen = begin_stream(first, count)
-    die(first)
+    first.freeze()
     try:
         pause(first, None)
         rest = stream(second, response_id, after=seen[-1]["sequence_number"])
@@ -103,7 +102,7 @@ def test_its_router_is_killed_and_another_one_streams_the_rest(
         follow_up = create(second, previous_response_id=response_id, input="and now?")
         assert follow_up.json()["status"] == "completed"
     finally:
-        revive(first)
+        first.go_on()
 
 
 def same(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -233,7 +232,7 @@ def test_ids_that_are_made_up_flood_neither_the_nodes_nor_other_keys(
     router = start_router(prefill=0, api_keys=keys, heartbeat=PATIENT)
     router.nodes["d0"].set(mute=True)  # so that questions stay open
     greedy, other = ({"authorization": f"Bearer {key.key}"} for key in keys)
-    questions = router.wing(Responses).service.recalls._questions
+    questions = router.wing(Responses).service.recalls.questions
 
     def ask(digit: int, key: dict[str, str]) -> socket.socket:
         connection = connect(router)

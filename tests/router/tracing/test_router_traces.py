@@ -121,7 +121,7 @@ def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten
     assert listed == names[:1:-1]
     assert router.client.get(f"/traces/{names[0]}").status_code == 404
     router.wait_for(
-        lambda: len(router.wing(TraceWing).traces._by_attempt) == 0,
+        lambda: len(router.wing(TraceWing).traces.by_attempt) == 0,
         "nothing is kept of traces that are complete",
     )
 
@@ -191,14 +191,14 @@ def test_a_node_that_tells_twice_or_of_another_epoch_is_not_believed(start_route
     record = trace_of(router, ask(router, ASK))
     assert [part.node_id for part in record.nodes] == ["a0"]
     node = router.nodes["a0"]
-    node._tell_trace(node.submits[-1])
+    node.tell_trace(node.submits[-1])
     router.nodes["a0"].set(hide_traces=True)
     second = ask(router, ASK)
     submit = node.submits[-1]
     router.look(lambda: None)
     stale = msgspec.structs.replace(node.info, epoch=node.info.epoch + 1)
     node.info = stale
-    node._tell_trace(submit)
+    node.tell_trace(submit)
     assert len(trace_of(router, record.request_id).nodes) == 1
     assert trace_of(router, second, complete=False).missing == ["a0"]
     assert node.role is Role.AGGREGATED
@@ -215,7 +215,7 @@ def test_a_trace_that_left_before_its_attempts_came_is_forgotten(start_router: S
         assert traces.begin("second", [(b"x-tandem-trace", b"1")]) is not None
         first.attempt("attempt", [router.nodes["d0"].info], "why")
         first.end(1.0, "route", 200)
-        return len(traces._by_attempt)
+        return len(traces.by_attempt)
 
     assert router.look(attempts_known) == 0
 

@@ -10,19 +10,17 @@ from tandem.cluster.config import AutoscalingConfig, PoolConfig, TandemConfig
 from tandem.cluster.launcher import CheckKept
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role, RouterQueue
-from tests.cluster.pools.helpers import Rig, in_loop, settle
+from tests.cluster.pools.helpers import settle, started
 from tests.cluster.pools.pools_rig import PD, pool_of, pools
 
 
-@in_loop
 async def test_what_waits_for_the_end_of_a_pause_makes_no_pool_grow() -> None:
     config = TandemConfig(
         router=RouterConfig(tokenizer_path="model", model_name="fake"),
         autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
     )
     limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
-    async with Rig(pools=limits, config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=limits, config=config) as rig:
         rig.launcher.router.load = RouterQueue(9, 60.0)
         await rig.controller.pause([])
         await rig.clock.advance(60.0)
@@ -32,15 +30,13 @@ async def test_what_waits_for_the_end_of_a_pause_makes_no_pool_grow() -> None:
         assert (await pool_of(rig, Role.DECODE)).wanted > 1
 
 
-@in_loop
 async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_is() -> None:
     config = TandemConfig(
         router=RouterConfig(tokenizer_path="model", model_name="fake"),
         autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
     )
     limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
-    async with Rig(pools=limits, config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=limits, config=config) as rig:
         rig.launcher.router.load = RouterQueue(9, 60.0)
         save, may_save = rig.store.save, asyncio.Event()
 
@@ -57,10 +53,8 @@ async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_i
         assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
-@in_loop
 async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         scaled = replace(
             rig.config,
             pools=pools(1, PoolConfig(nodes=2, min=1, max=3)),
@@ -73,11 +67,9 @@ async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> No
         assert len(rig.routed) == 4
 
 
-@in_loop
 async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
     asked = pools(1, PoolConfig(nodes=1, min=1, max=2))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
+    async with started(pools=asked) as rig:
         rig.launcher.node("decode-0").free_blocks = 2
         await rig.clock.advance(60)
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
@@ -87,10 +79,8 @@ async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
         assert (await pool_of(rig, Role.DECODE)).wanted == 2, "no room to spare, and not above its maximum"
 
 
-@in_loop
 async def test_one_node_that_keeps_dying_does_not_keep_the_pools_from_growing() -> None:
-    async with Rig(pools=pools(PoolConfig(nodes=2), PoolConfig(nodes=1, min=1, max=2))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(PoolConfig(nodes=2), PoolConfig(nodes=1, min=1, max=2))) as rig:
         rig.launcher.node("decode-0").free_blocks = 2
         for _ in range(40):
             if rig.launcher.node("prefill-1").died.done() is False:
@@ -99,20 +89,16 @@ async def test_one_node_that_keeps_dying_does_not_keep_the_pools_from_growing() 
         assert "decode-1" in rig.routed
 
 
-@in_loop
 async def test_a_pool_without_a_maximum_is_left_alone() -> None:
-    async with Rig(*PD) as rig:
-        await rig.controller.start()
+    async with started(*PD) as rig:
         rig.launcher.node("decode-0").free_blocks = 2
         await rig.clock.advance(120)
         assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
-@in_loop
 async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
     asked = pools(1, PoolConfig(nodes=3, min=2, max=4))
-    async with Rig(pools=asked) as rig:
-        await rig.controller.start()
+    async with started(pools=asked) as rig:
         await rig.clock.advance(600)
         assert (await pool_of(rig, Role.DECODE)).wanted == 2
         assert rig.launcher.node("decode-2").drained_with is not None

@@ -8,7 +8,7 @@ from tandem.cluster.config import PoolConfig, PoolsConfig
 from tandem.cluster.launcher import Host
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import SickDevice
-from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop
+from tests.cluster.pools.helpers import FakeHosts, Rig, started
 from tests.cluster.pools.pools_rig import DRAIN_S, machine, pools
 
 SICK = (SickDevice("cuda:0", "Xid 79: it has fallen off the bus"),)
@@ -27,10 +27,8 @@ def aggregated(nodes: int, **options: int) -> PoolsConfig:
     return PoolsConfig(prefill=none, decode=none, aggregated=PoolConfig(nodes=nodes, **options))
 
 
-@in_loop
 async def test_another_node_takes_its_place_on_a_card_that_is_free() -> None:
-    async with Rig(pools=aggregated(2), hosts=cards(3)) as rig:
-        await rig.controller.start()
+    async with started(pools=aggregated(2), hosts=cards(3)) as rig:
         assert devices(rig) == {"aggregated-0": "cuda:0", "aggregated-1": "cuda:1"}
         rig.launcher.node("aggregated-0").sick = SICK
         await rig.clock.advance(5)
@@ -41,10 +39,8 @@ async def test_another_node_takes_its_place_on_a_card_that_is_free() -> None:
         assert any("aggregated-0 leaves 10.0.0.1" in each and "Xid 79" in each for each in decisions)
 
 
-@in_loop
 async def test_without_a_free_card_it_waits_until_an_operator_says_that_one_was_mended() -> None:
-    async with Rig(pools=aggregated(2), hosts=cards(2)) as rig:
-        await rig.controller.start()
+    async with started(pools=aggregated(2), hosts=cards(2)) as rig:
         rig.launcher.node("aggregated-0").sick = SICK
         await rig.clock.advance(DRAIN_S)
         assert devices(rig) == {"aggregated-1": "cuda:1"}  # whose memory is given away
@@ -53,20 +49,16 @@ async def test_without_a_free_card_it_waits_until_an_operator_says_that_one_was_
         assert devices(rig) == {"aggregated-1": "cuda:1", "aggregated-2": "cuda:0"}
 
 
-@in_loop
 async def test_ranks_need_cards_beside_each_other() -> None:
-    async with Rig(pools=aggregated(1, tensor_parallel=2), hosts=cards(5)) as rig:
-        await rig.controller.start()
+    async with started(pools=aggregated(1, tensor_parallel=2), hosts=cards(5)) as rig:
         rig.launcher.node("aggregated-0").sick = (SickDevice("cuda:1", "Xid 95: ..."),)
         await rig.clock.advance(5)
         assert devices(rig) == {"aggregated-1": "cuda:2"}
 
 
-@in_loop
 async def test_a_machine_that_offers_places_has_one_less() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         (first,) = [node for node in rig.launcher.running if node.info.node_id == "decode-0"]
         first.sick = SICK
         await rig.clock.advance(5)
@@ -78,20 +70,16 @@ async def test_a_machine_that_offers_places_has_one_less() -> None:
         assert rig.routed == {"prefill-0", "decode-1"}
 
 
-@in_loop
 async def test_a_node_that_fails_with_its_card_is_not_started_on_it_again() -> None:
-    async with Rig(pools=aggregated(1), hosts=cards(2)) as rig:
-        await rig.controller.start()
+    async with started(pools=aggregated(1), hosts=cards(2)) as rig:
         node = rig.launcher.node("aggregated-0")
         node.sick, node.state = SICK, NodeState.FAILED
         await rig.clock.advance(10)
         assert devices(rig) == {"aggregated-1": "cuda:1"}
 
 
-@in_loop
 async def test_the_next_controller_keeps_the_place_closed() -> None:
-    async with Rig(pools=aggregated(1), hosts=cards(2)) as rig:
-        await rig.controller.start()
+    async with started(pools=aggregated(1), hosts=cards(2)) as rig:
         rig.launcher.node("aggregated-0").sick = SICK
         await rig.clock.advance(5)
         await rig.kill_controller()

@@ -8,7 +8,7 @@ import pytest
 from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.launcher import Offer
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeHosts, Rig, in_loop, one_machine
+from tests.cluster.pools.helpers import FakeHosts, Rig, one_machine, started
 from tests.cluster.pools.pools_rig import machine, pools
 
 replace = msgspec.structs.replace
@@ -38,14 +38,12 @@ def places_of(rig: Rig, role: Role) -> list[str]:
 
 
 @pytest.mark.parametrize("wanted", [{"label_selector": {"zone": "b"}}, {"resources": {"GPU": 1}}])
-@in_loop
 async def test_a_pool_moves_to_machines_that_fit_and_none_of_its_places_is_empty_meanwhile(
     wanted: dict[str, dict[str, object]],
 ) -> None:
     hosts = three_machines()
     only = hosts.hosts[1].name
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         assert only not in places_of(rig, Role.DECODE)
         change = await rig.controller.apply(labelled(rig.config, "decode", **wanted), dry_run=False)
         assert change.refused == []
@@ -62,10 +60,8 @@ async def test_a_pool_moves_to_machines_that_fit_and_none_of_its_places_is_empty
         assert view.revision == change.revision
 
 
-@in_loop
 async def test_where_no_machine_fits_no_node_goes_and_in_the_end_all_is_taken_back() -> None:
-    async with Rig(pools=pools(1, 2), hosts=three_machines()) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=three_machines()) as rig:
         before = {node.info.node_id for node in rig.launcher.running}
         wanted = labelled(rig.config, "decode", label_selector={"zone": "c"})
         await rig.controller.apply(wanted, dry_run=False)
@@ -84,11 +80,9 @@ async def test_where_no_machine_fits_no_node_goes_and_in_the_end_all_is_taken_ba
         assert len(places_of(rig, Role.DECODE)) == 2
 
 
-@in_loop
 async def test_a_machine_that_comes_in_time_is_used() -> None:
     hosts = three_machines()
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         await rig.controller.apply(
             labelled(rig.config, "decode", label_selector={"zone": "c"}), dry_run=False
         )
@@ -101,12 +95,10 @@ async def test_a_machine_that_comes_in_time_is_used() -> None:
         assert places_of(rig, Role.DECODE) == [late.name]
 
 
-@in_loop
 async def test_a_pool_that_follows_the_machines_does_not_shrink_before_its_new_places_serve() -> None:
     hosts = three_machines()
     kept = [host.name for host in hosts.hosts[2:4]]
-    async with Rig(pools=replace(pools(1, 1), decode=PoolConfig(nodes=None)), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=replace(pools(1, 1), decode=PoolConfig(nodes=None)), hosts=hosts) as rig:
         assert len(places_of(rig, Role.DECODE)) == 6
         await rig.controller.apply(
             labelled(rig.config, "decode", label_selector={"zone": "a"}), dry_run=False
@@ -120,11 +112,9 @@ async def test_a_pool_that_follows_the_machines_does_not_shrink_before_its_new_p
         assert fewest >= 3
 
 
-@in_loop
 async def test_a_controller_that_comes_back_in_the_middle_finds_old_and_new_nodes_where_they_are() -> None:
     hosts = three_machines()
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         only = hosts.hosts[1].name
         await rig.controller.apply(
             labelled(rig.config, "decode", label_selector={"zone": "b"}), dry_run=False

@@ -22,7 +22,16 @@ from tandem.cluster.config import (
 from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools import state, wings
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
-from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle
+from tests.cluster.pools.helpers import (
+    TIMEOUTS,
+    FakeHosts,
+    FakeNode,
+    Rig,
+    in_loop,
+    one_machine,
+    settle,
+    started,
+)
 from tests.cluster.pools.pools_rig import machine, pools
 
 replace = msgspec.structs.replace
@@ -47,10 +56,8 @@ def names(rig: Rig) -> set[str]:
     return {node.info.node_id for node in rig.launcher.running}
 
 
-@in_loop
 async def test_new_nodes_start_before_old_ones_go() -> None:
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
         rig.launcher.prepare |= dict.fromkeys(
             ["prefill-1", "decode-2", "decode-3"], lambda node, _: setattr(node, "starts_at_once", False)
         )
@@ -82,11 +89,9 @@ async def test_new_nodes_start_before_old_ones_go() -> None:
         assert view.decisions[-1].text == "the rollout is done"  # type: ignore[attr-defined]
 
 
-@in_loop
 async def test_a_new_node_that_has_become_silent_has_not_served_long_enough() -> None:
     """The end of a process on a machine that is not seen is told late."""
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
         rig.launcher.prepare["decode-2"] = lambda node, _: setattr(node, "starts_at_once", False)
         await rig.controller.apply(wish(rig), dry_run=False)
         await rig.clock.advance(20.0)
@@ -100,10 +105,8 @@ async def test_a_new_node_that_has_become_silent_has_not_served_long_enough() ->
         assert made_with(rig) == {77: 3}
 
 
-@in_loop
 async def test_a_node_that_goes_finishes_what_it_has() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.node("decode-0")
         old.may_finish.clear()
         await rig.controller.apply(wish(rig), dry_run=False)
@@ -117,10 +120,8 @@ async def test_a_node_that_goes_finishes_what_it_has() -> None:
         assert rig.routed == {"prefill-1", "decode-1"}
 
 
-@in_loop
 async def test_a_new_content_is_the_revisions_own_and_the_old_one_stays_the_olds() -> None:
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
         await rig.controller.apply(wish(rig, model="other"), dry_run=False)
         await rig.clock.advance(8.0)
         routed = {member.node_id: member.content for member in rig.launcher.router.memberships[-1]}
@@ -135,10 +136,8 @@ async def test_a_new_content_is_the_revisions_own_and_the_old_one_stays_the_olds
         assert (await rig.controller.view()).rollout is None
 
 
-@in_loop
 async def test_what_does_not_start_is_taken_back() -> None:
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
 
         def broken(process: FakeNode, _: int) -> None:
             if process.config.engine.model.path == "broken":
@@ -154,10 +153,8 @@ async def test_what_does_not_start_is_taken_back() -> None:
         assert (await rig.controller.configuration()).model == rig.config.model
 
 
-@in_loop
 async def test_what_answers_with_errors_is_taken_back() -> None:
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
 
         def fails(process: FakeNode, _: int) -> None:
             process.finished = {"stop": 10, "error": 5}
@@ -169,13 +166,11 @@ async def test_what_answers_with_errors_is_taken_back() -> None:
         assert {"decode-0", "decode-1"} <= rig.routed
 
 
-@in_loop
 @pytest.mark.parametrize(("sender", "blocks"), [("prefill-1", 3), ("prefill-1", 2), ("prefill-0", 9)])
 async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, blocks: int) -> None:
     """Fewer blocks may have been a link's fault, and those of an old node are no reason to keep it."""
     is_taken_back = (sender, blocks) == ("prefill-1", 3)
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         rig.launcher.prepare["decode-1"] = lambda node, _: setattr(node, "wrong_kv", {sender: blocks})
         await rig.controller.apply(wish(rig), dry_run=False)
         await rig.clock.advance(LONG_S)
@@ -185,11 +180,9 @@ async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, b
         assert any(f"taken back: {why}" in one.text for one in decisions) == is_taken_back
 
 
-@in_loop
 async def test_what_clients_did_wrong_takes_nothing_back() -> None:
     """Requests with a bad grammar, a late deadline or a broken image end with an error on any node."""
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
 
         def refuses(process: FakeNode, _: int) -> None:
             process.finished, process.client_errors = {"stop": 10, "error": 40}, 39
@@ -201,7 +194,6 @@ async def test_what_clients_did_wrong_takes_nothing_back() -> None:
         assert (await rig.controller.view()).rollout is None
 
 
-@in_loop
 async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
     async with Rig(pools=pools(1, 1)) as rig:
         for number in range(3):
@@ -217,10 +209,8 @@ async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
         assert any("tokenizer.json" in one.text for one in (await rig.controller.view()).decisions)
 
 
-@in_loop
 async def test_while_requests_wait_too_long_nothing_goes() -> None:
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
         rig.launcher.router.load = RouterQueue(5, 60.0)
         await rig.clock.advance(2 * TIMEOUTS.heartbeat_s)
         await rig.controller.apply(wish(rig), dry_run=False)
@@ -235,22 +225,18 @@ async def test_while_requests_wait_too_long_nothing_goes() -> None:
         assert made_with(rig) == {77: 3}
 
 
-@in_loop
 async def test_where_no_machine_has_room_for_more_one_goes_first() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=2))
-    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2), hosts=hosts) as rig:
         await rig.controller.apply(wish(rig), dry_run=False)
         await rig.clock.advance(LONG_S)
         assert made_with(rig) == {77: 3}
         assert (await rig.controller.view()).rollout is None
 
 
-@in_loop
 async def test_the_only_node_that_writes_answers_waits_for_room() -> None:
     hosts = FakeHosts(machine("1", prefill=1, decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts) as rig:
         await rig.controller.apply(wish(rig), dry_run=False)
         await rig.clock.advance(LONG_S)
         assert "decode-0" in rig.routed
@@ -263,7 +249,6 @@ async def test_the_only_node_that_writes_answers_waits_for_room() -> None:
         assert made_with(rig) == {77: 2}
 
 
-@in_loop
 async def test_what_lacks_a_machine_or_is_left_out_anyway_keeps_no_rollout_from_its_end() -> None:
     hosts = FakeHosts(machine("1", prefill=2, decode=2))
     async with Rig(pools=pools(1, 3), hosts=hosts) as rig:
@@ -286,11 +271,9 @@ async def test_what_lacks_a_machine_or_is_left_out_anyway_keeps_no_rollout_from_
         assert "decode-0" in rig.routed
 
 
-@in_loop
 async def test_a_node_that_was_left_out_on_the_way_back_is_tried_again_with_its_pool() -> None:
     """It has the place that the rollout has beyond the pool's size, so without it no old node can go."""
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         old = rig.launcher.node("decode-0")
         old.may_finish.clear()
         rig.launcher.prepare["decode-2"] = lambda node, earlier: (
@@ -310,11 +293,9 @@ async def test_a_node_that_was_left_out_on_the_way_back_is_tried_again_with_its_
         assert rig.routed == {"prefill-0", "decode-2"}
 
 
-@in_loop
 async def test_the_new_one_of_the_only_two_that_write_answers_is_not_drained() -> None:
     """The pool would have no size left, and the rollout takes the old one away."""
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.controller.apply(wish(rig), dry_run=False)
         await rig.clock.advance(4.0)
         assert {"decode-0", "decode-1"} < rig.routed
@@ -324,10 +305,8 @@ async def test_the_new_one_of_the_only_two_that_write_answers_is_not_drained() -
         assert rig.routed == {"prefill-1", "decode-1"}
 
 
-@in_loop
 async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         config = replace(
             rig.config,
             pools=pools(1, PoolConfig(nodes=2, min=1, max=3)),
@@ -351,10 +330,8 @@ async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
         assert not (await rig.controller.apply(config, dry_run=True)).at_once
 
 
-@in_loop
 async def test_what_cannot_be_wished_for_is_refused() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         renamed = replace(rig.config, router=replace(rig.config.router, model_name="other"))
         with pytest.raises(ConfigurationError, match=r"model\.served_name: fake"):
             await rig.controller.apply(renamed, dry_run=True)
@@ -374,10 +351,8 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 1)])
-@in_loop
 async def test_a_refused_change_leaves_the_pools_as_they_were(prefill: int, decode: int) -> None:
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
         before, resolve = names(rig), rig.controller.pools.fix_model
 
         async def hub_is_away(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
@@ -396,11 +371,9 @@ async def test_a_refused_change_leaves_the_pools_as_they_were(prefill: int, deco
         assert (unchanged.at_once, unchanged.nodes, unchanged.routers) == ([], [], [])
 
 
-@in_loop
 async def test_sizes_and_the_configuration_are_recorded_together() -> None:
     """A controller that dies between two records would leave half of the change."""
-    async with Rig(pools=pools(1, 2)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 2)) as rig:
         saved = []
         keep = rig.store.save
 
@@ -447,7 +420,7 @@ BLOWS = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @example(sizes=(1, 1), surge=1, unavailable=1, broken="all", blows=[("kill the controller", 0, 1.0)])
 @given(
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
@@ -533,11 +506,9 @@ def test_the_limits_of_a_rollout_have_defaults_that_stop_nothing() -> None:
     assert ClusterTimeouts().start_s > RolloutConfig().settle_s
 
 
-@in_loop
 async def test_without_this_wing_what_needs_new_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wings, "ROWS", ())
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         with pytest.raises(ConfigurationError, match=r"not replaced while it serves: `tandem down`"):
             await rig.controller.apply(wish(rig), dry_run=False)
         assert (await rig.controller.configuration()) == rig.config

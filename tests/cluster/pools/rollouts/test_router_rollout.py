@@ -12,7 +12,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import RolloutView
 from tandem.router.config import RouterPlacement
 from tandem.wire.nodes import Role, RouterQueue
-from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, in_loop, one_machine, settle
+from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, one_machine, settle, started
 from tests.cluster.pools.pools_rig import machine, pools
 
 replace = msgspec.structs.replace
@@ -33,10 +33,8 @@ async def rollout_of(rig: Rig) -> RolloutView | None:
     return (await rig.controller.view()).rollout
 
 
-@in_loop
 async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
         change = await rig.controller.apply(wish(rig), dry_run=False)
@@ -67,7 +65,6 @@ async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() 
         assert list(running(rig)) == ["router"], "a name is free when its process is gone"
 
 
-@in_loop
 async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> None:
     hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
     config = TandemConfig(
@@ -75,8 +72,7 @@ async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> Non
             TandemConfig().router, model_name="fake", placement=RouterPlacement.EVERY_HOST, host="0.0.0.0"
         )
     )
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
         await rig.controller.apply(wish(rig, seqs=77), dry_run=False)
         most = 0
         for _ in range(40):
@@ -96,10 +92,8 @@ async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> Non
 
 
 @pytest.mark.parametrize("fault", ["it does not start", "it answers with errors"])
-@in_loop
 async def test_what_is_wrong_with_a_new_router_takes_all_back(fault: str) -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
 
         def broken(router: FakeRouter, _: int) -> None:
@@ -121,10 +115,8 @@ async def test_what_is_wrong_with_a_new_router_takes_all_back(fault: str) -> Non
         assert (await rig.controller.configuration()).router == rig.config.router
 
 
-@in_loop
 async def test_a_controller_that_comes_back_goes_on_with_the_routers_that_it_finds() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
         await rig.controller.apply(wish(rig), dry_run=False)
@@ -144,10 +136,8 @@ async def test_a_controller_that_comes_back_goes_on_with_the_routers_that_it_fin
         assert await rollout_of(rig) is None
 
 
-@in_loop
 async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_stop.clear()
         await rig.controller.apply(wish(rig), dry_run=False)
@@ -161,10 +151,8 @@ async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -
         assert [router.name for router in (await rig.controller.view()).routers] == ["router~2"]
 
 
-@in_loop
 async def test_a_router_that_dies_while_it_is_replaced_is_started_beside_the_new_one() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         await rig.controller.apply(wish(rig), dry_run=False)
         await rig.clock.advance(2.0)
         rig.launcher.routers[0].die()
@@ -175,10 +163,8 @@ async def test_a_router_that_dies_while_it_is_replaced_is_started_beside_the_new
         assert list(running(rig)) == ["router~2"]
 
 
-@in_loop
 async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "starts_at_once", False)
         old.load = RouterQueue(is_ending=True)
@@ -195,10 +181,8 @@ async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place
         assert any("got SIGTERM" in one.text for one in view.decisions)
 
 
-@in_loop
 async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_itself() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
 
         def broken(router: FakeRouter, _: int) -> None:
             router.start_error, router.starts_at_once = ConfigurationError("there is no such template"), False
@@ -220,10 +204,8 @@ async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_its
         assert router.node_ids == {"prefill-0", "decode-0"}
 
 
-@in_loop
 async def test_a_new_router_that_comes_just_before_the_old_one_is_back_gets_its_socket_then() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.die()
         rig.launcher.prepare["router"] = lambda router, _: setattr(router, "starts_at_once", False)
@@ -248,11 +230,9 @@ def sharing(rig: Rig, processes: int, failovers: int = 3) -> TandemConfig:
     return replace(rig.config, router=router)
 
 
-@in_loop
 async def test_further_processes_get_the_socket_of_one_that_serves_and_know_each_other() -> None:
     config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=3))
-    async with Rig(pools=pools(1, 1), config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), config=config) as rig:
         await rig.clock.advance(10.0)
         routers = running(rig)
         assert {name: router.door for name, router in routers.items()} == {
@@ -265,11 +245,9 @@ async def test_further_processes_get_the_socket_of_one_that_serves_and_know_each
         assert [router.node_ids for router in routers.values()] == [{"prefill-0", "decode-0"}] * 3
 
 
-@in_loop
 async def test_one_of_several_that_dies_is_replaced_with_anothers_socket() -> None:
     config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=2))
-    async with Rig(pools=pools(1, 1), config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), config=config) as rig:
         await rig.clock.advance(10.0)
         first, second = running(rig).values()
         first.die("it was killed")
@@ -280,10 +258,8 @@ async def test_one_of_several_that_dies_is_replaced_with_anothers_socket() -> No
         assert second.desks == {"router": "desk of router 1", "router~2": "desk of router~2 0"}
 
 
-@in_loop
 async def test_their_number_changes_while_those_that_stay_serve_on() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         first = rig.launcher.router
         await rig.controller.apply(sharing(rig, 3), dry_run=False)
         await rig.clock.advance(30.0)
@@ -295,11 +271,9 @@ async def test_their_number_changes_while_those_that_stay_serve_on() -> None:
         assert await rollout_of(rig) is None
 
 
-@in_loop
 async def test_several_on_one_port_are_replaced_one_by_one() -> None:
     config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=2))
-    async with Rig(pools=pools(1, 1), config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), config=config) as rig:
         await rig.clock.advance(10.0)
         await rig.controller.apply(sharing(rig, 2, failovers=9), dry_run=False)
         counts = []
@@ -313,10 +287,8 @@ async def test_several_on_one_port_are_replaced_one_by_one() -> None:
         assert {router.config.max_failovers for router in routers.values()} == {9}
 
 
-@in_loop
 async def test_a_router_with_another_environment_gets_the_socket_and_shares_nothing_else() -> None:
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
         wanted = replace(rig.config, router=replace(rig.config.router, env={"PYTHONPATH": "/shared/next"}))
@@ -334,12 +306,10 @@ async def test_a_router_with_another_environment_gets_the_socket_and_shares_noth
         assert list(running(rig)) == ["router~2"]
 
 
-@in_loop
 async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_and_is_the_one_to_ask() -> (
     None
 ):
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
         wanted = replace(rig.config, router=replace(rig.config.router, host="0.0.0.0", port=8123))
@@ -359,12 +329,10 @@ async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_
         assert await rollout_of(rig) is None
 
 
-@in_loop
 async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> None:
     hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
     config = TandemConfig(router=replace(TandemConfig().router, model_name="fake", host="0.0.0.0"))
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
         heads = rig.launcher.router
         everywhere = replace(config, router=replace(config.router, placement=RouterPlacement.EVERY_HOST))
         change = await rig.controller.apply(everywhere, dry_run=False)
@@ -395,12 +363,10 @@ async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> Non
         assert await rollout_of(rig) is None
 
 
-@in_loop
 async def test_a_router_that_does_not_start_on_a_machine_that_had_none_takes_all_back() -> None:
     hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
     config = TandemConfig(router=replace(TandemConfig().router, model_name="fake", host="0.0.0.0"))
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=config) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
         heads = rig.launcher.router
 
         def broken(router: FakeRouter, _: int) -> None:
@@ -417,11 +383,9 @@ async def test_a_router_that_does_not_start_on_a_machine_that_had_none_takes_all
         assert heads.left_with is None
 
 
-@in_loop
 async def test_a_new_router_gets_the_socket_of_one_that_the_next_controller_has_not_reached_yet() -> None:
     """Without it the new router finds its port taken, and the change would be taken back for that."""
-    async with Rig(pools=pools(1, 1)) as rig:
-        await rig.controller.start()
+    async with started(pools=pools(1, 1)) as rig:
         rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "starts_at_once", False)
         await rig.controller.apply(wish(rig), dry_run=False)
         await settle()
