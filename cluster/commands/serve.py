@@ -90,10 +90,10 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
             display.start()
             if where.address is None:
                 _show_engine(config, display)
-                found = _in_background(_with_revision(config.model), display)
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
                     logs = str(start_ray(lambda: _in_own_thread("imports", _import_what_follows)))
-                # After Ray, whose processes have a limited time to start.
+                # After Ray, whose processes have a limited time to start: a model that is converted takes the cores for half a minute.
+                found = _in_background(_with_revision(config.model), display)
                 if config.model.engine == OWN_ENGINE and computes_on_cpu(config, this_machine()):
                     kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
             else:
@@ -140,8 +140,8 @@ def _with_revision(model: ModelConfig) -> str:
 
 
 def _in_background(name: str, display: Display) -> Future[Model]:
-    """Looks for the model, and fetches it if needed, while Ray starts. A plain daemon thread: a pool's threads are joined at exit, and a
-    download must not delay that."""
+    """Looks for the model, and fetches it if needed. A plain daemon thread: a pool's threads are joined at exit, and a download must not
+    delay that."""
 
     def prepare() -> Model:
         with display.step("model", f"looking for {name}", name) as report:

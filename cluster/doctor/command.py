@@ -51,7 +51,7 @@ def doctor(
         others = {**numa, **engine, **gpu_checks(), **link_checks(hosts, config.pools)}
         findings = run_checks(
             {**checks_for(here), **others},
-            lambda left: shown.update(f"looking at this machine, still at: {', '.join(left)}"),
+            lambda left: shown.update(f"looking at this machine, still at {', '.join(left[:4])}"),
         )
     if as_json:
         print_json(findings)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.cli import main
 from tandem.cluster.commands import serve
 
@@ -134,6 +135,20 @@ def test_a_mistake_is_said_at_once_with_what_to_change(
     assert status == 1, output.out
     assert re.search(said, output.err), output.err
     assert "Traceback" not in output.err
+
+
+def test_no_model_is_converted_while_ray_has_a_limited_time_to_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(when_imported: object) -> None:
+        raise Unavailable("Ray did not start")
+
+    fetched: list[object] = []
+    monkeypatch.setattr(serve, "start_ray", start)
+    monkeypatch.setattr(serve, "_in_background", lambda name, display: fetched.append(name))
+    assert main(["serve", "--port", "0", "--kv-memory", "256MiB"]) == 1
+    assert "Ray did not start" in capsys.readouterr().err
+    assert not fetched
 
 
 def test_there_are_twenty_of_them() -> None:
