@@ -199,6 +199,9 @@ def _is_of_router(logger: str) -> bool:
 
 def begin_logging(config: LogsConfig, component: str, stream: TextIO | None = None) -> None:
     """Sets the process's logging up, unless it has some. `component` is its name."""
+    # No line names its thread, its process or its place in the code, and to find those takes a good part of a line's time.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(component) if config.format == "json" else TextLines())
     logging.basicConfig(level=config.level.upper(), handlers=[handler])

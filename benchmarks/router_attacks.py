@@ -193,6 +193,22 @@ async def chain(connection: HttpConnection) -> None:
         before = json.loads((await connection.answer(keep=True)).body).get("id")
 
 
+async def batch(connection: HttpConnection) -> None:
+    """Has many lines answered that each ask for much, of long prompts."""
+    line = {"method": "POST", "url": "/v1/completions", "body": _completion(prompt="ab" * 50_000, n=16)}
+    lines = b"".join(json.dumps({"custom_id": str(at), **line}).encode() + b"\n" for at in range(200))
+    parts = [(b'"purpose"', b"batch"), (b'"file"; filename="in.jsonl"', lines)]
+    form = [b"--cut\r\ncontent-disposition: form-data; name=%b\r\n\r\n%b\r\n" % part for part in parts]
+    lines_of_head = "content-type: multipart/form-data; boundary=cut\r\n"
+    body = b"".join(form) + b"--cut--\r\n"
+    await connection.send("/v1/files", key=GREEDY, headers=f"{lines_of_head}content-length: {len(body)}\r\n")
+    connection.writer.write(body)
+    file = json.loads((await connection.answer(keep=True)).body).get("id")
+    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    await connection.send("/v1/batches", asked, key=GREEDY)
+    await connection.answer()
+
+
 async def new_grammar(connection: HttpConnection) -> None:
     """Sends a large schema, unlike any other."""
     name = secrets.token_hex(4)
@@ -295,6 +311,7 @@ ATTACKS: dict[str, Callable[[Sequence[str]], Attack]] = {
         16, generating(max_tokens=500, n=16, stream=True, stop=["z" * 1000 + str(at) for at in range(4)])
     ),
     "logit_bias": lambda _: again(16, generating(max_tokens=1, logit_bias={str(at): 1 for at in range(256)})),
+    "batches of long lines": lambda _: again(4, batch),
     "tools": lambda _: again(16, chatting(_chat("x", tools=TOOLS))),
     "new grammars": lambda _: again(16, new_grammar),
     "bodies of one text": lambda _: raw("one text"),

@@ -291,8 +291,9 @@ def measure_attacks(seconds: float, only: str) -> list[dict[str, Any]]:
     for name in (name for name in ATTACKS if only in name):
         # A router of its own for each: what one attack leaves behind is not the next one's.
         with (
+            tempfile.TemporaryDirectory() as folder,
             running_engines(step_s=STEP_S) as nodes,
-            running_router(nodes, settings=settings, special=[SPECIAL]) as (url, probe),
+            running_router(nodes, settings | {"batches_folder": folder}, [SPECIAL]) as (url, probe),
         ):
             doors = [nodes[1].request_endpoint, nodes.router_inbox]
             quiet, *_ = asyncio.run(attacked_by(url, doors, "", seconds / 2, probe))

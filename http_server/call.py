@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from tandem.base.errors import InternalError
 from tandem.http_server.chunked import ChunkedBody, FramingError
+from tandem.http_server.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -235,6 +236,7 @@ class HttpCall:
         self.answering = False  # the application has sent the status
         self.complete = False  # the whole answer was written
         self.disconnected = False
+        self.task: asyncio.Task[None] | None = None  # what runs it
         self._request_id = "-"  # kept for the time after the exchange is gone
         path, raw_path, query = head.target
         self.scope: Scope = {
@@ -258,8 +260,9 @@ class HttpCall:
         exchange: Any = self.scope.get("exchange")
         return str(exchange.request_id) if exchange is not None else self._request_id
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run(self, app: ASGIApp, turns: Turns) -> None:
         try:
+            await turns.turn()
             await app(self.scope, self.receive, self.send)
         except asyncio.CancelledError:
             pass  # the server cancels it; the client sees the connection's end

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import functools
 import logging
 import secrets
 import sys
@@ -210,13 +209,17 @@ class HttpConnection(asyncio.Protocol):
         self.server.idle.remove(self)
         body = ChunkedBody(limit) if head.chunked else LengthBody(head.content_length or 0)
         call = self._call = HttpCall(self, head, body)
-        self.server.turns.begin(functools.partial(self._run, call))
+        call.task = self._loop.create_task(self._run(call))
+        self.server.tasks.add(call.task)
         return True
 
-    def _run(self, call: HttpCall) -> None:
-        task = self._loop.create_task(call.run(self.server.app))
-        self.server.tasks.add(task)
-        task.add_done_callback(self.server.tasks.discard)
+    async def _run(self, call: HttpCall) -> None:
+        try:
+            await call.run(self.server.app, self.server.turns)
+        finally:
+            if call.task is not None:  # not by a callback, which the loop would have to call
+                self.server.tasks.discard(call.task)
+                call.task = None
 
     def pause_reading(self) -> None:
         if not self._read_paused and not self.transport.is_closing():

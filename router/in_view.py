@@ -147,4 +147,4 @@ class NodesInView:
     @property
     def decode_count(self) -> int:
         """The number of decode and aggregated nodes in view."""
-        return sum(len(each.decode.views) for each in self._shortlists.values())
+        return sum([len(each.decode.views) for each in self._shortlists.values()])

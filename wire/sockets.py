@@ -50,6 +50,7 @@ RECONNECT_MAX_S = 1.0
 CONNECT_S = 2.0
 # A LoopInbox handles at most this much in one turn of the loop. A message for many sequences can take milliseconds.
 MESSAGES_PER_TURN = 256
+_POLLIN = int(zmq.POLLIN)  # ZMQ's own is of an enumeration, which is slow
 TURN_S = 0.005
 
 
@@ -289,6 +290,9 @@ class LoopInbox(_Reader[M]):
             return
         until = time.monotonic() + TURN_S
         for _ in range(MESSAGES_PER_TURN):
+            # Cheaper than the error of a socket that has none.
+            if not self._socket.getsockopt(zmq.EVENTS) & _POLLIN:  # type: ignore[operator]
+                return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

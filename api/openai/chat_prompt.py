@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -61,14 +62,24 @@ def _text_lengths(*values: Any) -> Iterator[int]:
             open_values.pop()
 
 
-def _is_short(*values: Any) -> bool:
+_others_of = operator.attrgetter("name", "tool_calls", "tool_call_id", "reasoning_content")
+_NO_OTHERS = (None,) * 4
+
+
+def _is_short(messages: Sequence[ChatMessage], *others: Any) -> bool:
     """Whether the values are few and their texts short. Takes no longer for longer ones."""
     left = INLINE_CHAT_CHARACTERS
-    for length in _text_lengths(*values):
+    rest = [value for value in others if value]
+    for one in messages:
+        if type(one.content) is str and _others_of(one) == _NO_OTHERS:  # nearly every message
+            left -= len(one.content) + 24
+        else:
+            rest.append(one)
+    for length in _text_lengths(*rest) if rest and left >= 0 else ():
         left -= length + 8  # a value costs time, too
         if left < 0:
             return False
-    return True
+    return left >= 0
 
 
 def _check_characters(tokenizer: Tokenizer, context: int, *values: Any) -> None:

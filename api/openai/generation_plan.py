@@ -113,6 +113,9 @@ class GenerationPlan(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
+        first = len(self.specs[0].facts.prompt_token_ids)
+        if len(self.specs) == self.choices_per_prompt:
+            return first
         return sum([len(spec.facts.prompt_token_ids) for spec in self.specs[:: self.choices_per_prompt]])
 
 

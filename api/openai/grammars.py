@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import re
 from collections.abc import Sequence
 
@@ -182,11 +183,15 @@ _OTHER_NAMES = {
 }
 
 
+_others_of = operator.attrgetter(*_OTHER_NAMES)
+_NO_OTHERS = (None,) * len(_OTHER_NAMES)
+
+
 async def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
     """Returns `structured_outputs`, also from the single fields of other clients, and the name of the field that was used."""
-    given = [name for name in _OTHER_NAMES if getattr(request, name) is not None]
-    if not given:
+    if _others_of(request) == _NO_OTHERS:
         return request.structured_outputs, "structured_outputs"
+    given = [name for name in _OTHER_NAMES if getattr(request, name) is not None]
     others = given[1:] if request.structured_outputs is None else [*given[1:], "structured_outputs"]
     if others:
         raise InvalidRequest(f"{given[0]}: contradicts {others[0]}; set one", given[0])

@@ -27,7 +27,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from tandem.api.text.segment_cache import matches
+from tandem.api.text.segment_cache import WINDOW_CHARACTERS, matches
 from tandem.api.text.tokenizer import Tokenizer, read_json
 from tandem.base.errors import ConfigurationError, InvalidRequest
 
@@ -63,6 +63,8 @@ class SpecialTextGuard:
         return next(matches(self._pattern, text, self._longest), None) is not None
 
     def _broken(self, text: str, joiner: str) -> str:
+        if len(text) <= WINDOW_CHARACTERS and self._pattern.search(text) is None:
+            return text  # nearly every text
         broken = io.StringIO()
         at = 0
         for found in matches(self._pattern, text, self._longest):
@@ -87,7 +89,7 @@ class SpecialTextGuard:
         """Makes all texts of a value plain, within lists and mappings, too, and in their keys."""
         if isinstance(value, str):
             return self.plain(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             return {self.plain_value(k): self.plain_value(v) for k, v in value.items()}
         return [self.plain_value(one) for one in value] if isinstance(value, list) else value
 

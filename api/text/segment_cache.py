@@ -20,13 +20,13 @@ LEAST_CHARACTERS = 64
 _CHARACTER_BYTES, _ID_BYTES, _ENTRY_BYTES = 2, 4, 400
 
 # How much of a text a pattern searches in one call. The interpreter's lock is held for that long, also in a thread.
-_WINDOW_CHARACTERS = 64 << 10
+WINDOW_CHARACTERS = 64 << 10
 
 
 def matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
     """Returns what `pattern.finditer(text)` does, and lets other threads run in between. The pattern is of fixed
     texts of at most `longest` characters."""
-    if len(text) <= _WINDOW_CHARACTERS:
+    if len(text) <= WINDOW_CHARACTERS:
         return pattern.finditer(text)
     return _matches_in_windows(pattern, text, longest)
 
@@ -34,9 +34,9 @@ def matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Ma
 def _matches_in_windows(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
     at = 0
     while at < len(text):
-        end = at + _WINDOW_CHARACTERS
+        end = at + WINDOW_CHARACTERS
         at = end
-        for found in pattern.finditer(text, end - _WINDOW_CHARACTERS, end + longest - 1):
+        for found in pattern.finditer(text, end - WINDOW_CHARACTERS, end + longest - 1):
             if found.start() >= end:
                 break
             yield found

@@ -126,11 +126,14 @@ class WordCache:
     def _keep(self, tenant: str, words: dict[str, Sequence[int]], first: dict[str, Sequence[int]]) -> None:
         """Adds what was found. When there are too many entries, the tenant with most starts again from empty, and
         its words in use soon return."""
+        words, first = words and _worth_keeping(words), first and _worth_keeping(first)
+        if not (words or first):
+            return
         with self._lock:
-            known = self._known.setdefault(tenant, _Words({}, {}))
+            known = self._known.get(tenant) or self._known.setdefault(tenant, _Words({}, {}))
             before = known.size
-            known.ids.update(_worth_keeping(words))
-            known.first_ids.update(_worth_keeping(first))
+            known.ids.update(words)
+            known.first_ids.update(first)
             self._size += known.size - before
             while self._size > MOST_WORDS:
                 largest = max(self._known, key=lambda name: self._known[name].size)

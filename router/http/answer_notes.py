@@ -15,13 +15,18 @@ def notes_of(generation: Generation, tokens: int) -> str:
 
 def _node_requests(generation: Generation) -> str:
     """Returns the first LOGGED_IDS of the ids under which the nodes know the request."""
-    names = [name for life in generation.lives for name in life.request_ids]
+    names = generation.lives[0].request_ids
+    if len(generation.lives) > 1:
+        names = [name for life in generation.lives for name in life.request_ids]
     more = len(names) - LOGGED_IDS
     return ",".join(names[:LOGGED_IDS]) + (f",… and {more} more" if more > 0 else "")
 
 
 def _nodes(generation: Generation) -> str:
     """Returns every attempt's nodes in order. Choices with the same nodes are named once."""
+    first = generation.lives[0].decisions
+    if len(generation.lives) == len(first) == 1:
+        return first[0].node_names
     ways = ["|".join([decision.node_names for decision in life.decisions]) for life in generation.lives]
     return ";".join(dict.fromkeys(ways))
 

@@ -222,21 +222,24 @@ class KeptShare:
 
 def inputs_size(plan: GenerationPlan) -> int:
     """What a request keeps until its end, besides its answer."""
-    sampling = plan.specs[0].facts.sampling
+    facts = plan.specs[0].facts
+    sampling = facts.sampling
     return (
         TOKEN_BYTES * plan.prompt_tokens
-        + sum(map(len, plan.specs[0].facts.images))
-        + sum(
-            len(embeds.data)
-            for spec in plan.specs[:: plan.choices_per_prompt]
-            if (embeds := spec.facts.embeds) is not None
-        )
+        + sum(map(len, facts.images))
+        + (0 if facts.embeds is None else _embeds_size(plan))
         + sum(map(len, plan.prompt_texts))
         + SEQUENCE_BYTES * len(plan.specs)
         + len(sampling.grammar or "")
         + ENTRY_BYTES * (len(sampling.logit_bias) + sum(map(len, sampling.bad_words)))
         + sum(map(len, plan.stops))
     )
+
+
+def _embeds_size(plan: GenerationPlan) -> int:
+    """The prompts are all of embeddings, or none is."""
+    rows = [spec.facts.embeds for spec in plan.specs[:: plan.choices_per_prompt]]
+    return sum(len(each.data) for each in rows if each is not None)
 
 
 def answer_size(plan: GenerationPlan, *, streams: bool) -> int:

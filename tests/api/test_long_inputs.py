@@ -90,7 +90,7 @@ MARK = "<|start|>"
 def test_a_text_is_searched_in_windows_as_it_would_be_at_once(text: str) -> None:
     pattern = re.compile("|".join(map(re.escape, ("<|endless|>", MARK, "<|end|>", "<|"))))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(segment_cache, "_WINDOW_CHARACTERS", 5)
+        patched.setattr(segment_cache, "WINDOW_CHARACTERS", 5)
         found = [one.span() for one in matches(pattern, text, len("<|endless|>"))]
     assert found == [one.span() for one in pattern.finditer(text)]
 

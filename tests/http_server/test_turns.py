@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
-from tandem.http_server.turns import TURNS_A_PASS, Turns
+import pytest
+
+from tandem.http_server.turns import MOST_A_PASS, PASS_S, Turns
 
 
-def test_of_many_that_come_at_once_a_few_begin_in_each_pass_in_their_order() -> None:
-    async def work() -> list[tuple[int, int]]:
+@pytest.mark.parametrize(("piece_s", "a_pass"), [(PASS_S / 3.5, 4), (PASS_S * 2, 1), (PASS_S / 1000, 20)])
+def test_of_many_that_come_at_once_as_many_begin_in_each_pass_as_there_is_time_for(
+    piece_s: float, a_pass: int
+) -> None:
+    now, number, begun = 0.0, 0, list[tuple[int, int]]()
+
+    async def work() -> None:
         loop = asyncio.get_running_loop()
-        turns, begun, number = Turns(), [], 0
+        turns = Turns(lambda: now)
+
+        async def one(name: int) -> None:
+            nonlocal now
+            await turns.turn()
+            begun.append((number, name))
+            now += piece_s
 
         def count() -> None:
             nonlocal number
@@ -18,24 +32,23 @@ def test_of_many_that_come_at_once_a_few_begin_in_each_pass_in_their_order() -> 
             loop.call_soon(count)
 
         loop.call_soon(count)
-        for one in range(10):
-            turns.begin(lambda one=one: begun.append((number, one)))  # type: ignore[misc]
-        while len(begun) < 10:  # noqa: ASYNC110 (what is counted are passes of the loop)
-            await asyncio.sleep(0)
-        return begun
+        tasks = [asyncio.create_task(one(name)) for name in range(10)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(one(name)) for name in range(10, 20)]
+        await asyncio.gather(*tasks)
 
-    begun = asyncio.run(work())
-    assert [one for _, one in begun] == list(range(10))
-    counts = [sum(number == each for number, _ in begun) for each in {number for number, _ in begun}]
-    assert counts[0] == TURNS_A_PASS
-    assert max(counts) <= TURNS_A_PASS
+    asyncio.run(work())
+    assert [name for _, name in begun] == list(range(20))
+    counts = [len(list(each)) for _, each in itertools.groupby(begun, key=lambda one: one[0])]
+    assert max(counts) == min(a_pass, 10)
+    assert len(counts) <= 20 / a_pass + 2
 
 
 async def test_a_turn_that_was_cancelled_is_passed_over() -> None:
-    turns = Turns()
-    tasks = [asyncio.create_task(turns.turn()) for _ in range(4 * TURNS_A_PASS)]
+    turns = Turns(itertools.count(step=PASS_S).__next__)
+    tasks = [asyncio.create_task(turns.turn()) for _ in range(4 * MOST_A_PASS)]
     await asyncio.sleep(0)
-    for task in tasks[1::2]:
+    for task in (*tasks[1 : 2 * MOST_A_PASS], *tasks[2 * MOST_A_PASS :: 2]):
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(5):
