@@ -21,7 +21,7 @@ struct tandem_spec {
   float eps;
 };
 
-// Rows of a checkpoint's matrix, or elements of its vector. Matrices may be in blocks, as GGUF files have them.
+// Rows of a checkpoint's matrix, or elements of its vector. Matrices may be in blocks (elements.h).
 struct tandem_part {
   const void* data;
   int64_t rows;

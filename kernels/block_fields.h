@@ -1,7 +1,8 @@
 // How weights in blocks lie in a panel, in every unit.
 //
 // For each group of inputs a panel has: the outputs' scales (and least weights), the low bits of the quants, and their high bits. In blocks
-// of several groups the scales are steps, bytes; the halves that they multiply stand once before the groups of a block.
+// of several groups the scales are steps, bytes; the halves that they multiply stand once before the groups of a block. So do the float
+// scales and the zeros of blocks that have them.
 //
 // Quants are bit fields of 32-bit words, in vectors of W words: a lane has those of one output (in units of bfloat16: of two, for every
 // other input), in the order in which a product takes them.
@@ -13,6 +14,7 @@ namespace tandem {
 namespace {
 
 constexpr int kHalves = kPanel * 2;  // bytes of a half for each output
+constexpr int kFloats = kPanel * 4;  // and of a float; behind them lie the zeros, of 16 bits
 
 struct BlockLayout {
   int block;  // bytes before the groups of a block
@@ -24,8 +26,9 @@ struct BlockLayout {
 constexpr BlockLayout layout_of(Dtype dtype) {
   const BlockKind kind = block_kind(dtype);
   const int halves = kHalves * (kind.least ? 2 : 1), steps = kPanel * (kind.steps + (kind.least ? 1 : 0));
-  const int low = kind.steps ? steps : halves, high = low + kPanel * kGroup * kind.low / 8;
-  return {kind.steps ? halves : 0, low, high, high + kPanel * kGroup * kind.high / 8};
+  const int low = kind.zero ? 0 : kind.steps ? steps : halves, high = low + kPanel * kGroup * kind.low / 8;
+  const int block = kind.zero ? kFloats + kPanel * 2 : kind.steps ? halves : 0;
+  return {block, low, high, high + kPanel * kGroup * kind.high / 8};
 }
 
 int64_t block_panel_bytes(int k, Dtype dtype) {
@@ -72,11 +75,24 @@ inline void put_field(char* words, int lane, int field, int bits, uint32_t value
 // Writes what a group has besides quants, for one output.
 inline void put_scales(const Group& from, Dtype dtype, int output, char* block, char* group) {
   const BlockKind kind = block_kind(dtype);
+  if (kind.zero) {
+    memcpy(block + output * 4, &from.float_scale, 4);
+    memcpy(block + kFloats + output * 2, &from.zero, 2);
+    return;
+  }
   char* halves = kind.steps ? block : group;
   memcpy(halves + output * 2, &from.scale, 2);
   if (kind.least) memcpy(halves + kHalves + output * 2, &from.least, 2);
   for (int i = 0; i < kind.steps; i++) group[i * kPanel + output] = static_cast<char>(from.steps[i]);
   if (kind.steps && kind.least) group[kind.steps * kPanel + output] = static_cast<char>(from.least_step);
+}
+
+// W zeros.
+TANDEM_INLINE vf load_zeros(const char* p) {
+  typedef int16_t shorts __attribute__((vector_size(W * 2)));
+  shorts v;
+  memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(__builtin_convertvector(v, vi), vf);
 }
 
 // Writes a panel into zeroed memory. `put_quants(quants, output, group)` writes those of an output.

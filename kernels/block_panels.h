@@ -40,6 +40,12 @@ TANDEM_INLINE __m512 quants(const char* low, const char* high, int field) {
 }
 
 template <Dtype dtype>
+TANDEM_INLINE __m512 weight_of(__m512 quant, __m512 scale, __m512 least) {
+  if constexpr (block_kind(dtype).zero) return _mm512_mul_ps(_mm512_sub_ps(quant, least), scale);
+  return _mm512_fmadd_ps(quant, scale, least);
+}
+
+template <Dtype dtype>
 void expand_pair(const char* block, const char* group, char* out) {
   constexpr BlockKind kind = block_kind(dtype);
   constexpr BlockLayout layout = layout_of(dtype);
@@ -50,7 +56,13 @@ void expand_pair(const char* block, const char* group, char* out) {
     const char* high = group + layout.high + tile * kPanel * kGroup * kind.high / 16;
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; part++) {
-      __m512 scale = load_half(halves + tile * 32), least = _mm512_setzero_ps();
+      __m512 scale, least = _mm512_setzero_ps();  // or the zero
+      if constexpr (kind.zero) {
+        scale = _mm512_loadu_ps(block + tile * 64);
+        least = load_zeros(block + kFloats + tile * 32);
+      } else {
+        scale = load_half(halves + tile * 32);
+      }
       if constexpr (kind.steps > 0) scale = _mm512_mul_ps(scale, load_bytes(group + part * kPanel + tile * 16));
       if constexpr (kind.least) {
         least = load_half(halves + kHalves + tile * 32);
@@ -62,8 +74,8 @@ void expand_pair(const char* block, const char* group, char* out) {
       const Spread scales(scale), leasts(least);
 #pragma GCC unroll 16
       for (int row = part * (16 / kParts); row < (part + 1) * (16 / kParts); row++) {
-        const __m512 a = _mm512_fmadd_ps(quants<dtype>(low, high, 2 * row), scales.low, leasts.low);
-        const __m512 b = _mm512_fmadd_ps(quants<dtype>(low, high, 2 * row + 1), scales.high, leasts.high);
+        const __m512 a = weight_of<dtype>(quants<dtype>(low, high, 2 * row), scales.low, leasts.low);
+        const __m512 b = weight_of<dtype>(quants<dtype>(low, high, 2 * row + 1), scales.high, leasts.high);
         const __m512bh both = _mm512_cvtne2ps_pbh(b, a);
         memcpy(out + tile * 1024 + row * 64, &both, sizeof both);
       }
@@ -82,6 +94,12 @@ ExpandPair pair_expander(Dtype dtype) {
     case Dtype::q4_k: return expand_pair<Dtype::q4_k>;
     case Dtype::q5_k: return expand_pair<Dtype::q5_k>;
     case Dtype::q6_k: return expand_pair<Dtype::q6_k>;
+    case Dtype::i4_32:
+    case Dtype::i4_64:
+    case Dtype::i4_128: return expand_pair<Dtype::i4_128>;
+    case Dtype::i8_32:
+    case Dtype::i8_64:
+    case Dtype::i8_128: return expand_pair<Dtype::i8_128>;
     default: return expand_pair<Dtype::q8_0>;
   }
 }

@@ -30,13 +30,15 @@ TANDEM_INLINE vf quants(const char* low, const char* high, int field) {
 
 // Of W outputs.
 struct Scales {
-  vf scale, least;
+  vf scale, least;  // or the zero
 };
 
 // `part` counts the groups' parts with a scale each; `half` is that of the outputs.
 template <Dtype dtype>
 TANDEM_INLINE Scales read_scales(const char* block, const char* group, int part, int half) {
   constexpr BlockKind kind = block_kind(dtype);
+  if constexpr (kind.zero)
+    return {load(reinterpret_cast<const float*>(block) + half * W), load_zeros(block + kFloats + half * 2 * W)};
   const char* halves = (kind.steps ? block : group) + half * 2 * W;
   Scales s = {load_half(halves), vf{}};
   if constexpr (kind.steps > 0) s.scale *= load_bytes(group + part * kPanel + half * W);
@@ -47,6 +49,11 @@ TANDEM_INLINE Scales read_scales(const char* block, const char* group, int part,
     s.least = s.scale * static_cast<float>(-kind.middle);
   }
   return s;
+}
+
+template <Dtype dtype>
+TANDEM_INLINE vf weight_of(vf quant, const Scales& s) {
+  return block_kind(dtype).zero ? (quant - s.least) * s.scale : quant * s.scale + s.least;
 }
 
 template <Dtype dtype>
@@ -63,8 +70,8 @@ void expand_group(const char* block, const char* group, float* out) {
       float* to = out + from * kPanel;
 #pragma GCC unroll 16
       for (int i = 0; i < kTogether; i++, to += kPanel) {
-        store(to, quants<dtype>(low, high, 2 * i) * a.scale + a.least);
-        store(to + W, quants<dtype>(low, high, 2 * i + 1) * b.scale + b.least);
+        store(to, weight_of<dtype>(quants<dtype>(low, high, 2 * i), a));
+        store(to + W, weight_of<dtype>(quants<dtype>(low, high, 2 * i + 1), b));
       }
     }
   }
@@ -81,6 +88,12 @@ ExpandGroup group_expander(Dtype dtype) {
     case Dtype::q4_k: return expand_group<Dtype::q4_k>;
     case Dtype::q5_k: return expand_group<Dtype::q5_k>;
     case Dtype::q6_k: return expand_group<Dtype::q6_k>;
+    case Dtype::i4_32:
+    case Dtype::i4_64:
+    case Dtype::i4_128: return expand_group<Dtype::i4_128>;
+    case Dtype::i8_32:
+    case Dtype::i8_64:
+    case Dtype::i8_128: return expand_group<Dtype::i8_128>;
     default: return expand_group<Dtype::q8_0>;
   }
 }

@@ -1,4 +1,4 @@
-// Elements of a checkpoint's arrays, in float32: of plain types, and of blocks as GGUF files have them. Units and the rest of the library
+// Elements of a checkpoint's arrays, in float32: of plain types, and of blocks. Units and the rest of the library
 // include it, so everything has internal linkage (see kernels.h).
 #pragma once
 
@@ -40,12 +40,14 @@ inline float half_to_float(uint16_t h) {
 constexpr int kGroup = 32;
 
 // A weight is scale * (quant - middle) + least. In blocks of several groups both are the block's, times what each group has: its steps.
+// In blocks with a zero point a weight is scale * (quant - zero), rounded once: such a scale is a float.
 struct BlockKind {
   int weights, bytes;  // of a block
   int low, high;       // bits of a quant, which are kept apart
   bool least;          // whether there is one; otherwise it is 0
   int steps;           // of the scale in each group: 0 in blocks of one group
   int middle;
+  bool zero;
 };
 
 constexpr bool is_blocks(Dtype dtype) { return dtype >= Dtype::q4_0; }
@@ -59,6 +61,12 @@ constexpr BlockKind block_kind(Dtype dtype) {
     case Dtype::q4_k: return {256, 144, 4, 0, true, 1, 0};
     case Dtype::q5_k: return {256, 176, 4, 1, true, 1, 0};
     case Dtype::q6_k: return {256, 210, 4, 2, false, 2, 32};
+    case Dtype::i4_32: return {32, 22, 4, 0, false, 0, 0, true};
+    case Dtype::i4_64: return {64, 38, 4, 0, false, 0, 0, true};
+    case Dtype::i4_128: return {128, 70, 4, 0, false, 0, 0, true};
+    case Dtype::i8_32: return {32, 38, 8, 0, false, 0, 0, true};
+    case Dtype::i8_64: return {64, 70, 8, 0, false, 0, 0, true};
+    case Dtype::i8_128: return {128, 134, 8, 0, false, 0, 0, true};
     default: return {32, 34, 8, 0, false, 0, 0};  // q8_0
   }
 }
@@ -70,11 +78,35 @@ inline int64_t bytes_of(int64_t elements, Dtype dtype) {
 }
 
 struct Group {
+  float float_scale;       // this and the zero only where there is a zero
+  int16_t zero;
   uint16_t scale, least;   // halves
   int8_t steps[2];         // of the scale: for the first and the last 16 weights
   uint8_t least_step;      // how often `least` is taken away; only where there are steps
-  uint8_t quants[kGroup];  // q8_0: two's complement
+  uint8_t quants[kGroup];  // of 8 bits: two's complement
 };
+
+// Two quants of 4 bits lie in a byte: the first half of a group in the lower bits, the second in the upper ones.
+inline void split_bytes(const uint8_t* bytes, uint8_t* quants) {
+  for (int i = 0; i < kGroup / 2; i++) {
+    quants[i] = bytes[i] & 15;
+    quants[i + kGroup / 2] = bytes[i] >> 4;
+  }
+}
+
+// A block: scale, zero, and the quants of its groups.
+inline Group read_zeroed_group(const uint8_t* block, int group, Dtype dtype) {
+  const BlockKind kind = block_kind(dtype);
+  Group g = {};
+  memcpy(&g.float_scale, block, 4);
+  memcpy(&g.zero, block + 4, 2);
+  const uint8_t* quants = block + 6 + group * kGroup * kind.low / 8;
+  if (kind.low == 8)
+    memcpy(g.quants, quants, kGroup);
+  else
+    split_bytes(quants, g.quants);
+  return g;
+}
 
 inline Group read_simple_group(const uint8_t* block, Dtype dtype) {
   const BlockKind kind = block_kind(dtype);
@@ -94,10 +126,8 @@ inline Group read_simple_group(const uint8_t* block, Dtype dtype) {
     memcpy(&high, block, 4);
     block += 4;
   }
-  for (int i = 0; i < kGroup / 2; i++) {
-    g.quants[i] = static_cast<uint8_t>((block[i] & 15) | (high >> i & 1) << 4);
-    g.quants[i + 16] = static_cast<uint8_t>(block[i] >> 4 | (high >> (i + 16) & 1) << 4);
-  }
+  split_bytes(block, g.quants);
+  for (int i = 0; i < kGroup; i++) g.quants[i] = static_cast<uint8_t>(g.quants[i] | (high >> i & 1) << 4);
   return g;
 }
 
@@ -139,11 +169,12 @@ inline Group read_group(const void* data, int64_t at, Dtype dtype) {
   const int64_t whole = block_kind(dtype).weights;
   const uint8_t* block = static_cast<const uint8_t*>(data) + bytes_of(at, dtype);
   const int group = static_cast<int>(at % whole) / kGroup;
+  if (block_kind(dtype).zero) return read_zeroed_group(block, group, dtype);
   if (dtype == Dtype::q6_k) return read_q6_group(block, group);
   return whole > kGroup ? read_k_group(block, group, dtype) : read_simple_group(block, dtype);
 }
 
-// In float32, as the formats define it. All products are exact, so only the sum is rounded.
+// In float32, as the formats define it. Without a zero all products are exact, so only the sum is rounded.
 inline void read_weights(const void* data, int64_t at, Dtype dtype, float* out) {
   const Group g = read_group(data, at, dtype);
   const BlockKind kind = block_kind(dtype);
@@ -151,7 +182,7 @@ inline void read_weights(const void* data, int64_t at, Dtype dtype, float* out) 
   for (int i = 0; i < kGroup; i++) {
     const float scale = half_to_float(g.scale) * (kind.steps ? static_cast<float>(g.steps[i / 16]) : 1.0f);
     const int quant = kind.low == 8 ? static_cast<int8_t>(g.quants[i]) : g.quants[i] - kind.middle;
-    out[i] = scale * static_cast<float>(quant) + least;
+    out[i] = kind.zero ? g.float_scale * static_cast<float>(quant - g.zero) : scale * static_cast<float>(quant) + least;
   }
 }
 

@@ -13,7 +13,7 @@ enum class Dtype : int32_t {
   f32 = 0,
   bf16 = 1,
   f16 = 2,
-  q4_0 = 3,  // from here on: blocks, as GGUF files have them (elements.h)
+  q4_0 = 3,  // from here on: blocks (elements.h), up to q6_k as GGUF files have them
   q4_1 = 4,
   q5_0 = 5,
   q5_1 = 6,
@@ -21,6 +21,12 @@ enum class Dtype : int32_t {
   q4_k = 8,
   q5_k = 9,
   q6_k = 10,
+  i4_32 = 11,  // integers of 4 or 8 bits, so many to a scale and a zero point
+  i4_64 = 12,
+  i4_128 = 13,
+  i8_32 = 14,
+  i8_64 = 15,
+  i8_128 = 16,
 };
 
 // Softmax runs over blocks of this many keys, aligned to absolute positions, each with its own maximum; blocks

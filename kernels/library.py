@@ -35,8 +35,15 @@ BLOCKS = {
     "Q4_K": BlockKind(8, 256, 144),
     "Q5_K": BlockKind(9, 256, 176),
     "Q6_K": BlockKind(10, 256, 210),
+    "I4_32": BlockKind(11, 32, 22),
+    "I4_64": BlockKind(12, 64, 38),
+    "I4_128": BlockKind(13, 128, 70),
+    "I8_32": BlockKind(14, 32, 38),
+    "I8_64": BlockKind(15, 64, 70),
+    "I8_128": BlockKind(16, 128, 134),
 }
-"""The kinds of blocks that are computed as they are, by their names in GGUF."""
+"""The kinds of blocks that are computed as they are: the first by their names in GGUF; integers of 4 and 8 bits, by how many have a common
+scale and zero point."""
 
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(5)
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, FINAL_NORM = range(5)
@@ -300,7 +307,7 @@ def part(weights: Weights) -> WeightRows:
 
 
 def widen(rows: BlockRows, dtype: torch.dtype) -> torch.Tensor:
-    """The weights as an ordinary matrix: in float32 as GGUF defines them, in bfloat16 rounded once."""
+    """The weights as an ordinary matrix: in float32 as their format defines them, in bfloat16 rounded once."""
     out = torch.empty(rows.shape, dtype=dtype)
     status: int = load().tandem_widen(part(rows), rows.shape[1], DTYPES[dtype], out.data_ptr())
     if status != 0:

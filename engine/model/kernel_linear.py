@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from tandem.kernels.library import BlockRows
+
 
 class KernelLinear(nn.Module):
     """A linear layer with a quantized matrix. Several of one kind that read the same tensor may be joined into one."""
@@ -32,7 +34,21 @@ class KernelLinear(nn.Module):
         """How many outputs it computes itself."""
         raise NotImplementedError
 
+    def blocks(self) -> BlockRows | None:
+        """The matrix, if the CPU kernels compute with it."""
+        return None
+
+    def widen(self) -> None:
+        """Makes an ordinary matrix of one with which only pieces compute, if none has taken it."""
+
     def _keep(self, **tensors: torch.Tensor) -> None:
         for name, tensor in tensors.items():
             # It is a parameter, so that it counts as one of the model's weights.
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def widen_left(model: nn.Module) -> None:
+    """Call it once pieces have taken the matrices that they compute with."""
+    for module in model.modules():
+        if isinstance(module, KernelLinear):
+            module.widen()

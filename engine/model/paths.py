@@ -11,6 +11,7 @@ import torch
 
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
 from tandem.engine.model.capabilities import Capability, ModelLoad, ToAttend, first_of
+from tandem.engine.model.kernel_linear import widen_left
 from tandem.engine.model.loaded import ForwardShape, LoadedModel
 from tandem.engine.model.native.architecture import describe
 from tandem.engine.model.native.forward import NativeLlamaForward, supports
@@ -119,6 +120,7 @@ def load_general(loading: ModelLoad, capabilities: Sequence[Capability] = ()) ->
     for each in capabilities:
         each.refuse(probed.parts)
     model, computed = _fused(loading, capabilities, model, probed)
+    widen_left(model)
     for each in capabilities:
         each.change(model)
     parts, mixers = computed.parts, computed.parts.mixers

@@ -74,6 +74,7 @@ class _ConfigJson(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     layer_types: list[Literal["full_attention"]] | UnsetType | None = UNSET
     dtype: _Dtype | UnsetType = UNSET
     torch_dtype: _Dtype | UnsetType = UNSET
+    quantization_config: dict[str, Any] | None = None
 
 
 class PlainConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +99,7 @@ class PlainConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None
     layer_types: list[str] | None
     dtype: torch.dtype | None
+    quantization_config: dict[str, Any] | None
 
     def get_text_config(self) -> PlainConfig:
         return self
@@ -146,6 +148,7 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
         sliding_window=(written.sliding_window or None) if kind == "mistral" else None,
         layer_types=None if kind == "mistral" else ["full_attention"] * written.num_hidden_layers,
         dtype=None if dtype is UNSET else getattr(torch, dtype),
+        quantization_config=written.quantization_config,
     )
 
 

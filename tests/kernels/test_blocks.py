@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
@@ -10,7 +11,7 @@ from gguf.quants import dequantize
 from tandem.kernels import library
 from tandem.kernels.library import BLOCKS, BlockRows
 from tests.kernels import probes
-from tests.kernels.block_rows import block_rows
+from tests.kernels.block_rows import GGUF, block_rows
 from tests.kernels.test_gemm import Unit
 
 KINDS = pytest.mark.parametrize("kind", BLOCKS)
@@ -22,10 +23,25 @@ def widened(unit: Unit, weights: BlockRows) -> tuple[torch.dtype, torch.Tensor]:
     return dtype, library.widen(weights, dtype)
 
 
+def defined(rows: BlockRows) -> torch.Tensor:
+    """The weights by the format's own definition."""
+    if rows.kind in GGUF:
+        return torch.from_numpy(dequantize(rows.data, gguf.GGMLQuantizationType[rows.kind]))
+    blocks = rows.data.reshape(-1, BLOCKS[rows.kind].num_bytes)
+    scales, zeros = (blocks[:, :4].copy().view("<f4"), blocks[:, 4:6].copy().view("<i2"))
+    quants = blocks[:, 6:]
+    if rows.kind.startswith("I4"):
+        halves = quants.reshape(-1, 16)
+        quants = np.concatenate([halves & 15, halves >> 4], axis=1).reshape(len(blocks), -1)
+    else:
+        quants = quants.view(np.int8)
+    return torch.from_numpy((quants.astype(np.float32) - zeros) * scales).view(rows.shape)
+
+
 @KINDS
 def test_a_blocks_weights_are_those_of_the_format(kind: str) -> None:
     rows = block_rows(kind, 5, 512)
-    expected = torch.from_numpy(dequantize(rows.data, gguf.GGMLQuantizationType[kind]))
+    expected = defined(rows)
     assert rows.shape == (5, 512)
     assert torch.equal(library.widen(rows, torch.float32), expected)
     assert torch.equal(library.widen(rows, torch.bfloat16), expected.bfloat16())

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem.engine.model.fused import tape
+from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.native.forward import checked, cores_for, numbered
-from tandem.engine.model.pieces import Activation, Matrix, Piece
+from tandem.engine.model.pieces import Activation, Matrix, NotOneMatrix, Piece
 from tandem.kernels import library
 from tandem.kernels.compiler import BuildFailed
+from tandem.kernels.library import Weights
 
 if TYPE_CHECKING:
     from tandem.engine.model.adapters import UpdatedLayer
@@ -44,7 +46,7 @@ class _Updates:
     def of(cls, matrices: Sequence[Matrix]) -> _Updates:
         columns, start = [], 0
         for matrix in matrices:
-            outputs = matrix.weight.shape[0]
+            outputs = matrix.weight.shape[0] if (kernel := _kernel(matrix)) is None else kernel.outputs
             if matrix.adapted is not None:
                 columns.append((matrix.adapted, matrix.first, matrix.first + outputs, start))
             start += outputs
@@ -150,13 +152,14 @@ class CpuPieces:
 
     def _add(self, matrices: Sequence[Matrix], *, interleave: bool) -> tuple[int, int, int]:
         """Packs the matrices; returns their number in the library, and the outputs and inputs."""
-        weights = [matrix.weight.contiguous() for matrix in matrices]
+        weights = [_weights(matrix) for matrix in matrices]
         outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        found = [matrix.bias if (kernel := _kernel(matrix)) is None else kernel.bias for matrix in matrices]
         biases = None
-        if any(matrix.bias is not None for matrix in matrices):
+        if any(bias is not None for bias in found):
             biases = [
-                weight.new_zeros(weight.shape[0]) if matrix.bias is None else matrix.bias.contiguous()
-                for matrix, weight in zip(matrices, weights, strict=True)
+                torch.zeros(weight.shape[0]) if bias is None else bias.contiguous()
+                for bias, weight in zip(found, weights, strict=True)
             ]
         number = numbered(
             self.native.tandem_add_linear(
@@ -164,6 +167,18 @@ class CpuPieces:
             )
         )
         return number, outputs, inputs
+
+
+def _kernel(matrix: Matrix) -> KernelLinear | None:
+    return matrix.kernel if isinstance(matrix.kernel, KernelLinear) else None
+
+
+def _weights(matrix: Matrix) -> Weights:
+    if (kernel := _kernel(matrix)) is None:
+        return matrix.weight.contiguous()
+    if (blocks := kernel.blocks()) is None:
+        raise NotOneMatrix
+    return blocks
 
 
 def in_rows(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -182,5 +197,5 @@ def _pointer(updates: library.RowUpdates | None) -> Any:
     return None if updates is None else byref(updates)
 
 
-def _parts(tensors: Sequence[torch.Tensor] | None) -> ctypes.Array[library.WeightRows] | None:
+def _parts(tensors: Sequence[Weights] | None) -> ctypes.Array[library.WeightRows] | None:
     return None if tensors is None else (library.WeightRows * len(tensors))(*map(library.part, tensors))

@@ -129,9 +129,9 @@ def fuse(
         if pieces.copies:
             _release(model, consumed)
         fused.left = sum(
-            module.weight.numel()
+            int(module.in_features) * int(module.out_features)
             for module in model.modules()
-            if isinstance(module, nn.Linear) and module not in consumed
+            if isinstance(module, _LINEAR) and module not in consumed
         )
         found_logits = seen.logits()
     is_right = agrees(found_logits, expected, within=2.0)

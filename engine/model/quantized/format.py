@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from tandem.engine.model.plain_config import PlainConfig
 from tandem.engine.model.quantized.formats import QuantizedCheckpoint, read_checkpoint
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.weight_formats import PartOf, WeightFormat
+from tandem.engine.model.weight_formats import PartOf, StoredTensors, WeightFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,13 +47,24 @@ class QuantizedMatrices(WeightFormat):
         return torch.bfloat16 if (found := stored()) is torch.float16 else found
 
     def plain(self, config: Any) -> Any:
+        if isinstance(config, PlainConfig):
+            return msgspec.structs.replace(config, quantization_config=None)
         plain = copy.deepcopy(config)
         plain.quantization_config = None
         return plain
 
+    def stored_tensors(self, config: Any) -> StoredTensors | None:
+        from tandem.engine.model.quantized.tensors import IntegerTensors
+
+        return IntegerTensors(self._source, self._checkpoint, self.plain(config))
+
     def loading_options(self, config: Any, *, in_parts: bool = False) -> dict[str, Any]:
         from tandem.engine.model.quantized.loading import loading_options
 
+        if isinstance(config, PlainConfig):
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(self._source.folder, trust_remote_code=False)
         return loading_options(config, self._checkpoint, in_parts)
 
     def unread(self, keys: list[str], model: PreTrainedModel) -> list[str]:

@@ -107,6 +107,12 @@ def read_checkpoint(name: str, folder: Path, config: Any) -> QuantizedCheckpoint
     return known
 
 
+def unknown_bias(model: str, layer: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{model} cannot be served: {layer} has a bias in its checkpoint, and none by its configuration"
+    )
+
+
 def _problem(method: str, written: dict[str, Any]) -> str | None:
     if method == "awq" and str(written.get("version", "gemm")).lower() != "gemm":
         return f"AWQ's version {written['version']} packs weights otherwise than gemm, which is what is known here"
@@ -175,6 +181,13 @@ def sizes_of(
     return None
 
 
+def bits_of(kind: Kind, tensors: Tensors, inputs: int, bits: int) -> int:
+    """Of one of the matrix's integers. `bits` is what the configuration says."""
+    if kind is Kind.PACKED:
+        return 32 * tensors["weight_packed"].shape[1] // inputs
+    return 8 if kind is Kind.INT8 else bits
+
+
 def dense(tensors: Tensors, checkpoint: QuantizedCheckpoint) -> torch.Tensor:
     """The numbers that a matrix stands for, [outputs, inputs] in float32."""
     kind, bits = kind_of(tensors, checkpoint.method), checkpoint.bits
@@ -229,7 +242,7 @@ def codes_of(
     if kind is Kind.PACKED:
         outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
         packed, scales = tensors["weight_packed"], tensors["weight_scale"]
-        bits = 32 * packed.shape[1] // inputs
+        bits = bits_of(kind, tensors, inputs, bits)
         middle = 1 << (bits - 1)
         codes = _unpacked(packed, bits)[:, :inputs] - middle
         zeros = tensors.get("weight_zero_point")

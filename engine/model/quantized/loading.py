@@ -18,6 +18,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.model.compressed import EXPANDS
 from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.quantized import experts, kernels
+from tandem.engine.model.quantized.blocks import block_linear
 from tandem.engine.model.quantized.formats import (
     QuantizedCheckpoint,
     TensorFacts,
@@ -25,6 +26,7 @@ from tandem.engine.model.quantized.formats import (
     kind_of,
     sizes_of,
     tail_of,
+    unknown_bias,
 )
 from tandem.engine.model.quantized.parts import CheckpointFiles, QuantizedPart, is_ordinary
 from tandem.engine.model.source import ModelSource
@@ -138,11 +140,13 @@ def finish_loading(
         else:
             tensors = module.tensors
         if "bias" in tensors and not module.has_bias:
-            raise ConfigurationError(
-                f"{source.name} cannot be served: {name} has a bias in its checkpoint, and none by its configuration"
-            )
-        made = None
-        if _may_stay(device) and not is_ordinary(tensors) and not name.endswith(EXPANDS):
+            raise unknown_bias(source.name, name)
+        made: KernelLinear | None = None
+        if is_ordinary(tensors) or name.endswith(EXPANDS):
+            pass
+        elif not _may_stay(device):
+            made = block_linear(tensors, module.checkpoint, dtype)
+        else:
             made, reason = kernels.kernel_for(tensors, module.checkpoint, dtype)
             if reason and reason not in refused:
                 refused.add(reason)
@@ -172,7 +176,7 @@ def finish_loading(
 
 
 def _may_stay(device: torch.device) -> bool:
-    """Whether there may be kernels for quantized matrices."""
+    """Whether there may be libraries' kernels for quantized matrices."""
     return device.type != "cpu"
 
 

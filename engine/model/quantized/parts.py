@@ -105,7 +105,7 @@ def part_of_matrix(
     whole = {name: tuple(slice(None) for _ in facts[name].shape) for name in facts}
     cut = {axis for axis, total in totals.items() if len(ranges[axis]) < total}
     order = next((name for name in _ORDERS if name in facts), None)
-    shuffled = order is not None and "i" in cut and not _is_in_order(read(order, whole[order]), facts)
+    shuffled = order is not None and "i" in cut and not is_in_order(read(order, whole[order]), _groups(facts))
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
         if name == order and "i" in cut and not shuffled:
@@ -137,8 +137,12 @@ def _unit(kind: Kind, name: str, total: int, length: int, block: int) -> int:
     return total // length
 
 
-def _is_in_order(groups: torch.Tensor, facts: Mapping[str, TensorFacts]) -> bool:
-    count = facts["scales"].shape[0] if "scales" in facts else facts["weight_scale"].shape[1]
+def _groups(facts: Mapping[str, TensorFacts]) -> int:
+    return facts["scales"].shape[0] if "scales" in facts else facts["weight_scale"].shape[1]
+
+
+def is_in_order(groups: torch.Tensor, count: int) -> bool:
+    """Whether the inputs' groups, of which there are `count`, follow each other."""
     inputs = len(groups)
     each = torch.arange(inputs, device=groups.device) // max(1, inputs // count)
     return torch.equal(groups.long(), each)

@@ -18,6 +18,7 @@ from tandem.engine.model.checkpoint import choose_device, choose_dtype, read_con
 from tandem.engine.model.content import content_of
 from tandem.engine.model.context import context_length
 from tandem.engine.model.general import load_model
+from tandem.engine.model.kernel_linear import widen_left
 from tandem.engine.model.loading import bind_threads
 from tandem.engine.model.lone_tower import TowerInfo
 from tandem.engine.model.source import Progress, find_source
@@ -67,6 +68,7 @@ def load_tower(
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
     alone = load_model(source, config, dtype, device, tell, loader=_tower_class(config))
+    widen_left(alone)
     tower = find_tower(source, alone, threads)
     if tower is None:
         raise ConfigurationError(f"{source.name} has no vision tower that can be loaded")

@@ -38,11 +38,8 @@ def config(**options: Any) -> LlamaConfig:
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Packs [N, M] into int32 [N, M * bits / 32], in order."""
-    per = 32 // bits
-    packed = torch.zeros(codes.shape[0], codes.shape[1] // per, dtype=torch.int64)
-    for place in range(per):
-        packed |= codes[:, place::per].long() << (bits * place)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+    parts = codes.view(codes.shape[0], -1, 32 // bits).int() << torch.arange(0, 32, bits, dtype=torch.int32)
+    return parts.sum(-1, dtype=torch.int32)
 
 
 def _by_group(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +79,7 @@ def fp8(
 
 
 def gptq(
-    weight: torch.Tensor, bits: int, *, first_format: bool, shuffled: bool = False
+    weight: torch.Tensor, bits: int, group: int, *, first_format: bool, shuffled: bool = False
 ) -> tuple[Parts, torch.Tensor]:
     inputs = weight.shape[1]
     order = (
@@ -90,12 +87,12 @@ def gptq(
         if shuffled
         else torch.arange(inputs)
     )
-    codes, zeros, scales = _by_group(weight[:, order], bits, GROUP)
+    codes, zeros, scales = _by_group(weight[:, order], bits, group)
     right, unordered = torch.zeros_like(weight), torch.zeros_like(codes)
-    right[:, order] = _exact(codes, zeros, scales, GROUP)
+    right[:, order] = _exact(codes, zeros, scales, group)
     unordered[:, order] = codes
     groups = torch.zeros(inputs, dtype=torch.int32)
-    groups[order] = (torch.arange(inputs) // GROUP).int()
+    groups[order] = (torch.arange(inputs) // group).int()
     parts = {
         "qweight": pack_rows(unordered, bits).t().contiguous(),
         "qzeros": pack_rows((zeros - int(first_format)).t().contiguous(), bits),
@@ -105,8 +102,8 @@ def gptq(
     return parts, right
 
 
-def awq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
-    codes, zeros, scales = _by_group(weight, 4, GROUP)
+def awq(weight: torch.Tensor, group: int) -> tuple[Parts, torch.Tensor]:
+    codes, zeros, scales = _by_group(weight, 4, group)
 
     def packed(values: torch.Tensor) -> torch.Tensor:  # [N, outputs]
         return pack_rows(values.view(len(values), -1, 8)[:, :, _AWQ].flatten(1), 4)
@@ -116,14 +113,14 @@ def awq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         "qzeros": packed(zeros.t().contiguous()),
         "scales": scales.t().contiguous().half(),
     }
-    return parts, _exact(codes, zeros, scales, GROUP)
+    return parts, _exact(codes, zeros, scales, group)
 
 
-def packed(weight: torch.Tensor, bits: int, *, symmetric: bool) -> tuple[Parts, torch.Tensor]:
-    codes, zeros, scales = _by_group(weight, bits, GROUP)
+def packed(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool) -> tuple[Parts, torch.Tensor]:
+    codes, zeros, scales = _by_group(weight, bits, group)
     if symmetric:
         middle = 1 << (bits - 1)
-        parts_of = weight.float().view(weight.shape[0], -1, GROUP)
+        parts_of = weight.float().view(weight.shape[0], -1, group)
         scales = (parts_of.abs().amax(-1) / (middle - 1)).half().float()
         codes = ((parts_of / scales[..., None]).round() + middle).flatten(1).int()
         zeros = torch.full_like(zeros, middle)
@@ -134,10 +131,10 @@ def packed(weight: torch.Tensor, bits: int, *, symmetric: bool) -> tuple[Parts, 
     }
     if not symmetric:
         parts["weight_zero_point"] = pack_rows(zeros.t().contiguous(), bits).t().contiguous()
-    return parts, _exact(codes, zeros, scales, GROUP)
+    return parts, _exact(codes, zeros, scales, group)
 
 
-def int8(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def int8(weight: torch.Tensor, _group: int) -> tuple[Parts, torch.Tensor]:
     scales = weight.float().abs().amax(1, keepdim=True) / 127
     codes = (weight.float() / scales).round().to(torch.int8)
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales
@@ -148,24 +145,27 @@ def _compressed(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]]] = {
+FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, int], tuple[Parts, torch.Tensor]]]] = {
     "fp8-blocks": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-        lambda weight: fp8(weight, (128, 128)),
+        lambda weight, _: fp8(weight, (128, 128)),
     ),
-    "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, lambda weight: fp8(weight, None)),
+    "fp8-tensor": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        lambda weight, _: fp8(weight, None),
+    ),
     "compressed-fp8-rows": (
         _compressed(num_bits=8, type="float", strategy="channel"),
-        lambda weight: fp8(weight, None, rows=True),
+        lambda weight, _: fp8(weight, None, rows=True),
     ),
     "compressed-int8": (_compressed(num_bits=8, type="int", strategy="channel"), int8),
     "compressed-4bit": (
         _compressed(num_bits=4, type="int", strategy="group", group_size=GROUP),
-        lambda weight: packed(weight, 4, symmetric=True),
+        lambda weight, group: packed(weight, 4, group, symmetric=True),
     ),
     "compressed-4bit-zeros": (
         _compressed(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False),
-        lambda weight: packed(weight, 4, symmetric=False),
+        lambda weight, group: packed(weight, 4, group, symmetric=False),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
@@ -173,15 +173,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, t
     ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
-        lambda weight: gptq(weight, 4, first_format=True),
+        lambda weight, group: gptq(weight, 4, group, first_format=True),
     ),
     "gptq-8bit-v2": (
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
-        lambda weight: gptq(weight, 8, first_format=False),
+        lambda weight, group: gptq(weight, 8, group, first_format=False),
     ),
     "gptq-act-order": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
-        lambda weight: gptq(weight, 4, first_format=True, shuffled=True),
+        lambda weight, group: gptq(weight, 4, group, first_format=True, shuffled=True),
     ),
 }
 
@@ -237,7 +237,7 @@ def save(
         if not _QUANTIZED.search(key):
             tensors[key] = right[key] = tensor
             continue
-        parts, numbers = quantize(tensor.float())
+        parts, numbers = quantize(tensor.float(), GROUP)
         right[key] = numbers.to(dtype)
         tensors |= {f"{key.removesuffix('weight')}{part}": values for part, values in parts.items()}
     save_file(right, ordinary / "model.safetensors", metadata={"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,20 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.checkpoint import choose_dtype, read_config
 from tandem.engine.model.cuda.pieces import DevicePieces
+from tandem.engine.model.fused.cpu import cpu_pieces
 from tandem.engine.model.fused.find import fuse
 from tandem.engine.model.general import load_model
-from tandem.engine.model.kernel_linear import KernelLinear
+from tandem.engine.model.kernel_linear import KernelLinear, widen_left
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.quantized import loading
+from tandem.engine.model.quantized.blocks import BlockLinear
 from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, RowScaled
 from tandem.engine.model.source import find_source
+from tandem.kernels import library
 from tests.engine.model import quantized_files as files
 from tests.engine.model.driver import Driver, load
+from tests.engine.model.test_plain_config import LOAD_WITHOUT_TRANSFORMERS
+from tests.engine.native.batches import Sequences
 
 PROMPT = [5, 17, 99, 3, 42, 42, 8]
 
@@ -41,6 +47,32 @@ def tokens_of(path: Path, *, native: bool, dtype: str = "float32") -> list[int]:
 def test_tokens_are_those_of_the_numbers(name: str, native: bool, tmp_path: Path) -> None:
     quantized, ordinary = files.save(name, tmp_path)
     assert tokens_of(quantized, native=native) == tokens_of(ordinary, native=native)
+
+
+# Of the memory of the same matrices in float32, the head's among them.
+_SHARES = dict.fromkeys(("compressed-4bit", "compressed-4bit-zeros", "awq", "gptq"), 0.25)
+_SHARES |= dict.fromkeys(("compressed-int8", "gptq-8bit-v2"), 0.36)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(_SHARES))
+def test_the_native_library_keeps_the_bits_and_computes_the_same(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    def computed(path: Path) -> tuple[torch.Tensor, int]:
+        forward = load(path, dtype=dtype).forward
+        assert isinstance(forward, NativeLlamaForward)
+        model = AutoModelForCausalLM.from_pretrained(ordinary, dtype=getattr(torch, dtype))
+        batch = Sequences(forward, model, [None, None]).batch({0: PROMPT})
+        return forward(batch).clone(), forward.weight_bytes
+
+    quantized, ordinary = files.save(name, tmp_path, getattr(torch, dtype))
+    (found, size), (expected, plain) = computed(quantized), computed(ordinary)
+    assert size < plain * (_SHARES[name] if dtype == "float32" else 0.85)
+    if dtype == "float32" or library.instruction_set(torch.bfloat16) in ("amx", "avx512bf16"):
+        assert torch.equal(found, expected)
+    else:  # such units compute with float32's values of the integers
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 def test_fp8_in_blocks_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
@@ -136,6 +168,68 @@ def test_half_precision_becomes_what_the_kernels_compute_in(tmp_path: Path) -> N
         config = read_config(source)
         assert choose_dtype("auto", source, config) is dtype
         assert choose_dtype("float16", source, config) is torch.float16
+
+
+@pytest.mark.slow
+def test_integers_are_read_without_transformers(tmp_path: Path) -> None:
+    """Slow: in a process of its own."""
+    quantized, _ = files.save("awq", tmp_path)
+    subprocess.run([sys.executable, "-c", LOAD_WITHOUT_TRANSFORMERS, str(quantized)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_hidden_layers": 1}, r"its checkpoint holds 2 layers, and its configuration says 1"),
+        (
+            {"intermediate_size": 256},
+            r"gate_proj.weight is \(320, 128\) in its checkpoint, and \(256, 128\) by",
+        ),
+        ({"num_hidden_layers": 3}, r"its checkpoint lacks model.layers.2"),
+    ],
+)
+def test_integers_that_do_not_fit_the_configuration_are_refused(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    path, _ = files.save("compressed-4bit", tmp_path)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ConfigurationError, match=complaint):
+        tokens_of(path, native=True)
+
+
+@pytest.mark.skipif(
+    library.instruction_set(torch.float32) in (None, "portable"), reason="no kernels for this processor"
+)
+@pytest.mark.parametrize("name", ["compressed-4bit-zeros", "gptq-8bit-v2"])
+def test_fused_pieces_take_integers_as_they_are(name: str, tmp_path: Path) -> None:
+    quantized, ordinary = files.save(name, tmp_path)
+
+    def logits(model: Any) -> torch.Tensor:
+        ids = torch.tensor([PROMPT])
+        model.set_attn_implementation("sdpa")
+        found = model(input_ids=ids, position_ids=torch.arange(len(PROMPT))[None], use_cache=False).logits
+        model.set_attn_implementation(PAGED)
+        return torch.Tensor(found)
+
+    def left(model: Any) -> int:
+        return sum(layer._rows.nbytes for layer in model.modules() if isinstance(layer, BlockLinear))
+
+    source = find_source(str(quantized))
+    expected = logits(AutoModelForCausalLM.from_pretrained(ordinary, dtype=torch.float32))
+    for fused in (True, False):
+        model = load_model(source, read_config(source), torch.float32, torch.device("cpu"), lambda *_: None)
+        assert left(model) > 0
+        torch.testing.assert_close(logits(model), expected)
+        if not fused:
+            widen_left(model)
+            torch.testing.assert_close(logits(model), expected)
+            assert not [one for one in model.parameters() if one.dtype is torch.uint8 and one.numel()]
+        else:
+            assert (pieces := cpu_pieces(torch.float32, 1)) is not None
+            assert (found := fuse(model, pieces)) is not None  # it compares the model's logits
+            assert (found.gated, found.merged) == (2, 2)
+        assert left(model) == 0
 
 
 # --- as on a GPU: the same kernels of torch, on a CPU

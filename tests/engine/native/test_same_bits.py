@@ -22,6 +22,7 @@ from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.kernels.library import BlockRows, Weights
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import Unit, windows
+from tests.kernels.block_rows import block_rows
 from tests.more import more
 
 RUNS = int(os.environ.get("TANDEM_SAME_BITS", "1"))
@@ -37,10 +38,12 @@ _WIDE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
-BLOCKS = "llama-blocks"  # its matrices are in blocks
+BLOCKS = "llama-blocks"  # its matrices are in a GGUF file's blocks
+INTEGERS = "llama-integers"  # in blocks of integers of 4 and 8 bits, of several sizes
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_WIDE, tie_word_embeddings=True),
     BLOCKS: lambda: transformers.LlamaConfig(**{**_WIDE, "intermediate_size": 416}, tie_word_embeddings=True),
+    INTEGERS: lambda: CONFIGS[BLOCKS](),
     "qwen3": lambda: transformers.Qwen3Config(**_WIDE, head_dim=64),
     "mistral-window": lambda: transformers.MistralConfig(**_WIDE, head_dim=16, sliding_window=37),
     "qwen2-odd": lambda: transformers.Qwen2Config(
@@ -78,29 +81,35 @@ def in_company(
     return [torch.cat(pieces) for pieces in found]
 
 
-def in_blocks(model: PreTrainedModel) -> Callable[[str], Weights | None]:
-    """The model's matrices in blocks of two kinds, by their names."""
+def in_blocks(model: PreTrainedModel, integers: bool) -> Callable[[str], Weights | None]:
+    """The model's matrices in blocks of two kinds, by their names; in `integers` of any bits."""
     parameters = dict(model.named_parameters())
 
     def take(name: str) -> Weights | None:
         data = parameters[name].detach() if name in parameters else None
         if data is None or data.dim() < 2:
             return data
-        kind = "Q8_0" if "embed" in name or "down" in name else "Q4_1"
+        is_8_bit, (outputs, inputs) = "embed" in name or "down" in name, data.shape
+        if integers:
+            size = 128 if inputs % 128 == 0 else 32
+            return block_rows(f"I{8 if is_8_bit else 4}_{size}", outputs, inputs, len(name))
+        kind = "Q8_0" if is_8_bit else "Q4_1"
         return BlockRows(quantize(data.float().numpy(), gguf.GGMLQuantizationType[kind]), kind)
 
     return take
 
 
-@pytest.mark.parametrize("name", ["llama", BLOCKS, *more(list(CONFIGS)[2:])])
+@pytest.mark.parametrize("name", ["llama", BLOCKS, INTEGERS, *more(list(CONFIGS)[3:])])
 def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
     dtype, instruction_set = unit
     model = build(name).to(dtype)
 
     def made(threads: int) -> NativeLlamaForward:
         options: dict[str, Any] = {"threads": threads, "instruction_set": instruction_set}
-        if name == BLOCKS:
-            return NativeLlamaForward(model.config, in_blocks(model), dtype=dtype, **options)
+        if name in (BLOCKS, INTEGERS):
+            return NativeLlamaForward(
+                model.config, in_blocks(model, name == INTEGERS), dtype=dtype, **options
+            )
         return NativeLlamaForward.from_module(model, **options)
 
     def computed(threads: int, rng: random.Random | None, texts: list[list[int]]) -> list[torch.Tensor]:
