@@ -27,7 +27,7 @@ from tandem.cluster.control import (
 from tandem.cluster.describe import counted, format_size
 from tandem.router.page_state import NodeRow, PageState, PoolRow, ProcessState, RouterState, TierRow
 from tandem.wire.nodes import NodeState
-from tandem.wire.requests import NO_COUNTERS, NodeMemory
+from tandem.wire.requests import NO_COUNTERS
 
 _DECISIONS = 8
 _EXCHANGES = {
@@ -39,17 +39,6 @@ _EXCHANGES = {
 _KV: tuple[Column, ...] = (
     ("KV sent", lambda row: format_size(row.bytes_sent)),
     ("received", lambda row: format_size(row.bytes_received)),
-)
-
-
-def _memory(show: Callable[[NodeMemory], str]) -> Callable[[NodeRow], str]:
-    return lambda row: show(row.memory) if row.memory is not None else "-"
-
-
-_MEMORY: tuple[Column, ...] = (
-    ("weights", _memory(lambda has: format_size(has.weights) + (" shared" if has.shared else ""))),
-    ("KV", _memory(lambda has: format_size(has.kv))),
-    ("own", _memory(lambda has: format_size(has.own))),
 )
 
 Answer = RouterState | TandemError  # what a router said of itself, or why it said nothing
@@ -181,9 +170,9 @@ class Overview:
         where: tuple[Column, ...] = ()
         if machines is not None:
             where = (("role", lambda row: row.role), ("machine", lambda row: machines[row.node_id]))
-        console.print(node_table(rows, where, (*_KV, *(_MEMORY if any(row.memory for row in rows) else ()))))
-        if machines is not None and (line := _memory_line(rows, machines)):
-            console.print(line, highlight=False)
+        console.print(node_table(rows, where, _KV))
+        for line in _memory_lines(rows, machines):
+            console.print(escape(line), highlight=False, soft_wrap=True)
         for row in rows:
             for tier in row.tiers:
                 console.print(escape(_tier_line(row.node_id, tier)), highlight=False)
@@ -191,12 +180,17 @@ class Overview:
             show_notes(row.node_id, filter(None, [row.why, *row.notes]), console)
 
 
-def _memory_line(rows: Sequence[NodeRow], machines: Mapping[str, str]) -> str:
-    """The memory of all nodes together, with weights that they share counted once for each machine."""
-    shared = {machines[row.node_id]: row.memory.weights for row in rows if row.memory and row.memory.shared}
-    each = [row.memory for row in rows if row.memory]
-    total = sum(has.kv + has.own + (0 if has.shared else has.weights) for has in each) + sum(shared.values())
-    return f"memory of the nodes: {format_size(total)}, shared weights counted once" if shared else ""
+def _memory_lines(rows: Sequence[NodeRow], machines: Mapping[str, str] | None) -> Iterator[str]:
+    """What each node has of its machine's memory; and all together, with weights that they share counted once for each machine."""
+    has = {row.node_id: row.memory for row in rows if row.memory is not None}
+    for node_id, memory in has.items():
+        shared = " (shared)" if memory.shared else ""
+        sizes = format_size(memory.weights) + shared, format_size(memory.kv), format_size(memory.own)
+        yield "memory of {}: weights {}, KV {}, its own {}".format(node_id, *sizes)
+    if machines is not None and any(memory.shared for memory in has.values()):
+        once = {machines[node_id]: memory.weights for node_id, memory in has.items() if memory.shared}
+        apart = sum(memory.kv + memory.own + (not memory.shared) * memory.weights for memory in has.values())
+        yield f"memory of all nodes: {format_size(apart + sum(once.values()))}, shared weights counted once"
 
 
 def _paused(names: Sequence[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Implements the contracts of `cluster/` on Ray: machines, processes and kept state.
 
 runtime             starts a Ray of our own or joins one that runs; no other file does either; auth_token: keeps Ray's token private; lean: the
-                    processes that a Ray of our own goes without
+                    processes that a Ray of our own goes without, and lean_agent: the script in place of one of them
 neighbours          the other deployments on the same Ray cluster: where their nodes are, and what they ask for
 launcher, hosts, state_store    implement `cluster.launcher` on Ray; errors translates Ray's exceptions
 handles             the actors that the launcher starts: found or made, watched, ended

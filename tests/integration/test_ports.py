@@ -43,6 +43,7 @@ def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in running.processes()]
     for program in ("dashboard.py", "log_monitor.py", "monitor.py"):
         assert not [command for command in commands if f"/{program}\0" in command], "it was not asked for"
+    assert not [command for command in commands if command.startswith("ray::DashboardAgent")]
 
     found = {
         (program_of(command), host)

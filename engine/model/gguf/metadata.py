@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 
 from tandem.base.errors import ConfigurationError
+from tandem.engine.model.gguf.header import GgufHeader
 from tandem.engine.model.leftovers import is_draft_layer, layer_of, num_layers, refuse_leftovers
 from tandem.engine.model.plain_config import PlainConfig
 from tandem.engine.model.source import ModelSource
@@ -35,38 +35,31 @@ _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 
 
 class Metadata:
-    """The metadata of one file. Reading it takes a while if the vocabulary is large. Keys are given without their architecture
-    prefix."""
+    """The metadata of one file. Keys are given without their architecture prefix."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
-        self._reader = GGUFReader(source.folder / str(source.gguf_file))
+        self._header = GgufHeader(source.folder / str(source.gguf_file))
         self._prefix = f"{self.general('general.architecture')}."
 
     def general(self, key: str) -> Any:
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        return self._header.values.get(key)
 
     def get(self, key: str) -> Any:
         return self.general(self._prefix + key)
-
-    def length(self, key: str) -> int:
-        """The number of values in a list; 0 without it."""
-        field = self._reader.get_field(key)
-        return 0 if field is None else len(field.data)
 
     def below(self, key: str) -> dict[str, Any]:
         """All values whose keys begin with this one, by the rest of the key; with "" all of the architecture."""
         start = f"{self._prefix}{key}." if key else self._prefix
         return {
-            name.removeprefix(start): self.general(name)
-            for name in self._reader.fields
+            name.removeprefix(start): value
+            for name, value in self._header.values.items()
             if name.startswith(start)
         }
 
     @property
     def tensors(self) -> dict[str, Any]:
-        return {tensor.name: tensor for tensor in self._reader.tensors}
+        return dict(self._header.tensors)
 
 
 def loading_options(source: ModelSource, config: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def plain_config(metadata: Metadata) -> PlainConfig | None:
             return None
         return PlainConfig(
             model_type=kind,
-            vocab_size=said.get("vocab_size") or metadata.length("tokenizer.ggml.tokens"),
+            vocab_size=said.get("vocab_size") or metadata.general("tokenizer.ggml.tokens").length,
             hidden_size=hidden,
             intermediate_size=said["feed_forward_length"],
             num_hidden_layers=said["block_count"],
@@ -60,7 +60,7 @@ def plain_config(metadata: Metadata) -> PlainConfig | None:
             layer_types=["full_attention"] * said["block_count"],
             dtype=None,
         )
-    except KeyError:
+    except (KeyError, AttributeError):
         return None
 
 

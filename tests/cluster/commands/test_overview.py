@@ -356,9 +356,9 @@ def test_the_memory_of_nodes_counts_the_weights_that_they_share_once() -> None:
     ]
     view = msgspec.structs.replace(VIEW, nodes=nodes)
     text, _ = shown(view, router_answer())
-    row = next(line for line in text.splitlines() if line.startswith("decode-0"))
-    assert row.split()[-7:] == ["256.0", "MiB", "shared", "64.0", "MiB", "192.0", "MiB"]
-    assert "memory of the nodes: 1.2 GiB, shared weights counted once" in text
+    lines = text.splitlines()
+    assert "memory of decode-0: weights 256.0 MiB (shared), KV 64.0 MiB, its own 192.0 MiB" in lines
+    assert "memory of all nodes: 1.2 GiB, shared weights counted once" in lines
     plain = Overview.of(view, None, lambda url, key: router_answer()).json()
     assert plain["nodes"][0]["status"]["memory"]["own"] == 192 << 20
 
