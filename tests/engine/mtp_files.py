@@ -61,6 +61,9 @@ def save(kind: str, folder: Path, *, right: bool = False) -> Path:
     weights = load_file(path / "model.safetensors")
     named = {name.replace(before, prefix): weight for name, weight in weights.items()}
     named |= {f"{name}.weight": weight for name, weight in zip(heads, added, strict=True)}
+    if not beside:  # published checkpoints repeat these
+        named[before + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        named[before + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(named, path / "model.safetensors", {"format": "pt"})
     described = json.loads((path / "config.json").read_text()) | {"num_hidden_layers": count}
     if beside:

@@ -53,9 +53,12 @@ def load_layer(source: ModelSource, model: PreTrainedModel) -> MtpModel:
     if getattr(config, "layer_types", None) and not getattr(config, "mtp_layer_types", None):
         config.mtp_layer_types = ["full_attention"]
     try:
-        return MtpModel.from_pretrained(model, device_map={"": str(model.device)})
+        found = MtpModel.from_pretrained(model, device_map={"": str(model.device)})
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise _refusal(source, f"has a head that transformers does not load: {str(error)[:300]}") from error
+    # Fusing may replace what the two share.
+    found.embed_tokens = found.shared_head = found.rotary_emb = None
+    return found
 
 
 def made_head(source: ModelSource, mtp: MtpModel, model: PreTrainedModel, plan: CachePlan) -> LoadedHead:
@@ -66,7 +69,8 @@ def made_head(source: ModelSource, mtp: MtpModel, model: PreTrainedModel, plan: 
     base = made.base_model
     base.layers[0] = _Layer(mtp.layers[0])
     base.embed_tokens = NoEmbeddings(2 * config.hidden_size, model.dtype, model.device)
-    base.norm, made.lm_head = torch.nn.Identity(), model.get_output_embeddings()
+    base.norm = getattr(mtp, "shared_post_norm", None) or torch.nn.Identity()
+    made.lm_head = model.get_output_embeddings()
     base.rotary_emb = type(base.rotary_emb)(config).to(model.device)
     made.eval().requires_grad_(False)
     keep_rotary_constant(made)
