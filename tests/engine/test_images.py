@@ -15,7 +15,6 @@ from transformers import AutoModelForImageTextToText
 from tandem.base.errors import InvalidRequest
 from tandem.engine.config import AsyncScheduling, Reserve, SchedulerConfig
 from tandem.engine.model.vision import tower
-from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tandem.wire.embeds import PLACEHOLDER, PromptEmbeds
 from tandem.wire.images import MediaFeature
@@ -219,17 +218,6 @@ def test_an_image_that_the_encoder_cache_cannot_hold_is_refused(lab: ImageLab) -
             add(engine, lab, "one")
         add(engine, lab, "text")
         assert engine.run_all() == {"text": lab.answers["text"]}
-
-
-def test_a_request_that_ends_in_its_prompt_holds_nothing(lab: ImageLab) -> None:
-    with lab.start(batched=9) as engine:
-        add(engine, lab, "two")
-        for _ in range(3):
-            engine.engine.step()
-        engine.engine.scheduler.finish_requests(["two"], RequestStatus.FINISHED_ABORTED)
-        engine.engine.scheduler.check_integrity()
-        add(engine, lab, "one")
-        assert engine.run_all() == {"one": lab.answers["one"]}
 
 
 def test_a_file_that_is_no_image_ends_its_request_and_no_other(lab: ImageLab) -> None:

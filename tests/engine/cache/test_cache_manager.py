@@ -11,25 +11,6 @@ def table(cache, name):
     return cache.block_ids(name)[0]
 
 
-def test_slots_for_a_prompt_and_no_more():
-    cache = manager()
-    a = request("a", range(10))
-    assert admit(cache, a) == 0
-    assert table(cache, "a") == [1, 2, 3]
-    check(cache, a)
-
-
-def test_a_table_only_grows_and_only_when_it_must():
-    cache = manager()
-    a = request("a", range(10))
-    admit(cache, a)
-    decode(cache, a, 1, 2)
-    assert table(cache, "a") == [1, 2, 3]
-    decode(cache, a, 3)
-    assert table(cache, "a") == [1, 2, 3, 4]
-    check(cache, a)
-
-
 def test_beyond_the_horizon_and_only_there_is_something_to_do():
     cache = manager()
     a = request("a", range(6))
@@ -76,18 +57,6 @@ def test_a_hit_is_not_taken_for_itself():
     check(cache, other)
 
 
-def test_found_blocks_are_shared():
-    cache = manager()
-    a, b = request("a", range(10)), request("b", [*range(9), 77])
-    admit(cache, a)
-    assert admit(cache, b) == 8
-    assert table(cache, "b")[:2] == table(cache, "a")[:2]
-    assert cache.pool.ref_counts[table(cache, "a")[0]] == 2
-    check(cache, a, b)
-    cache.free(a)
-    check(cache, b)
-
-
 def test_a_copy_of_a_cached_block_stays_where_it_is():
     """The seeds' example: the same request again, which fills a block that another holds already."""
     cache = manager()
@@ -106,16 +75,6 @@ def test_a_copy_of_a_cached_block_stays_where_it_is():
     assert admit(cache, c) == 8
     assert table(cache, "c")[:2] == [1, 2]
     check(cache, a, c)
-
-
-def test_blocks_are_given_back_tail_first():
-    cache = manager(num_blocks=6)
-    a = request("a", range(12))
-    admit(cache, a)
-    cache.free(a)
-    assert list(cache.pool.free_queue) == [4, 5, 3, 2, 1]
-    cache.free(a)  # what has no blocks gives none back
-    check(cache)
 
 
 def test_what_was_filed_and_never_computed_is_not_found():

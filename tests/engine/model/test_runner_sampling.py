@@ -202,14 +202,3 @@ def test_a_long_prompts_logits_are_computed_in_passes(
         assert ours.token_id == theirs.token_id
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     assert hooks.calls == [("load", 0), ("load", 1), ("save", 0), ("save", 1)]
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_each_layer_is_waited_for_and_then_saved(path: Path, native: bool) -> None:
-    """In order; a forward pass may take several layers at once between the calls."""
-    driver, hooks = Driver(load(path, native=native)), Recorder()
-    driver.add("r", PROMPT, SamplingParams(temperature=0.0))
-    driver.step({"r": 4}, hooks)
-    assert [layer for what, layer in hooks.calls if what == "load"] == [0, 1]
-    assert [layer for what, layer in hooks.calls if what == "save"] == [0, 1]
-    assert all(hooks.calls.index(("load", layer)) < hooks.calls.index(("save", layer)) for layer in (0, 1))

@@ -37,14 +37,3 @@ def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
     driver.step(sent("a"))
     assert driver.scheduler.has_work()
     assert driver.step()[0].num_scheduled_tokens == {"b": 10}
-
-
-def test_the_prefix_cache_is_reset_while_a_request_uses_it():
-    driver = Driver()
-    driver.add("a", list(range(10)), max_tokens=3)
-    driver.step()
-    driver.scheduler.reset_prefix_cache()
-    driver.add("b", list(range(10)), max_tokens=3)
-    assert driver.step()[0].num_scheduled_tokens == {"a": 1, "b": 10}
-    driver.run()
-    assert driver.outputs["a"] == driver.outputs["b"]

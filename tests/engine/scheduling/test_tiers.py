@@ -283,23 +283,6 @@ def test_a_load_that_is_given_up_is_computed_and_its_blocks_are_free(comes_back:
     assert world.loaded == (6 * BLOCK if comes_back else 0), "what it has is not lost"
 
 
-def test_a_request_that_is_aborted_while_its_load_hangs_gives_its_blocks_back() -> None:
-    world = TierWorld()
-    world.run(PROMPT)
-    push_out(world)
-    request_id = world.ask(PROMPT)
-    world.step()
-    world.driver.abort(request_id)
-    world.aborted.add(request_id)
-    world.step()
-    assert world.scheduler.stats().held_requests == 1
-    world.movers[0].stall()
-    world.step()
-    stats = world.scheduler.stats()
-    assert stats.free_blocks == stats.total_blocks
-    world.finish()
-
-
 def test_wrong_kv_is_never_loaded_again() -> None:
     """Not what is being loaded when it is found out, either."""
     world = TierWorld()

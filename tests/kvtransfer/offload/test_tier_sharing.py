@@ -270,23 +270,6 @@ def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
     assert b.manager.lookup(keys(5)) == 0
 
 
-def test_a_mirror_asks_again_for_what_was_not_ready() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
-    request = Asker("r", CachePeers(mirror=b.address))
-    a.sharing.stored(request, keys(4))  # type: ignore[arg-type]
-    a.sharing.tell_mirrors()
-    world.settle()
-    assert b.manager.lookup(keys(5)) == 3
-    a.store(keys(5))
-    a.sharing.stored(request, keys(5)[4:])  # type: ignore[arg-type]
-    a.sharing.tell_mirrors()
-    world.settle()
-    assert b.manager.lookup(keys(5)) == 5
-    assert b.sharing.mirrored_bytes == 5 * CHUNK_BYTES
-
-
 def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_next_message() -> None:
     world = World()
     a, b = world.nodes["a"], world.nodes["b"]
