@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -33,6 +35,16 @@ def serving(router: RunningRouter) -> FakeNode:
 def other(router: RunningRouter, node: FakeNode) -> FakeNode:
     (found,) = (n for n in router.nodes.values() if n.role is node.role and n is not node)
     return found
+
+
+@contextmanager
+def undisturbed(router: RunningRouter, after: int = 0) -> Iterator[None]:
+    """A stream whose text is right, whatever the block does when so many of its tokens have come."""
+    with router.stream(max_tokens=COUNT, seed=9) as events:
+        text = events.text(count=after) if after else ""
+        yield
+        text += events.text()
+    assert text == router.expected("the fox", COUNT, seed=9)
 
 
 @pytest.mark.parametrize("how", ["leaves", "silent"])
@@ -78,14 +90,13 @@ def test_a_prefill_node_lost_before_the_handoff_is_replaced(start_router: StartR
     router = start_router(prefill=2, decode=1)
     for name in ("p0", "p1"):
         router.nodes[name].set(pause_at=0)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
+    with undisturbed(router):
         decode, candidates = router.nodes["d0"], [router.nodes[name] for name in ("p0", "p1")]
         decode.wait_until(lambda: any(node.submits for node in candidates), "submitted")
         submitted(decode)
         lost = next(node for node in candidates if node.submits)
         other(router, lost).resume()
         router.remove(lost.info.node_id).kill()
-        assert events.text() == router.expected("the fox", COUNT, seed=9)
     assert decode.submits[0].request_id in decode.cancels
     assert len(decode.submits) == 2
 
@@ -93,22 +104,18 @@ def test_a_prefill_node_lost_before_the_handoff_is_replaced(start_router: StartR
 def test_with_no_other_prefill_node_the_decode_node_does_it_all(start_router: StartRouter) -> None:
     router = start_router(prefill=1, decode=1)
     router.nodes["p0"].set(pause_at=0)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
+    with undisturbed(router):
         submitted(router.nodes["d0"])
         router.nodes["p0"].kill()
-        assert events.text() == router.expected("the fox", COUNT, seed=9)
     assert router.nodes["d0"].submits[-1].transfer is None
 
 
 def test_a_prefill_node_lost_after_the_handover_is_not_missed(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["d0"].set(pause_at=4)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=4)
+    with undisturbed(router, after=4):
         router.remove("p0").kill()
         router.nodes["d0"].resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert len(router.nodes["d0"].submits) == 1
 
 
@@ -117,12 +124,9 @@ def test_a_prefill_node_lost_between_its_first_token_and_the_decode_nodes_start(
 ) -> None:
     router = start_router()
     router.nodes["d0"].set(pause_at=0)  # the KV never arrives
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=1)
+    with undisturbed(router, after=1):
         router.remove("p0").kill()
         router.nodes["d0"].resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert router.nodes["d0"].submits[-1].output_token_ids
 
 
@@ -235,12 +239,11 @@ def test_a_prefill_node_that_was_told_to_stop_ends_nothing(start_router: StartRo
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     prefill.set(pause_at=0)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
+    with undisturbed(router):
         submitted(decode)
         submit = decode.submits[0]
         prefill.say(submit, 0, [], FinishReason.ABORT)
         router.board.hand_off(submit.transfer.transfer_id, router.board.rule(submit.prompt_token_ids, 9, 0))
-        assert events.text() == router.expected("the fox", COUNT, seed=9)
     assert len(decode.submits) == 1
 
 
@@ -337,13 +340,10 @@ def test_a_full_node_is_passed_over_and_when_all_are_full_it_is_said(start_route
 def test_a_stream_waits_for_the_only_node_to_come_back(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=1)
     router.nodes["d0"].set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=5)
+    with undisturbed(router, after=5):
         router.remove("d0").kill()
         router.wait_for(lambda: router.server.services.dispatcher.running == 1, "it waits")
         router.add("d0", Role.DECODE)  # the same name, a new epoch
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
 
 
 def test_nobody_comes_back_is_an_error_in_time(start_router: StartRouter) -> None:
@@ -361,13 +361,10 @@ def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> N
     router = start_router(prefill=0, decode=2, timeouts=Timeouts(token_idle=0.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=5)
+    with undisturbed(router, after=5):
         wedged = serving(router)
         wedged.set(wedged=True)
         other(router, wedged).resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     wedged.wait_until(lambda: wedged.submits[0].request_id in wedged.cancels, "told that it is over")
 
 
@@ -378,13 +375,10 @@ def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(
     router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.1, silence=1.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=5)
+    with undisturbed(router, after=5):
         stopped = serving(router)
         other(router, stopped).resume()
         stopped.set(mute=True)
-        text += events.text()
-        assert text == router.expected("the fox", COUNT, seed=9)
     stopped.set(mute=False)
     router.wait_ready(stopped.info.node_id)
     assert router.complete(max_tokens=3).status_code == 200
@@ -411,13 +405,10 @@ def test_aggregated_nodes_take_over_too(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=0, aggregated=2, local_prefill=LocalPrefill.AUTO)
     for node in router.nodes.values():
         node.set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=5)
+    with undisturbed(router, after=5):
         lost = max(router.nodes.values(), key=lambda node: len(node.running))
         other(router, lost).resume()
         router.remove(lost.info.node_id).kill()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
 
 
 def test_usage_of_a_moved_request_counts_each_token_once(
@@ -461,12 +452,9 @@ def test_a_prefill_node_that_fails_after_the_handover_is_no_matter(start_router:
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     decode.set(pause_at=4)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=4)
+    with undisturbed(router, after=4):
         prefill.report(decode.submits[0], WireError("kv_transfer_failed", "a lease that was not needed"))
         decode.resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert len(decode.submits) == 1
 
 
@@ -475,12 +463,9 @@ def test_a_request_that_waits_in_a_healthy_nodes_line_is_left_there(start_router
     router = start_router(timeouts=Timeouts(token_idle=0.5))
     decode = router.nodes["d0"]
     decode.set(pause_at=0)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=1)
+    with undisturbed(router, after=1):
         decode.wait_until(lambda: decode.asks >= 3, "asked what it holds, again and again")
         decode.resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert len(decode.submits) == len(router.nodes["p0"].submits) == 1
     assert decode.cancels == []
 
@@ -490,14 +475,11 @@ def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_route
     router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5))
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=3)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=3)
+    with undisturbed(router, after=3):
         blocked = serving(router)
         other(router, blocked).resume()
         blocked.wait_until(lambda: blocked.asks >= 2, "it is asked, and the request stays")
         blocked.set(status_fields={"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60})
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
 
 
@@ -505,10 +487,9 @@ def test_a_request_that_waits_for_its_first_token_is_left_too(start_router: Star
     router = start_router(timeouts=Timeouts(token_idle=0.5))
     prefill = router.nodes["p0"]
     prefill.set(pause_at=0)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
+    with undisturbed(router):
         prefill.wait_until(lambda: prefill.asks >= 3, "asked what it holds")
         prefill.resume()
-        assert events.text() == router.expected("the fox", COUNT, seed=9)
     assert len(prefill.submits) == len(router.nodes["d0"].submits) == 1
 
 
@@ -516,13 +497,10 @@ def test_a_request_that_its_node_lost_goes_on_elsewhere(start_router: StartRoute
     router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
     node = router.nodes["d0"]
     node.set(pause_at=3)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=3)
+    with undisturbed(router, after=3):
         node.forget(node.submits[0].request_id)
         submitted(node, 2)
         node.resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert node.submits[1].output_token_ids != []
 
 
@@ -531,14 +509,11 @@ def test_a_node_in_a_long_step_is_waited_for(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
     node = router.nodes["d0"]
     node.set(pause_at=3)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=3)
+    with undisturbed(router, after=3):
         node.set(wedged=True, status_fields={"step_age_s": 5.0})
         node.wait_until(lambda: node.asks >= 3, "asked")
         node.set(wedged=False, status_fields={})
         node.resume()
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)
     assert len(node.submits) == 1
 
 
@@ -548,13 +523,12 @@ def test_a_decode_node_that_read_the_prompt_itself_frees_the_prefill_node_of_it(
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     prefill.set(pause_at=0)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
+    with undisturbed(router):
         submitted(decode)
         router.board.hand_off(
             decode.submits[0].transfer.transfer_id,
             router.board.rule(decode.submits[0].prompt_token_ids, 9, 0),
         )
-        assert events.text() == router.expected("the fox", COUNT, seed=9)
     request_id = decode.submits[0].request_id
     prefill.wait_until(lambda: request_id in prefill.cancels, "not computed for nothing")
 
@@ -563,13 +537,10 @@ def test_a_stream_outlives_a_successor_that_is_full_for_a_moment(start_router: S
     router = start_router(prefill=0, decode=2)
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
-    with router.stream(max_tokens=COUNT, seed=9) as events:
-        text = events.text(count=5)
+    with undisturbed(router, after=5):
         lost = serving(router)
         successor = other(router, lost)
         successor.set(refuse=WireError("overloaded", "no blocks"), pause_at=None)
         router.remove(lost.info.node_id).kill()
         submitted(successor)
         successor.set(refuse=None)
-        text += events.text()
-    assert text == router.expected("the fox", COUNT, seed=9)

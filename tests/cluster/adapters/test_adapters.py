@@ -132,8 +132,7 @@ async def test_what_was_loaded_is_known_to_the_next_controller_and_to_a_node_tha
         loading = asyncio.create_task(rig.controller.adapters({"sql": SQL}, []))
         await rig.clock.advance(TIMEOUTS.heartbeat_s)
         await loading
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         assert await rig.controller.adapters({}, []) == {"sql": SQL}
         rig.launcher.node("decode-0").die()
         await rig.clock.advance(20 * TIMEOUTS.heartbeat_s)

@@ -562,6 +562,11 @@ class Rig:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.controller = self.new_controller()
 
+    async def next_controller(self) -> None:
+        """Another controller takes over from one that was killed."""
+        await self.kill_controller()
+        await self.controller.start()
+
     async def __aenter__(self) -> Rig:
         return self
 

@@ -125,8 +125,7 @@ async def test_a_controller_that_was_killed_comes_back_to_its_nodes_and_nobody_n
         await settle()
         told = len(rig.launcher.router.memberships)
         before = {node.info.node_id: node.info for node in rig.launcher.running}
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         await settle()
         assert {node.info.node_id: node.info for node in rig.launcher.running} == before
         assert len(rig.launcher.routers) == 1
@@ -141,8 +140,7 @@ async def test_a_controller_shows_what_the_one_before_it_decided() -> None:
             await rig.controller.scale({Role.DECODE: 2 + size % 2})
         await settle()
         before = (await rig.controller.view()).decisions
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         after = (await rig.controller.view()).decisions
         assert after[:-1] == before[1:]
         assert "took over" in after[-1].text
@@ -167,8 +165,7 @@ async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> No
         await rig.controller.scale({Role.PREFILL: 1})
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}, "it was asked for, and served"
 
@@ -187,8 +184,7 @@ async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the
         with pytest.raises(Unavailable):
             await rig.controller.scale({Role.DECODE: 3})
         await rig.clock.advance(1.0)
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         await rig.clock.advance(20.0)
         assert [node.node_id for node in (await rig.controller.view()).nodes] == ["prefill-0", "decode-0"]
 
@@ -508,8 +504,7 @@ async def test_a_controller_that_does_not_know_a_setting_names_it_and_touches_no
         assert {name: len(processes) for name, processes in rig.launcher.nodes.items()} == before
 
         await rig.store.save(kept)
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
 
 
 async def test_the_controllers_environment_is_that_of_its_process() -> None:
@@ -521,6 +516,5 @@ async def test_the_controllers_environment_is_that_of_its_process() -> None:
         assert (await rig.controller.configuration()).controller == ControllerConfig(start_s=7)
 
         rig.config = wanted  # what the next process is made with
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         assert (await rig.controller.configuration()).controller == wanted.controller

@@ -78,8 +78,7 @@ async def test_every_node_loads_the_commit_that_the_name_stood_for_at_the_start(
         rig.commit = "b" * 40  # upstream pushes
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         rig.launcher.node("prefill-0").die()
         await rig.clock.advance(10)
         await rig.controller.scale({Role.DECODE: 3})

@@ -18,8 +18,7 @@ async def test_routers_are_told_what_is_paused_and_the_next_controller_knows_it(
         await settle()
         assert rig.launcher.router.paused == ["decode-0"]
         assert (await rig.controller.view()).paused == ["decode-0"]
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         assert rig.launcher.router.paused == ["decode-0"]
         assert await rig.controller.pause([]) == ["aggregated", "decode", "decode-0", "encode", "prefill"]
         assert await rig.controller.resume([]) == []

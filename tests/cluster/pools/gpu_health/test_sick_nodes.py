@@ -82,8 +82,7 @@ async def test_the_next_controller_keeps_the_place_closed() -> None:
     async with started(pools=aggregated(1), hosts=cards(2)) as rig:
         rig.launcher.node("aggregated-0").sick = SICK
         await rig.clock.advance(5)
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         await rig.clock.advance(5)
         rig.launcher.node("aggregated-1").sick = (msgspec.structs.replace(SICK[0], device="cuda:1"),)
         await rig.clock.advance(DRAIN_S)

@@ -324,8 +324,7 @@ async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
         kept = await rig.controller.configuration()
         assert kept == replace(config, name=rig.config.name)
-        await rig.kill_controller()
-        await rig.controller.start()
+        await rig.next_controller()
         assert await rig.controller.configuration() == kept, "the next controller knows it"
         assert not (await rig.controller.apply(config, dry_run=True)).at_once
 
