@@ -38,8 +38,10 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     arrived: float | None = None  # when the HTTP request arrived; None means now
     keep: KeptAnswer | None = None
     reads_ahead: bool = False  # the first part of an arriving prompt; its one token is dropped
+    # Nodes that have answered it before: it is asked again of others, to compare.
+    answered_by: frozenset[str] = frozenset()
 
     @property
     def is_measured(self) -> bool:
         """Whether its times say how long users wait. No one waits for what runs when nothing else does."""
-        return not (self.reads_ahead or self.facts.when_idle)
+        return not (self.reads_ahead or self.facts.when_idle or self.answered_by)

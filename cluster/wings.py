@@ -49,7 +49,12 @@ class RolloutJudge(Protocol):
         ...
 
     def ask_next(self) -> str:
-        """Asks one of them again. Returns where the answer has other bits than before; "" if it has none, or did not come."""
+        """Asks one of them again, and has some of the clients' own requests asked again of new nodes. Returns where the answer has other bits than before; "" if it has none, or did not come."""
+        ...
+
+    @property
+    def compared(self) -> str:
+        """How many of the clients' own requests were compared meanwhile."""
         ...
 
     def ask_all(self) -> str:

@@ -168,6 +168,7 @@ async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
     if other := await asyncio.to_thread(judge.ask_all):
         say(f"other bits: {other}. The rollout is done: apply the previous configuration to take it back")
         return False
+    say(judge.compared)
     say("same bits as before")
     return True
 

@@ -60,6 +60,8 @@ class Dispatcher:
         self.placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
         self.followed = FollowedAnswers()
+        # Hear of each request for an answer when it has ended.
+        self.on_answered: set[Callable[[list[RequestLife]], None]] = set()
         # Set when the last request has ended. None until `wait_idle` is called.
         self._idle: asyncio.Event | None = None
         self.admission = self._admission(lambda: pool.view.decode_count, pool.view.has_room)
@@ -183,6 +185,8 @@ class Dispatcher:
         if lives[0].spec.facts.pooling is not None:
             return
         self.metrics.request_longest_answer.observe(max(len(life.ledger.tokens) for life in lives))
+        for hear in self.on_answered:
+            hear(lives)
 
     async def _hashed(self, specs: list[SequenceSpec]) -> dict[_Prompt, PromptHashes]:
         """Hashes each prompt once for all of its choices. A long prompt is hashed in a thread, so that other

@@ -85,7 +85,7 @@ class RequestLife:
         self.finish: FinishReason | None = None
         self.error: TandemError | None = None
         self.ended = False
-        self._avoid: set[str] = set()
+        self._avoid: set[str] = set(spec.answered_by)
         self._left: set[str] = (
             set()
         )  # those of them that it left because blocks were kept there, which may be over

@@ -12,9 +12,11 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.reading import ReadChoice
 from tandem.base.errors import ConfigurationError
 from tandem.router.dispatch import Generation
+from tandem.router.http.api_document import operation
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
+from tandem.router.receipts.live import AskAgain, AskedAgain, ask_again
 from tandem.router.receipts.receipt import (
     LEAST_KEY_BYTES,
     AnswerMarks,
@@ -26,7 +28,7 @@ from tandem.router.receipts.receipt import (
     signed,
 )
 from tandem.router.signer import RECEIPT_HEADER, AnswerSigner, refused
-from tandem.router.wings import RouterWing
+from tandem.router.wings import RouteRow, RouterWing, WingDocument
 from tandem.wire.nodes import COMPUTED_BY
 
 _SIGN = "sign"
@@ -36,6 +38,20 @@ _NONE_YET = AnswerMarks(0, 1, "", "")
 
 
 class Receipts(RouterWing):
+    document = WingDocument(
+        types=(AskAgain, AskedAgain),
+        paths={
+            "/verify": {
+                "post": operation(
+                    "Ask some requests again of new nodes, and compare", AskAgain, AskedAgain, ("400", "401")
+                )
+            }
+        },
+    )
+
+    def routes(self) -> list[RouteRow]:
+        return [("/verify", ask_again, ["POST"])]
+
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         if (file := services.config.receipt_key_file) is not None:

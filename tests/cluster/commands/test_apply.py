@@ -54,6 +54,8 @@ class Told(DirectCluster):
 class Answers:
     """What requests are found to be answered during a rollout."""
 
+    compared = "no client's request was compared"
+
     def __init__(self, *found: str) -> None:
         self._found = list(found)
 
