@@ -22,7 +22,7 @@ def _config(kind: str) -> Any:
     if kind == "glm4-moe":
         routed = {name: value for name, value in tiny._LATENT.items() if "expert" in name or "group" in name}
         own = {"head_dim": 8, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
-        return transformers.Glm4MoeConfig(**tiny._COMMON | routed | own)
+        return transformers.Glm4MoeConfig(**tiny.COMMON | routed | own)
     config: Any = tiny.ALL[kind]()
     if kind == "qwen3-next":
         config.layer_types[-1] = "full_attention"  # as in all such models

@@ -59,6 +59,7 @@ def plain_config(metadata: Metadata) -> PlainConfig | None:
             sliding_window=None,
             layer_types=["full_attention"] * said["block_count"],
             dtype=None,
+            quantization_config=None,
         )
     except (KeyError, AttributeError):
         return None
