@@ -37,7 +37,7 @@ _BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 @pytest.mark.parametrize("name", GUIDES)
 def test_every_command_is_run_or_says_what_it_needs(name: str) -> None:
     for kind, text in _BLOCK.findall(GUIDES[name]):
-        if kind in ("sh run", "sh serve", "python run", "yaml"):
+        if kind in ("sh run", "sh serve", "python run", "yaml", "text"):
             continue  # tests/integration/test_guides_run.py, and below
         assert re.fullmatch(r"sh needs=(network|cluster|gpu|kubernetes)", kind), f"{name}: {kind or text}"
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
@@ -76,6 +76,16 @@ def test_every_message_that_is_quoted_is_said_somewhere(words: str) -> None:
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written in several pieces
     for piece in filter(None, map(str.strip, words.split("…"))):
         assert piece in source, piece
+
+
+def test_what_a_trace_is_shown_to_say_is_what_it_says() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "cluster" / "trace").glob("*.py"))
+    (shown,) = (
+        text for kind, text in _BLOCK.findall(GUIDES["quickstart"]) if kind == "text" and "trace " in text
+    )
+    parts = re.findall(r"^ *[\d.]+ ms  ([a-z, ]+)", shown, re.MULTILINE)
+    assert len(parts) > 10
+    assert not [part for part in parts if part.strip() not in source]
 
 
 def test_every_code_of_an_error_in_the_page_is_one_that_the_api_has() -> None:
