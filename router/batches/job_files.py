@@ -4,6 +4,7 @@ other work of the store comes in between."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from tandem.router.batches.store_thread import StoreThread
 
 MOST_LINES = 50_000  # OpenAI's limit of a batch
 PART = 500  # lines in one transaction
+WORK_S = 0.002  # of checking lines, and as long nothing
 MOST_MISTAKES = 20  # that are told; OpenAI's clients show the list
 _Place = tuple[int, int, int, str]  # a line's number, place, size and custom id
 EXPIRED = ("batch_expired", "this request could not be executed before the completion window expired")
@@ -80,7 +82,11 @@ def _next_part(
     """Reads and checks the next PART lines. Returns the good ones, what is wrong with others, and whether there may be more."""
     good: list[_Place] = []
     wrong: list[BatchMistake] = []
+    rest_at = time.thread_time() + WORK_S
     for place, data in islice(lines, PART):
+        if time.thread_time() > rest_at:  # the event loop waits for the interpreter meanwhile
+            time.sleep(WORK_S)
+            rest_at = time.thread_time() + WORK_S
         at = number + len(good) + len(wrong)
         try:
             if len(data) > most_bytes:
