@@ -1,5 +1,6 @@
 """Two nodes read and mirror each other's tiers, and one of them dies. Whatever is evicted, preempted and copied meanwhile, conversations
-get the answers of a single engine. A missing part of any group of layers would change an answer."""
+get the answers of a single engine. A missing part of any group of layers would change an answer. On the native path no bit of a
+log-probability changes, either."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
+from tandem.engine.model.native.forward import NativeLlamaForward
+from tandem.engine.model.torch_runner import TorchRunner
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.wire.requests import CachePeers
+from tandem.wire.sampling import SamplingParams
 from tests.engine.model import tiny
 from tests.integration.one_engine import OneEngine
 from tests.more import more
@@ -24,6 +28,7 @@ TURNS = 3
 ANSWER = 20
 AT_ONCE = 6
 PATIENCE_S = 120.0
+ASKED = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 @dataclasses.dataclass
@@ -31,6 +36,7 @@ class Turn:
     prompt: list[int]
     node: OneEngine
     answer: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
 def session_of(name: str) -> int:
@@ -52,6 +58,8 @@ class Sessions:
             num_speculative_tokens=2 if seed % 3 == 2 else 0,
         )
         self.alone = OneEngine.start(model, "alone", BLOCK, None, scheduler=self.config, memory_bytes=4 << 20)
+        runner = self.alone.engine.runner
+        self.exact = isinstance(runner, TorchRunner) and isinstance(runner.forward, NativeLlamaForward)
         self.nodes = [self.start("a"), self.start("b")]
         self.preemptions = self.copied = 0
         begins = [[self.draw.randrange(5, tiny.VOCAB) for _ in range(17)] for _ in range(2)]
@@ -88,7 +96,7 @@ class Sessions:
             mirror=other.tier if self.draw.random() < 0.7 else None,
         )
         self.live[name] = Turn(list(self.talks[session_of(name)]), node)
-        node.add(name, self.live[name].prompt, ANSWER, None, cache_peers=peers)
+        node.add(name, self.live[name].prompt, ANSWER, None, cache_peers=peers, sampling=ASKED)
 
     def run(self, dies_at: int) -> None:
         waiting, steps = [f"{i}.1" for i in range(SESSIONS)], 0
@@ -100,9 +108,10 @@ class Sessions:
                 self.kill()
             for name in self.step(self.draw.choice(self.nodes)):
                 turn, session = self.live.pop(name), session_of(name)
-                expected = self.alone.answer(name, turn.prompt, ANSWER)
-                assert turn.answer == expected, f"{name} says something else"
-                self.talks[session] = [*turn.prompt, *expected, 7, 8, 9]
+                expected = self.answer_alone(name, turn.prompt)
+                assert turn.answer == expected.answer, f"{name} says something else"
+                assert turn.logprobs == expected.logprobs or not self.exact, f"{name} has other bits"
+                self.talks[session] = [*turn.prompt, *turn.answer, 7, 8, 9]
                 number = int(name.split(".")[1])
                 if number < TURNS:
                     waiting.append(f"{session}.{number + 1}")
@@ -112,13 +121,22 @@ class Sessions:
         for node in self.nodes:
             self.note(node)
 
+    def answer_alone(self, name: str, prompt: list[int]) -> Turn:
+        self.live[name] = Turn(prompt, self.alone)
+        self.alone.add(name, prompt, ANSWER, None, sampling=ASKED)
+        while not self.step(self.alone):
+            pass
+        return self.live.pop(name)
+
     def step(self, node: OneEngine) -> list[str]:
         node.woken.clear()
         result = node.engine.step()
         ended = []
         for update in result.updates:
             assert update.error is None, update.error
-            self.live[update.request_id].answer += update.token_ids
+            turn = self.live[update.request_id]
+            turn.answer += update.token_ids
+            turn.logprobs += [each.logprob for each in update.logprobs or ()]
             if update.finish is not None:
                 ended.append(update.request_id)
         assert time.monotonic() < self.until, f"{len(self.live)} answers did not end"
@@ -135,7 +153,7 @@ class Sessions:
         for name, turn in self.live.items():
             if turn.node is dead:
                 turn.node = other
-                other.add(name, turn.prompt, ANSWER, None, output=turn.answer)
+                other.add(name, turn.prompt, ANSWER, None, output=turn.answer, sampling=ASKED)
 
     def note(self, node: OneEngine) -> None:
         node.engine.scheduler.check_integrity()
@@ -153,7 +171,7 @@ class Sessions:
     "kind",
     [
         "gemma3",
-        *more(["qwen3.5", "mistral-window", "recurrent-gemma", "llama4", "mamba2"]),
+        *more(["llama", "qwen3.5", "mistral-window", "recurrent-gemma", "llama4", "mamba2"]),
     ],
 )
 def test_conversations_say_the_same_with_copies_and_deaths(tmp_path: Path, kind: str, seed: int) -> None:

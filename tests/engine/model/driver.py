@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from tandem.engine.scheduling.output import (
+    CachedRequestData,
+    EncoderInput,
+    ModelOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from tandem.wire.images import MediaFeature
 from tandem.wire.pooling import Pooling
 from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams, TokenLogprobs
@@ -56,6 +64,8 @@ class DrivenRequest:
     blocks: list[list[int]]  # per group; 0 for a block that was freed or never needed
     pooling: Pooling | None = None  # the request ends in a vector, not in tokens
     lora: str | None = None  # its adapter's identity
+    media: Sequence[MediaFeature] = ()
+    images: Sequence[bytes] = ()
     vector: list[float] | None = None
     borrowed: int = 0  # leading blocks of every group that belong to another request
     known: bool = False  # whether the runner has seen the request
@@ -89,6 +99,7 @@ class Driver:
         self._finished: set[str] = set()
         self._preempted: set[str] = set()
         self.state_copies: list[tuple[int, int]] = []
+        self._encoded: set[str] = set()
 
     def add(
         self,
@@ -101,6 +112,8 @@ class Driver:
         prefix_of: str | None = None,
         shared_tokens: int = 0,
         lora: str | None = None,
+        media: Sequence[MediaFeature] = (),
+        images: Sequence[bytes] = (),
     ) -> DrivenRequest:
         """Adds a request. With `prefix_of`, its first tokens are a prefix hit and it shares that request's blocks. Recurrent states are
         copied; the other request's states must be those after these tokens."""
@@ -113,6 +126,8 @@ class Driver:
             [[] for _ in self.groups],
             pooling,
             lora,
+            media,
+            images,
         )
         if prefix_of is not None:
             hit = shared_tokens // self.block_size
@@ -141,6 +156,8 @@ class Driver:
             theirs.computed,
             [[] for _ in self.groups],
             lora=theirs.lora,
+            media=theirs.media,
+            images=theirs.images,
         )
         self.requests[req_id] = request
         self._grow(request, request.computed)
@@ -148,6 +165,7 @@ class Driver:
             for target, source in zip(mine, given, strict=False):
                 if source:
                     self.runner.kv_cache[target] = other.runner.kv_cache[source]
+        self._slide(request)  # nothing was copied into blocks that no later token reads
         return request
 
     def preempt(self, req_id: str) -> None:
@@ -177,6 +195,7 @@ class Driver:
         scheduled: dict[str, int] = {}
         drafts: dict[str, list[int]] = {}
         reached: set[str] = set()
+        encoded: dict[str, EncoderInput] = {}
         for req_id, count in work.items():
             request = self.requests[req_id]
             assert 0 < count <= request.pending
@@ -197,12 +216,19 @@ class Driver:
                             sampling=request.sampling,
                             lora=request.lora,
                             pooling=request.pooling,
+                            media=list(request.media),
                         ),
                         list(request.tokens),
                         blocks,
                         request.computed,
+                        request.media,
                     )
                 )
+                for part in request.media:
+                    file = request.images[part.image]
+                    encoded[part.identifier] = EncoderInput(
+                        part.identifier, file, part.part, part.length, part.columns
+                    )
                 request.known = True
                 continue
             cached.req_ids.append(req_id)
@@ -224,11 +250,13 @@ class Driver:
                 finished_req_ids=self._finished,
                 preempted_req_ids=self._preempted,
                 state_copies=self.state_copies,
+                encoder_inputs=[one for name, one in encoded.items() if name not in self._encoded],
                 draft_limits=None if guesses else {},
             ),
             hooks,
         )
         self.state_copies = []
+        self._encoded |= encoded.keys()
         output = started.finish()
         self._finished, self._preempted = set(), set()
         for req_id, count in scheduled.items():

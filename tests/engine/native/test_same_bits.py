@@ -1,14 +1,18 @@
 """The native library gives each token of a sequence the same logits, bit for bit, whatever else is in the step, however the sequence is cut
-into chunks, and with any number of threads; docs/exact.md promises it.
+into chunks, and with any number of threads; so a request has the same tokens and log-probabilities whatever happens to it. docs/exact.md
+promises it.
 
-TANDEM_SAME_BITS sets how many random runs each case has.
+TANDEM_SAME_BITS says which seeds each case has: 100 for the first hundred, 100-200 for the next. With `-s` each case of the lives prints
+what it compared.
 """
 
 from __future__ import annotations
 
+import collections
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -20,12 +24,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.kernels.library import BlockRows, Weights
+from tests.engine.model.driver import load
+from tests.engine.model.lives import GGUF, PROMISED, Lives, alone, prompts_of, saved
 from tests.engine.native.batches import Sequences
 from tests.engine.native.test_native_model import Unit, windows
 from tests.kernels.block_rows import block_rows
 from tests.more import more
 
-RUNS = int(os.environ.get("TANDEM_SAME_BITS", "1"))
+_FIRST, _, _END = os.environ.get("TANDEM_SAME_BITS", "1").rpartition("-")
+SEEDS = range(int(_FIRST or 0), int(_END))
 LENGTH, COUNT, VOCAB = 160, 3, 515
 
 # So wide that products and attention are cut into several tiles, and with sizes that fill no tile.
@@ -121,7 +128,7 @@ def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
         finally:
             forward.close()
 
-    for run in range(RUNS):
+    for run in SEEDS:
         rng = random.Random(run)
         texts = [[rng.randrange(VOCAB) for _ in range(rng.randint(40, LENGTH))] for _ in range(COUNT)]
         alone = computed(1, None, texts)
@@ -130,3 +137,44 @@ def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
         ):
             same = (one == other).all(dim=1)
             assert same.all(), f"run {run}: token {int((~same).nonzero()[0])} of text {number} has other bits"
+
+
+LIVES = 4  # of each seed's requests
+HAPPENS = {"prefix found", "preempted", "handed over", "mirrored", "failed over", "drafts accepted"}
+
+
+@pytest.mark.parametrize("kind", ["llama", GGUF, *more(PROMISED[1:])])
+def test_nothing_that_happens_to_a_request_changes_a_bit(
+    unit: Unit, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, instruction_set = unit
+    defaults = NativeLlamaForward.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "instruction_set", instruction_set)
+    path, name = saved(kind, tmp_path), str(dtype).removeprefix("torch.")
+    quiet, *nodes = (
+        load(
+            path,
+            dtype=name,
+            threads=threads,
+            num_speculative_tokens=drafts,
+            max_num_seqs=16,
+            memory_bytes=1 << 20,
+        )
+        for threads, drafts in ((1, 0), (1, 4), (2, 4))
+    )
+    happened: collections.Counter[str] = collections.Counter()
+    pairs = 0
+    for seed in SEEDS:
+        prompts = prompts_of(random.Random(seed))
+        expected = alone(quiet, prompts)
+        for life in range(LIVES):
+            lives = Lives(nodes, prompts, LIVES * seed + life)
+            found = lives.run(expected)
+            assert found == expected, f"life {life} of seed {seed} changed a bit"
+            happened += lives.happened
+            pairs += len(prompts)
+    assert happened.keys() == HAPPENS
+    print(
+        f"{instruction_set} {name} {kind}: seeds {SEEDS[0]} to {SEEDS[-1]}: {pairs} pairs, 0 with other bits; {dict(happened)}"
+    )

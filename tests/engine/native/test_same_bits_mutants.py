@@ -43,6 +43,6 @@ def mutant(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mutant")
 def test_a_mutant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_same_bits, "RUNS", 3)
+    monkeypatch.setattr(test_same_bits, "SEEDS", range(3))
     with pytest.raises(AssertionError, match="has other bits"):
         test_same_bits.test_no_company_changes_a_bit((torch.float32, "portable"), "llama")

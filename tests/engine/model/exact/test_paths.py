@@ -18,4 +18,4 @@ def test_the_page_has_a_row_for_each_way() -> None:
 def test_what_is_promised_is_so(way: paths.Way) -> None:
     row = paths.row(way, paths.measure(way))
     assert row == paths.written_rows()[way.name]
-    assert row.count(" same ") == 4
+    assert row.count(" same ") == 5
