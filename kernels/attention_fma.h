@@ -7,13 +7,13 @@ namespace tandem {
 namespace {
 
 constexpr int kLaneVectors = kLanes / W;
-constexpr int kKeysAtOnce = W / 2;  // as many as leave registers for the sums
+constexpr int kSums = kLaneVectors * W / 2;  // as many as registers hold: of some keys and all vectors of lanes
 constexpr int kValueVectors = W == 16 ? 4 : 2;
 
 struct AttentionScratch {
   float queries[256 * kLanes];  // [head_dim][lane], scaled
   float weights[kKeyBlock * kLanes];
-  const float* keys[kKeyBlock + kKeysAtOnce];
+  const float* keys[kKeyBlock + kSums];
   const float* values[kKeyBlock];
   float highest[2][kLanes], total[2][kLanes];
   float sums[2][kLanes * 256];
@@ -50,30 +50,34 @@ inline void find_rows(const Attention& a, const AttentionTask& task, int begin, 
     s.keys[i] = s.widened[0] + i * d;
     s.values[i] = s.widened[1] + i * d;
   }
-  for (int i = 0; i < kKeysAtOnce; i++) s.keys[end - begin + i] = s.keys[end - begin - 1];
+  for (int i = 0; i < kSums; i++) s.keys[end - begin + i] = s.keys[end - begin - 1];
 }
 
-inline void score(const Attention& a, int keys, AttentionScratch& s) {
+// Of the first V vectors of lanes.
+template <int V>
+void score(const Attention& a, int keys, AttentionScratch& s) {
+  constexpr int kAtOnce = kSums / V;
   const int d = a.cache.head_dim;
-  for (int key = 0; key < keys; key += kKeysAtOnce) {
-    vf sums[kKeysAtOnce][kLaneVectors] = {};
-    const float* rows[kKeysAtOnce];
-    for (int j = 0; j < kKeysAtOnce; j++) rows[j] = s.keys[key + j];
+  for (int key = 0; key < keys; key += kAtOnce) {
+    vf sums[kAtOnce][V] = {};
+    const float* rows[kAtOnce];
+    for (int j = 0; j < kAtOnce; j++) rows[j] = s.keys[key + j];
     for (int i = 0; i < d; i++) {
 #pragma GCC unroll 8
-      for (int j = 0; j < kKeysAtOnce; j++) {
+      for (int j = 0; j < kAtOnce; j++) {
         const vf k = splat(rows[j][i]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kLaneVectors; v++) sums[j][v] += k * load(s.queries + i * kLanes + v * W);
+        for (int v = 0; v < V; v++) sums[j][v] += k * load(s.queries + i * kLanes + v * W);
       }
     }
-    for (int j = 0; j < min_int(kKeysAtOnce, keys - key); j++)
-      for (int v = 0; v < kLaneVectors; v++) store(s.weights + (key + j) * kLanes + v * W, sums[j][v]);
+    for (int j = 0; j < min_int(kAtOnce, keys - key); j++)
+      for (int v = 0; v < V; v++) store(s.weights + (key + j) * kLanes + v * W, sums[j][v]);
   }
 }
 
-inline void mask_keys(const Tile& tile, int begin, int end, float* weights) {
-  for (int v = 0; v < kLaneVectors; v++) {
+// Below, `vectors` is how many vectors of lanes the tile fills: decodes of few heads fill one.
+inline void mask_keys(const Tile& tile, int vectors, int begin, int end, float* weights) {
+  for (int v = 0; v < vectors; v++) {
     vi limit, low;
     memcpy(&limit, tile.limit + v * W, sizeof limit);
     memcpy(&low, tile.low + v * W, sizeof low);
@@ -84,8 +88,8 @@ inline void mask_keys(const Tile& tile, int begin, int end, float* weights) {
   }
 }
 
-inline void soften(int keys, float* weights, float* highest, float* total) {
-  for (int v = 0; v < kLaneVectors; v++) {
+inline void soften(int vectors, int keys, float* weights, float* highest, float* total) {
+  for (int v = 0; v < vectors; v++) {
     float* w = weights + v * W;
     vf top = load(w), sum = {};
     for (int key = 1; key < keys; key++) top = vmax(top, load(w + key * kLanes));
@@ -129,11 +133,15 @@ inline void weigh(const Attention& a, int lanes, int keys, const AttentionScratc
 inline void attend_block(const Attention& a, const AttentionTask& task, const Tile& tile, int block,
                          AttentionScratch& s, const Weighted& out) {
   const int begin = max_int(tile.begin, block * kKeyBlock), end = min_int(tile.end, (block + 1) * kKeyBlock);
+  const int vectors = tile.lanes <= W ? 1 : kLaneVectors;
   float highest[kLanes], total[kLanes];
   find_rows(a, task, begin, end, s);
-  score(a, end - begin, s);
-  if (end - 1 > tile.limit[0] || begin < tile.low[kLanes - 1]) mask_keys(tile, begin, end, s.weights);
-  soften(end - begin, s.weights, highest, total);
+  if (vectors == 1)
+    score<1>(a, end - begin, s);
+  else
+    score<kLaneVectors>(a, end - begin, s);
+  if (end - 1 > tile.limit[0] || begin < tile.low[kLanes - 1]) mask_keys(tile, vectors, begin, end, s.weights);
+  soften(vectors, end - begin, s.weights, highest, total);
   weigh(a, tile.lanes, end - begin, s, out.values);
   memcpy(out.highest, highest, static_cast<size_t>(tile.lanes) * 4);
   memcpy(out.total, total, static_cast<size_t>(tile.lanes) * 4);

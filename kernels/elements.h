@@ -47,7 +47,7 @@ struct BlockKind {
   bool least;          // whether there is one; otherwise it is 0
   int steps;           // of the scale in each group: 0 in blocks of one group
   int middle;
-  bool zero;
+  bool zero = false;
 };
 
 constexpr bool is_blocks(Dtype dtype) { return dtype >= Dtype::q4_0; }

@@ -132,7 +132,7 @@ void multiply_rows(const Gemm& g, int row0, int n0, Weights weights) {
       for (int p = 0; p < P; p++) {
         vf a, b;
         load_weights(at + p * weights.apart(), a, b);
-        if (R < 4) weights.fetch(i, p);
+        weights.fetch(i, p);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
           const vf v = splat(x[r * stride + from + i]);
@@ -161,8 +161,12 @@ void multiply_rest(const Gemm& g, int row0, int rows, int n0, Weights weights) {
 template <typename T>
 void multiply_plain(const Gemm& g, int row, int row_end, int n0, const T* panel) {
   const PlainWeights<T, 1> weights(panel, g.w.k);
-  for (; row + kRows <= row_end; row += kRows) multiply_rows<kRows, 1>(g, row, n0, weights);
-  if (row < row_end) multiply_rest<kRows - 1, 1>(g, row, row_end - row, n0, weights);
+  // Passes of like size: one over few rows waits for its own sums.
+  for (int passes = (row_end - row + kRows - 1) / kRows; passes > 0; passes--) {
+    const int rows = (row_end - row + passes - 1) / passes;
+    multiply_rest<kRows, 1>(g, row, rows, n0, weights);
+    row += rows;
+  }
 }
 
 // Few rows take each group while it is in the first-level cache. More rows find the whole panel in the second-level one.
