@@ -58,28 +58,33 @@ def pack_once(loading: ModelLoad, config: Any, pack: Callable[[], NativeLlamaFor
         return pack()
     shelf, name = Shelf(root / "packed", loading.progress), _name(content().digest, loading, config)
 
-    def of(file: int) -> NativeLlamaForward:
+    def mapped(file: int | None) -> NativeLlamaForward | None:
+        if file is None:
+            return None
+        forward = NativeLlamaForward(config, None, dtype=loading.dtype, threads=loading.threads)
         try:
-            forward = NativeLlamaForward(config, None, dtype=loading.dtype, threads=loading.threads)
             shelf.while_telling("mapping the weights", lambda: forward.use_file(file))
-        except BaseException:
+        except InternalError as error:  # a disk that cannot read it any more
+            log.warning("the packed weights of %s are packed again: %s", loading.source.name, error)
             os.close(file)
-            raise
+            shelf.forget(name)
+            return None
         weakref.finalize(forward, os.close, file)
         return forward
 
-    if (file := shelf.find(name)) is not None:
-        return of(file)
-    with shelf.turn(name) as new:
-        if new is None and (file := shelf.find(name)) is not None:
-            return of(file)
-        forward = pack()
-        if new is not None and forward.generates:
-            file = shelf.keep(name, new, forward.weight_bytes, forward.write_file)
-    if file is None:
+    if (forward := mapped(shelf.find(name))) is not None:
         return forward
-    forward.close()
-    return of(file)
+    with shelf.turn(name) as new:
+        if new is None and (forward := mapped(shelf.find(name))) is not None:
+            return forward
+        packed, file = pack(), None
+        if new is not None and packed.generates:
+            embedding = describe(config).vocab * describe(config).hidden * loading.dtype.itemsize
+            file = shelf.keep(name, new, packed.weight_bytes + embedding, packed.write_file)
+    if file is None:
+        return packed
+    packed.close()
+    return mapped(file) or pack()
 
 
 def _name(content: str, loading: ModelLoad, config: Any) -> str:
@@ -123,6 +128,10 @@ class Shelf:
             pass  # it is being deleted
         os.close(file)
         return None
+
+    def forget(self, name: str) -> None:
+        with suppress(OSError):
+            (self._folder / name).unlink()
 
     @contextmanager
     def turn(self, name: str) -> Iterator[int | None]:

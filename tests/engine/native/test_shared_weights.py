@@ -95,6 +95,20 @@ def test_a_second_node_packs_nothing(folder: Path, packed: list[Path], tmp_path:
     assert first.info.weight_bytes == next(folder.iterdir()).stat().st_size
 
 
+def test_a_file_that_cannot_be_read_is_made_again(
+    folder: Path, packed: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny.save("llama", tmp_path)
+    expected = answer(load(path))
+    (kept,) = folder.iterdir()
+    os.truncate(kept, 100)
+    again = load(path)
+    assert answer(again) == expected
+    assert again.info.shares_weights
+    assert "are packed again: native model: this is no file of weights" in caplog.text
+    assert len(packed) == 2
+
+
 def test_nodes_that_start_together_pack_once(folder: Path, packed: list[Path], tmp_path: Path) -> None:
     path, runners = tiny.save("llama", tmp_path), []
     threads = [threading.Thread(target=lambda: runners.append(load(path))) for _ in range(3)]
