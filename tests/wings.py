@@ -132,6 +132,7 @@ WINGS: dict[str, Wing] = {
             "tests/engine/test_eagle.py",
             "tests/engine/test_mtp.py",
             "tests/engine/model/test_ngram.py",
+            "tests/integration/test_own_heads.py",
         ),
     ),
     "quantized": Wing(
@@ -228,7 +229,10 @@ WINGS: dict[str, Wing] = {
         ("tests/engine/model/test_flashinfer_package.py", "tests/engine/model/test_latents.py"),
     ),
     "exact": Wing(("engine/model/exact/",), ("tests/engine/model/exact/",)),
-    "hidden states": Wing(("engine/model/hidden_states/",), ("tests/engine/model/test_hidden_states.py",)),
+    "hidden states": Wing(
+        ("engine/model/hidden_states/",),
+        ("tests/engine/model/test_hidden_states.py", "tests/integration/test_own_heads.py"),
+    ),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
