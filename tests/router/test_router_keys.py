@@ -116,6 +116,12 @@ def test_no_request_is_more_urgent_than_its_key_allows(start_router: StartRouter
             assert router.nodes["d0"].submits[-1].priority == runs_with
 
 
+def test_without_keys_a_request_is_as_urgent_as_it_says(start_router: StartRouter) -> None:
+    router = start_router(prefill=0)
+    assert router.complete(max_tokens=1, priority=-7).status_code == 200
+    assert router.nodes["d0"].submits[-1].priority == -7
+
+
 def test_quotas(start_router: StartRouter) -> None:
     router = start_router(api_keys=(ApiKey("a", "secret-a", requests_per_minute=2), ApiKey("b", "secret-b")))
     assert [ask(router, "secret-a").status_code for _ in range(3)] == [200, 200, 429]
@@ -143,6 +149,14 @@ def test_tokenizing_is_a_request(start_router: StartRouter) -> None:
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_tokenizing_uses_no_tokens(start_router: StartRouter) -> None:
+    router = start_router(api_keys=(ApiKey("a", "secret-a", tokens_per_minute=2, concurrent_requests=1),))
+    assert ask(router, "secret-a").status_code == 200
+    router.wait_for(router.idle, "its tokens are counted")
+    assert ask(router, "secret-a").status_code == 429
+    assert [ask_for_text(router, path).status_code for path in TEXT_REQUESTS] == [200, 200]
 
 
 def test_so_many_requests_at_once(start_router: StartRouter) -> None:

@@ -50,6 +50,11 @@ def test_every_finding_has_its_level_and_advice_only_when_something_is_wrong() -
     assert "cannot run here" in text
 
 
+def test_the_verdict_follows_from_the_worst_finding() -> None:
+    assert "Tandem can run here." in printed(Finding("a", Level.OK, "fine"))
+    assert "with the limits above" in printed(Finding("a", Level.WARN, "hm", "do this"))
+
+
 SLOW_RAY = "The current node timed out during startup. Some of the raylet failed to startup.."
 
 
@@ -145,6 +150,14 @@ def test_few_open_files_are_worth_a_warning() -> None:
     assert machine_checks.check_open_files(resource.RLIM_INFINITY).level is Level.OK
 
 
+def test_a_missing_shared_memory_folder_is_worth_a_warning(tmp_path: Path) -> None:
+    assert machine_checks.check_shared_memory(tmp_path / "shm").level is Level.WARN
+
+
+def test_a_cache_that_cannot_be_written_fails() -> None:
+    assert machine_checks.check_disk(Path("/proc/no/writes/here")).level in (Level.FAIL, Level.WARN)
+
+
 def test_a_taken_port_fails_with_what_to_do() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -154,6 +167,11 @@ def test_a_taken_port_fails_with_what_to_do() -> None:
         found = machine_checks.check_port(config)
     assert found.level is Level.FAIL
     assert "--port" in found.advice
+
+
+def test_cores_that_are_not_there_fail() -> None:
+    config = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=1, threads=9999)))
+    assert machine_checks.check_cores(config).level is Level.FAIL
 
 
 def test_a_model_that_cannot_be_fails_and_one_to_be_fetched_does_not(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def test_a_limit_on_locked_memory_matters_where_rdma_is(
     assert ("ulimit -l unlimited" in found.advice) == (level is Level.WARN)
 
 
+def test_the_capabilities_of_this_process_are_read() -> None:
+    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if "CapEff" in each]
+    assert f"{link_checks.own_capabilities():016x}" == line.split()[1]
+
+
 @pytest.mark.parametrize(
     ("count", "apart", "what"),
     [
@@ -115,6 +120,12 @@ def test_a_clock_that_nothing_keeps_in_time_is_worth_a_warning() -> None:
         Level.WARN,
         "this machine's clock may be wrong by 1.5 s",
     )
+
+
+def test_the_kernel_says_how_its_clock_is() -> None:
+    is_kept, error_us = link_checks.kernel_clock()
+    assert isinstance(is_kept, bool)
+    assert error_us >= 0
 
 
 @pytest.fixture
@@ -167,6 +178,11 @@ def test_ports_are_probed_where_the_system_takes_them_from(tmp_path: Path) -> No
     (tmp_path / "range").write_text("40000\t50000\n")
     assert link_checks.probed_ports(tmp_path / "range") == [6379, 8076, 40000, 45000, 50000]
     assert link_checks.probed_ports(tmp_path / "missing")[2:] == [32768, 46883, 60999]
+
+
+def test_each_machine_that_is_named_is_a_check_of_its_own() -> None:
+    checks = link_checks.link_checks(["10.0.0.2", "10.0.0.3"], PoolsConfig())
+    assert {"rdma", "memlock", "clock", "to 10.0.0.2", "to 10.0.0.3"} <= checks.keys()
 
 
 def test_ranks_on_several_machines_need_the_others_to_be_reached() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import OrderedDict
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -157,6 +159,18 @@ def test_in_the_background_and_taken_up_again(router: RunningRouter) -> None:
     assert router.client.get(path).json() == rest[-1]["response"]
 
 
+def test_one_in_the_background_outlives_its_stream(router: RunningRouter) -> None:
+    node = router.nodes["d0"]
+    node.set(pause_at=5)
+    body = {"input": "weather?", "background": True, "stream": True}
+    with router.client.stream("POST", "/v1/responses", json=body) as stream:
+        first = next(event for line in stream.iter_lines() for event in events_of(line))
+    node.resume()
+    path = f"/v1/responses/{first['response']['id']}"
+    router.wait_for(lambda: router.server.services.dispatcher.running == 0, "it has ended")
+    assert router.client.get(path).json()["status"] == "completed"
+
+
 def test_one_in_the_background_is_cancelled(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=5)
     begun = create(router, background=True).json()
@@ -232,6 +246,50 @@ def test_what_is_wrong_is_named(router: RunningRouter, fields: dict[str, Any], p
 def stored(index: int, text: str = "x" * 100, owner: str = "alice", **body: Any) -> StoredResponse:
     shown = {"id": f"resp_{index}", "status": "in_progress", "output": [], "text": text, **body}
     return StoredResponse(shown, owner, [], keeps_events=False)
+
+
+class Untraversable(OrderedDict[str, StoredResponse]):
+    """Refuses to be walked through to its end, however that is done."""
+
+    def values(self) -> Any:
+        yield from islice(super().values(), 1)
+        raise AssertionError("the store walks through all that it keeps")
+
+    def items(self) -> Any:
+        raise AssertionError("the store walks through all that it keeps")
+
+
+def test_a_response_costs_the_same_beside_many_others() -> None:
+    each = stored(1_000_000).size
+    store = ResponseStore(1000 * each + each // 2)
+    for index in range(1000):
+        one = stored(1_000_000 + index)
+        store.add(one)
+        one.end()
+    store._ended["alice"] = Untraversable(store._ended["alice"])
+    first = store.find("resp_1000000", "alice")
+    assert first is not None
+    for index in range(2, 5):
+        one = stored(1_000_000 + 1000 * index)
+        store.add(one)
+        one.add([b"e" * 50])
+        one.end()
+        store.settle()
+        assert store.size <= 1000 * each + each // 2
+    assert store.find("resp_1000000", "alice") is first, "what was used last stays longest"
+    assert store.find("resp_1000001", "alice") is None
+
+
+def test_a_key_that_stores_much_pushes_out_its_own() -> None:
+    each = stored(0).size
+    store = ResponseStore(10 * each)
+    for index, owner in enumerate(["bob", *["alice"] * 30, "bob"]):
+        one = stored(index, owner=owner)
+        store.add(one)
+        one.end()
+        store.settle()
+    assert store.find("resp_0", "bob") is not None
+    assert store.find("resp_1", "alice") is None
 
 
 def test_a_key_that_writes_much_leaves_room_for_others() -> None:
