@@ -19,8 +19,8 @@ from tandem.wire.images import image_rules, processor_settings
 
 # Increase it when the same weights and tokens give other bytes in a KV block than before.
 KV_VERSION = 1
-# The same of GGUF files: the native library computes with their blocks. Before, it widened them to bfloat16 first.
-GGUF_KV_VERSION = 2
+# The same of quantized matrices: the native library computes with them as they are. Before, it widened them to bfloat16 first.
+QUANTIZED_KV_VERSION = 2
 
 BLOCKS_FILE = "tandem-blocks"
 """Beside a checkpoint that was made of a GGUF file: the same matrices in blocks, by their names in the checkpoint. It is a safetensors
@@ -43,7 +43,7 @@ def content_of(source: ModelSource, on_read: OnRead = lambda num_bytes: None) ->
     try:
         tokenizer = _digest(source.folder / "tokenizer.json")
         parts = {
-            "kv": KV_VERSION if source.gguf_file is None else GGUF_KV_VERSION,
+            "kv": QUANTIZED_KV_VERSION if _is_quantized(source) else KV_VERSION,
             "config": _meaning(source, "config.json") if source.gguf_file is None else {},
             "generation": _meaning(source, "generation_config.json"),
             "tokenizer": tokenizer or _digest(source.folder / "tokenizer.model"),
@@ -70,6 +70,10 @@ def weight_files(source: ModelSource) -> list[Path]:
         return [folder / str(name) for name in sorted(set(index.values()))]
     only = folder / "model.safetensors"
     return [only] if only.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _is_quantized(source: ModelSource) -> bool:
+    return source.gguf_file is not None or "quantization_config" in source.read_json("config.json")
 
 
 def _blocks(source: ModelSource) -> list[Path]:

@@ -25,7 +25,6 @@ import msgspec
 from tandem.base.errors import InternalError
 from tandem.engine.model.capabilities import ModelLoad
 from tandem.engine.model.native.architecture import describe
-from tandem.engine.model.native.blocks import BLOCKS_FILE
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.source import Progress
 from tandem.kernels import library
@@ -92,12 +91,10 @@ def _name(content: str, loading: ModelLoad, config: Any) -> str:
     digest = hashlib.sha256(digest_of(library.path()).encode())
     for file in sorted(_CODE.rglob("*.py")):
         digest.update(file.read_bytes())
-    blocks = loading.source.folder / BLOCKS_FILE
     computed = (
         describe(config),
         str(loading.dtype),
         library.instruction_set(loading.dtype),
-        digest_of(blocks) if blocks.is_file() else "",
     )
     digest.update(msgspec.json.encode(computed))
     return f"{content[:24]}-{digest.hexdigest()[:24]}"

@@ -103,7 +103,7 @@ def test_another_layout_of_kv_is_another_content(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("tandem.engine.model.content.KV_VERSION", 99)
     assert content(folder).digest != before.digest
     assert content_of(file) == of_file  # its KV has a version of its own, and is not what it was in the first
-    monkeypatch.setattr("tandem.engine.model.content.GGUF_KV_VERSION", 1)
+    monkeypatch.setattr("tandem.engine.model.content.QUANTIZED_KV_VERSION", 1)
     assert content_of(file) != of_file
 
 
