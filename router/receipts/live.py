@@ -12,11 +12,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from tandem.api.field_table import FieldTable, PathFields
+from tandem.api.json_body import parse_object, read_request
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InvalidRequest, TandemError
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
-from tandem.router.http.body import read_body
+from tandem.router.http.body import read_bytes
 from tandem.router.http.exchange import HttpExchange, send_json
 from tandem.router.http.services import Services
 from tandem.wire.sampling import FinishReason
@@ -25,9 +27,12 @@ _MOST_AGAIN = 4  # for each call, so that clients lose little
 _MOST_S = 60.0  # to listen, and to answer again
 
 
-class AskAgain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AskAgain(msgspec.Struct, frozen=True):
     old: list[str]  # the nodes that served before; requests that they answer are asked again of others
     seconds: float = 2.0  # how long to listen, at most
+
+
+_FIELDS = FieldTable((PathFields("/verify", AskAgain),))
 
 
 class AskedAgain(msgspec.Struct, frozen=True):
@@ -39,7 +44,8 @@ class AskedAgain(msgspec.Struct, frozen=True):
 async def ask_again(services: Services, exchange: HttpExchange) -> None:
     exchange.require_operator(services.keys)
     with services.bodies.share() as share:
-        asked = await read_body(exchange, AskAgain, services.config, share)
+        value = parse_object(await read_bytes(exchange, services.config, share), services.config.limits)
+    asked, exchange.ignored_fields = read_request(value, AskAgain, _FIELDS, refuse_unknown=False)
     if not 0 < asked.seconds <= _MOST_S:
         raise InvalidRequest(
             f"seconds must be over 0 and at most {_MOST_S:g}, not {asked.seconds:g}", "seconds"

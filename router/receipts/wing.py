@@ -40,6 +40,7 @@ _NONE_YET = AnswerMarks(0, 1, "", "")
 class Receipts(RouterWing):
     document = WingDocument(
         types=(AskAgain, AskedAgain),
+        examples={"/verify": {"old": ["decode-0"], "seconds": 2}},
         paths={
             "/verify": {
                 "post": operation(
