@@ -98,6 +98,10 @@ class RanksOfNode:
     def tier_lines(self) -> Sequence[socket.socket]:
         return self._ranks.tier_lines
 
+    @property
+    def pids(self) -> list[int]:
+        return self._ranks.pids
+
     def stop(self) -> None:
         self._ranks.stop()
 
