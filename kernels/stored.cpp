@@ -2,7 +2,6 @@
 // is everything else, then the record's place.
 #include <errno.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <stdexcept>
@@ -159,9 +158,8 @@ void Model::write_weights(int file) {
 }
 
 void Model::use_weights(int file) {
-  struct stat of_file;
-  if (fstat(file, &of_file) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
-  const int64_t size = of_file.st_size;
+  const int64_t size = lseek(file, 0, SEEK_END);
+  if (size < 0) throw std::system_error(errno, std::generic_category(), "lseek");
   Place place;
   require(size > static_cast<int64_t>(sizeof place), "the file of weights is empty");
   Region mapped(file, static_cast<size_t>(size));
