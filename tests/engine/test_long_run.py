@@ -20,7 +20,6 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.engine.model import tiny
 from tests.idling import idle_share
-from tests.more import more
 from tests.node.test_service import ROUTER, Node
 
 STEPS = int(os.environ.get("TANDEM_STEPS", "2000"))
@@ -43,7 +42,8 @@ def resident_bytes() -> int:
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("native", [True, *more([False])])
+@pytest.mark.more
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.timeout(120 + STEPS // 10)
 def test_memory_does_not_grow_over_thousands_of_steps(tmp_path: Path, native: bool) -> None:
     """Needs that many steps: a leak of some hundred bytes per step must show above the noise, and of a few dozen where

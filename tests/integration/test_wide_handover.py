@@ -314,9 +314,8 @@ def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
     assert not any(map(is_there, pids))
 
 
-@pytest.mark.parametrize(
-    "width", [pytest.param(2, id="heads", marks=pytest.mark.more), pytest.param((2, 2), id="layers")]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("width", [pytest.param(2, id="heads"), pytest.param((2, 2), id="layers")])
 def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(
     answers: Callable[[str], tuple[Path, list[list[int]]]], width: Width
 ) -> None:

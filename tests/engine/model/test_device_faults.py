@@ -25,7 +25,6 @@ from tests.engine.model import tiny
 from tests.engine.model.fake_device import FakeDevice
 from tests.engine.model.test_device_order import BLOCK, Truth, engine_on, greedy
 from tests.kvtransfer.kv_faults import FAULTS, Faults, inject
-from tests.more import more
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +182,8 @@ def test_answers_are_right_and_blocks_come_back_whatever_fails(
         world.close()
 
 
-@pytest.mark.parametrize("connector", ["staged_nixl", *more(["device_nixl"])])
+@pytest.mark.more
+@pytest.mark.parametrize("connector", ["staged_nixl", "device_nixl"])
 def test_keys_and_values_in_fp8_are_handed_over(
     path: Path, transfers_on_device: FakeDevice, connector: str
 ) -> None:
