@@ -103,11 +103,12 @@ class StoreFolder:
         if self._database is None:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             (self.folder / "files").mkdir(exist_ok=True, mode=0o700)
-            self._database = sqlite3.connect(
+            database = sqlite3.connect(
                 self.folder / "batches.sqlite", timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
-            self._database.row_factory = sqlite3.Row
-            self._database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES)
+            database.row_factory = sqlite3.Row
+            database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _TABLES)
+            self._database = database  # not before it has its tables: a disk may be full for a while
         return self._database
 
     def close(self) -> None:

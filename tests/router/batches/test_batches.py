@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import sqlite3
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from tandem.router.batches import runner, store_thread, uploads
+from tandem.router.batches.database import StoreFolder
 from tandem.router.batches.line_exchange import LineConnection
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.wing import Batches
@@ -493,3 +495,14 @@ def test_batches_of_messages_are_asked_for_over_http(router: RunningRouter) -> N
     router.nodes["p0"].set(pause_at=0)
     late = http.post(path, json={"requests": [{"custom_id": "a", "params": params}]}).json()
     assert http.post(f"{path}/{late['id']}/cancel").json()["processing_status"] == "canceling"
+
+
+def test_a_store_that_could_not_be_opened_is_opened_again(tmp_path: Path) -> None:
+    place = StoreFolder(tmp_path)
+    (tmp_path / "batches.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(sqlite3.DatabaseError):
+        assert place.database
+    assert not place.is_open
+    (tmp_path / "batches.sqlite").unlink()
+    assert place.database.execute("SELECT count(*) FROM jobs").fetchone()[0] == 0
+    place.close()
