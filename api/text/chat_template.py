@@ -89,7 +89,7 @@ class SpecialTextGuard:
         """Makes all texts of a value plain, within lists and mappings, too, and in their keys."""
         if isinstance(value, str):
             return self.plain(value)
-        if isinstance(value, dict):
+        if isinstance(value, (dict, Mapping)):  # a dict is found at once
             return {self.plain_value(k): self.plain_value(v) for k, v in value.items()}
         return [self.plain_value(one) for one in value] if isinstance(value, list) else value
 

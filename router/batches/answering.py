@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TypeVar
 from urllib.parse import parse_qs
-
-import msgspec
 
 from tandem.api.batches import batch_request, messages
 from tandem.api.field_table import FieldTable
-from tandem.api.json_body import parse_object, read_request
 from tandem.base.errors import InvalidRequest
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.stored_files import FileNotHere
-from tandem.router.config import UnknownFields
-from tandem.router.http.body import INLINE_BYTES, BodyShare, read_bytes
 from tandem.router.http.exchange import HttpExchange
-from tandem.router.http.services import Services
 
 READ_BYTES = 256 << 10
 # Apart from the fields of requests that are answered: none of those belongs here.
-_FIELDS = FieldTable((*batch_request.FIELDS, *messages.FIELDS))
-R = TypeVar("R", bound=msgspec.Struct)
-
-
-async def read_own(services: Services, exchange: HttpExchange, request_type: type[R], share: BodyShare) -> R:
-    """Reads the body of a request for a batch. Large ones are parsed by a thread."""
-    config = services.config
-    body = await read_bytes(exchange, config, share)
-
-    def parsed() -> tuple[R, list[str]]:
-        refuse_unknown = config.unknown_fields is UnknownFields.REFUSE
-        value = parse_object(body, config.limits)
-        return read_request(value, request_type, _FIELDS, refuse_unknown=refuse_unknown)
-
-    if len(body) <= INLINE_BYTES:
-        request, exchange.ignored_fields = parsed()
-    else:
-        async with share.parsing:
-            request, exchange.ignored_fields = await asyncio.to_thread(parsed)
-    return request
+FIELDS = FieldTable((*batch_request.FIELDS, *messages.FIELDS))
 
 
 async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, owner: str) -> None:

@@ -11,11 +11,12 @@ from tandem.api.batches.messages import (
     shown,
 )
 from tandem.base.errors import InvalidRequest
-from tandem.router.batches.answering import Query, read_own, send_file
+from tandem.router.batches.answering import FIELDS, Query, send_file
 from tandem.router.batches.job_files import MOST_LINES
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore, Form
 from tandem.router.batches.store_thread import StoreThread
+from tandem.router.http.body import read_body
 from tandem.router.http.exchange import HttpExchange, send_json
 from tandem.router.http.services import Services
 
@@ -33,7 +34,7 @@ async def batches(
         if ENDPOINT not in services.handlers:
             raise InvalidRequest(f"this server has no {ENDPOINT}, so it answers no batches of messages")
         with services.bodies.share() as share:
-            request = await read_own(services, exchange, MessageBatchRequest, share)
+            request = await read_body(exchange, MessageBatchRequest, services.config, share, FIELDS)
             count = len(request.requests)
             if count > MOST_LINES:
                 raise InvalidRequest(

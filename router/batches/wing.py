@@ -17,12 +17,13 @@ from tandem.api.batches.messages import (
     MessageBatchRequest,
 )
 from tandem.router.batches import messages
-from tandem.router.batches.answering import Query, read_own, send_file
+from tandem.router.batches.answering import FIELDS, Query, send_file
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore
 from tandem.router.batches.store_thread import StoreThread
 from tandem.router.batches.uploads import upload
 from tandem.router.http.api_document import operation
+from tandem.router.http.body import read_body
 from tandem.router.http.exchange import HttpExchange, send_json
 from tandem.router.http.services import Services
 from tandem.router.wings import RouteRow, RouterWing, WingDocument
@@ -123,7 +124,7 @@ async def batches(wing: Batches, services: Services, exchange: HttpExchange) -> 
     if exchange.scope["method"] == "POST":
         services.refuse_when_draining()
         with services.bodies.share() as share:
-            request = await read_own(services, exchange, BatchRequest, share)
+            request = await read_body(exchange, BatchRequest, services.config, share, FIELDS)
         request.check(wing.endpoints)
         made = await wing.thread.ask(lambda store: store.add_job(owner, request))
         wing.runner.wake()

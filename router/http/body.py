@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from tandem.api.field_table import FieldTable
 from tandem.api.json_body import parse_object, read_request
 from tandem.api.lives import ReadableLives
 from tandem.api.openai.fields import StreamOptions
@@ -273,15 +274,20 @@ INLINE_BYTES = 64 << 10
 
 
 async def read_body(
-    exchange: HttpExchange, request_type: type[R], config: RouterConfig, share: BodyShare
+    exchange: HttpExchange,
+    request_type: type[R],
+    config: RouterConfig,
+    share: BodyShare,
+    fields: FieldTable = FIELDS,
 ) -> R:
+    """Reads and checks a body of JSON. `fields` has the path's request type."""
     _check_type(exchange, config)
     body = await _read(exchange, config.limits, config.timeouts, share)
     if len(body) <= INLINE_BYTES:
-        request, ignored = _request_of(body, request_type, config)
+        request, ignored = _request_of(body, request_type, config, fields)
     else:
         async with share.parsing:
-            request, ignored = await asyncio.to_thread(_request_of, body, request_type, config)
+            request, ignored = await asyncio.to_thread(_request_of, body, request_type, config, fields)
     exchange.ignored_fields = ignored
     if config.other_models and getattr(request, "model", None) in config.other_models:
         exchange.body = body
@@ -294,10 +300,12 @@ async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodySh
     return await _read(exchange, config.limits, config.timeouts, share)
 
 
-def _request_of(body: bytes | bytearray, request_type: type[R], config: RouterConfig) -> tuple[R, list[str]]:
+def _request_of(
+    body: bytes | bytearray, request_type: type[R], config: RouterConfig, fields: FieldTable
+) -> tuple[R, list[str]]:
     value = parse_object(body, config.limits)
     refuse_unknown = config.unknown_fields is UnknownFields.REFUSE
-    return read_request(value, request_type, FIELDS, refuse_unknown=refuse_unknown)
+    return read_request(value, request_type, fields, refuse_unknown=refuse_unknown)
 
 
 def _check_type(exchange: HttpExchange, config: RouterConfig) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Iterable
 import msgspec
 
 from tandem.api.field_table import FieldTable, PathFields
-from tandem.api.json_body import parse_object, read_request
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InvalidRequest, TandemError
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
-from tandem.router.http.body import read_bytes
+from tandem.router.http.body import read_body
 from tandem.router.http.exchange import HttpExchange, send_json
 from tandem.router.http.services import Services
 from tandem.wire.sampling import FinishReason
@@ -44,8 +43,7 @@ class AskedAgain(msgspec.Struct, frozen=True):
 async def ask_again(services: Services, exchange: HttpExchange) -> None:
     exchange.require_operator(services.keys)
     with services.bodies.share() as share:
-        value = parse_object(await read_bytes(exchange, services.config, share), services.config.limits)
-    asked, exchange.ignored_fields = read_request(value, AskAgain, _FIELDS, refuse_unknown=False)
+        asked = await read_body(exchange, AskAgain, services.config, share, _FIELDS)
     if not 0 < asked.seconds <= _MOST_S:
         raise InvalidRequest(
             f"seconds must be over 0 and at most {_MOST_S:g}, not {asked.seconds:g}", "seconds"
