@@ -72,7 +72,7 @@ PROMPTS = (
 
 class FormFigures(msgspec.Struct, frozen=True):
     name: str
-    matrix_megabytes: float  # of the packed matrices, the head among them
+    matrix_megabytes: float  # size of the packed matrices, with the head
     mean_kl: float
     largest_kl: float
     tokens: int

@@ -49,7 +49,8 @@ class RolloutJudge(Protocol):
         ...
 
     def ask_next(self) -> str:
-        """Asks one of them again, and has some of the clients' own requests asked again of new nodes. Returns where the answer has other bits than before; "" if it has none, or did not come."""
+        """Asks one of them again, and has some of the clients' own requests asked again of new nodes. Returns where an answer has other
+        bits than before; "" if none has, or none came."""
         ...
 
     @property

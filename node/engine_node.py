@@ -220,9 +220,8 @@ class EngineNode(Node[NodeService]):
         wanted = cache.host_bytes_of_tiers
         # A KV cache in host memory takes its pages only when they are first written, so free memory does not show it yet.
         kv_cache = runner.kv_cache.nbytes if wanted and runner.kv_cache.device.type == "cpu" else 0
-        weights = (
-            runner.info.weight_bytes if runner.info.shares_weights else 0
-        )  # a file's, which count as free
+        # Shared weights are a file's, whose memory counts as free.
+        weights = runner.info.weight_bytes if runner.info.shares_weights else 0
         if wanted and wanted + kv_cache > (free := free_memory() - weights):
             raise ConfigurationError(
                 f"cache.tiers asks for {wanted >> 20} MiB of host memory, and {max(free - kv_cache, 0) >> 20} MiB are left "

@@ -64,6 +64,7 @@ def _text_lengths(*values: Any) -> Iterator[int]:
 
 _others_of = operator.attrgetter("name", "tool_calls", "tool_call_id", "reasoning_content")
 _NO_OTHERS = (None,) * 4
+_VALUE_COST = 8  # in characters: a value costs time, too
 
 
 def _is_short(messages: Sequence[ChatMessage], *others: Any) -> bool:
@@ -72,11 +73,11 @@ def _is_short(messages: Sequence[ChatMessage], *others: Any) -> bool:
     rest = [value for value in others if value]
     for one in messages:
         if type(one.content) is str and _others_of(one) == _NO_OTHERS:  # nearly every message
-            left -= len(one.content) + 24
+            left -= len(one.content) + 3 * _VALUE_COST  # the message, its role and its content
         else:
             rest.append(one)
     for length in _text_lengths(*rest) if rest and left >= 0 else ():
-        left -= length + 8  # a value costs time, too
+        left -= length + _VALUE_COST
         if left < 0:
             return False
     return left >= 0

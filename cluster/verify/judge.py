@@ -18,7 +18,7 @@ from tandem.cluster.verify.questions import Question, built_in, of_file
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 120.0
-_LIVE_ANSWER_S = 300.0  # of a few requests, one after another
+_LIVE_ANSWER_S = 300.0  # the router asks a few requests again, one after another
 _MAX_TOKENS = 16
 _CONTEXT = 256  # of the built-in requests: a rollout waits for each answer
 _LIVE_S = 2.0  # how long a router listens to live requests at each look

@@ -1,5 +1,5 @@
 """Takes the documents' pictures of the page: `python docs/figures/page.py` shows it made-up clusters in a browser. The figures in them
-are nobody's. Each picture keeps the digest of the page that it shows, so that a test can tell an old one."""
+are made up, too. Each picture keeps the digest of the page that it shows, so that a test notices an old picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def digest() -> str:
 
 
 def cluster(prefill: int, decode: int, at: int) -> PageState:
-    """A cluster of so many nodes, of which one has just been lost, `at` seconds after it was opened."""
+    """A cluster with this many nodes. One was lost a moment ago. The page has been open for `at` seconds."""
     chance = random.Random(7)
     now = time.time()
     nodes = []
@@ -136,7 +136,7 @@ def main() -> int:
                 browser.open(f"http://127.0.0.1:{server.server_port}/ui", dark=dark)
                 browser.until(DRAWN, "it is drawn")
                 browser.look(1440, int(browser.run("document.documentElement.scrollHeight")), dark)
-                browser.until("new Promise(requestAnimationFrame).then(() => true)", "it is drawn anew")
+                browser.until("new Promise(requestAnimationFrame).then(() => true)", "it is drawn again")
                 browser.picture(Path(folder) / "page.png")
                 shown = PngInfo()
                 shown.add_text("page", digest())

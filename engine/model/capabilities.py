@@ -47,9 +47,8 @@ class ModelLoad:
     device: torch.device
     threads: int
     progress: Progress
-    content: Callable[[], ModelContent] | None = (
-        None  # waits for the model's identity; None on ranks that do not tell it
-    )
+    # Waits for the model's identity; None on other ranks than 0.
+    content: Callable[[], ModelContent] | None = None
     native: bool = True  # the native library may compute the model
     shard: Shard | None = None  # this process's part of the model; None: all of it
 

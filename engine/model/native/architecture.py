@@ -32,7 +32,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
     @property
     def num_weights(self) -> int:
-        """Of all matrices, without biases."""
+        """How many numbers the matrices have, without biases."""
         of_layer = self.hidden * (2 * (self.heads + self.kv_heads) * self.head_dim + 3 * self.intermediate)
         return self.layers * of_layer + (1 if self.tied else 2) * self.vocab * self.hidden
 

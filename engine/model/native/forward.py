@@ -254,7 +254,7 @@ class NativeLlamaForward:
         self._close.atexit = False
         self._native = native
         self._embedding: Weights | None = None
-        self.file_bytes = 0  # of the mapped file with the weights; 0: they are this process's own
+        self.file_bytes = 0  # size of the mapped file of weights; 0: the weights are this process's own
         if take is not None:
             self._embedding = load_weights(made, a, take, progress)
             self._set_rotary(*rotary_of(config) if rotary is None else rotary)

@@ -36,11 +36,9 @@ log = logging.getLogger(__name__)
 
 WORTH_BYTES = 32 << 20  # less is not worth a file
 KEPT_S = 30 * 24 * 3600.0  # since their last use
-REPLACED_S = (
-    3600.0  # the same of other packings of the same model, which are other versions' or another dtype's
-)
+REPLACED_S = 3600.0  # the same for other packings of the model: another version's, or of another dtype
 WAIT_S = 900.0  # for another process that packs the same weights
-_FREE_SHARE, _FREE_BYTES = 0.05, 1 << 30  # of the disk stay free
+_FREE_SHARE, _FREE_BYTES = 0.05, 1 << 30  # how much of the disk stays free: the larger of the two
 _LOOK_S = 0.1
 _TELL_S = 1.0
 _CODE = Path(__file__).parents[1]  # of which any change may change what is packed
