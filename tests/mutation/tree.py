@@ -28,7 +28,7 @@ import pytest
 from tests.wings import ROOT, copy_without, lies_in
 
 _LIBRARIES = ("torch", "transformers", "msgspec", "zmq", "httpx", "hypothesis", "yaml", "starlette")
-_TRACED_S = 0.2  # of a test: what it calls later than that, narrower tests call, too
+_TRACED_S = 0.2  # of its processor time: what a test calls later than that, narrower tests call, too
 _FIRST_TIME = 1_000_000_000  # before any real time of a file
 
 
@@ -120,11 +120,11 @@ class Calls:
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> None:
         self._entered.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-        if time.monotonic() > self._until:
+        if time.process_time() > self._until:
             sys.settrace(None)
 
     def _recorded(self, by: str) -> Iterator[None]:
-        self._entered, self._until = self._entered_by[by], time.monotonic() + _TRACED_S
+        self._entered, self._until = self._entered_by[by], time.process_time() + _TRACED_S
         sys.settrace(self._on_call)
         threading.settrace(self._on_call)
         try:
