@@ -34,7 +34,7 @@ class PageMaker:
         self._block_bytes = cache[0].numel() * cache.element_size()
         self._length = cache.shape[0] * self._block_bytes
         self._wanted = min(self._length, WINDOW_BYTES)
-        self._made = 0
+        self._made = self._reached = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -43,20 +43,21 @@ class PageMaker:
         self._thread.start()
         weakref.finalize(cache, self._end)
 
-    def reached(self, block: int) -> bool:
-        """This block is in use, so blocks after it may be next. Returns False once the thread is working on the rest of the cache:
-        further calls are then unnecessary."""
-        wanted = min(self._length, (block + 1) * self._block_bytes + WINDOW_BYTES)
-        if wanted > self._wanted + PIECE_BYTES or wanted == self._length > self._wanted:
-            with self._changed:
-                self._wanted = max(self._wanted, wanted)
-                self._changed.notify()
-        return self._wanted < self._length
+    def reached(self, block: int) -> None:
+        """This block is in use, so blocks after it may be next."""
+        end = (block + 1) * self._block_bytes
+        if end > self._reached:
+            self._reached = end
+            wanted = min(self._length, end + WINDOW_BYTES)
+            if wanted > self._wanted + PIECE_BYTES or wanted == self._length:
+                with self._changed:
+                    self._wanted = wanted
+                    self._changed.notify()
 
     @property
     def made(self) -> int:
-        """How many bytes of the cache are in memory."""
-        return self._made
+        """How many bytes of the cache are in memory: those that were made, or where none can be made ahead, those in use."""
+        return self._made if self._thread.is_alive() else max(self._made, self._reached)
 
     def _run(self) -> None:
         pause_s = 0.0

@@ -58,7 +58,7 @@ class TorchRunner:
     ) -> None:
         self._info = info
         self._kv_cache = kv_cache
-        self.pages: PageMaker | None = None  # None once the memory of the whole cache has been faulted in
+        self.pages: PageMaker | None = None  # None where the cache's memory is not faulted in ahead
         self.forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
@@ -183,8 +183,7 @@ class TorchRunner:
             self._requests.num_computed[row] = new.num_computed_tokens
             if self.pages is not None:
                 last = max((max(ids) for ids in new.block_ids if ids), default=0)
-                if not self.pages.reached(last):
-                    self.pages = None
+                self.pages.reached(last)
         cached = step.cached_reqs
         for req_id, num_computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
