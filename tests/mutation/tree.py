@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from tests.wings import ROOT, copy_without, lies_in
 
 _LIBRARIES = ("torch", "transformers", "msgspec", "zmq", "httpx", "hypothesis", "yaml", "starlette")
 _TRACED_S = 0.2  # of its processor time: what a test calls later than that, narrower tests call, too
+_MOST_BYTES = 6 << 30  # a mutant may have any number of things for ever
 _FIRST_TIME = 1_000_000_000  # before any real time of a file
 
 
@@ -79,6 +81,7 @@ class Tree:
 
 def _pytest(folder: Path, words: Sequence[str], plugin: Any, there: Connection) -> None:
     os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
     os.chdir(folder)
     os.environ |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     sys.path[:] = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT)))]
