@@ -1,5 +1,1 @@
-"""LoRA adapters that change while the cluster serves.
-
-changes    changes all nodes or none, beside a controller
-command    `tandem adapters`; commands: its row in the table
-"""
+"""LoRA adapters that change while the cluster serves. README.md lists the files."""
