@@ -30,11 +30,9 @@ class RecordStore(Protocol):
 
     def last_read(self) -> ClusterRecord:
         """Returns the last record that was read. Asks over the network only if none was."""
-        ...
 
     def update(self, change: Change) -> ClusterRecord:
         """Applies `change` and returns the new record. `change` may be called several times, so it must have no side effects."""
-        ...
 
 
 def record_file(cluster_name: str) -> str:

@@ -20,13 +20,11 @@ class ExplainingWing(Protocol):
 
     def describe_why(self, parser: argparse.ArgumentParser) -> None:
         """Adds what it can tell about one request to the options of `tandem why`."""
-        ...
 
     def explain_more(
         self, options: argparse.Namespace, why: Explanation, state: Callable[[], PageState]
     ) -> Explanation:
         """Returns the explanation with what those options ask for."""
-        ...
 
 
 def wings() -> list[ExplainingWing]:
