@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from tandem.cluster.commands.parser import Command
 
 ROWS = (
-    "tandem.cluster.chat.commands",
-    "tandem.cluster.doctor.commands",
+    "tandem.cluster.chat",
+    "tandem.cluster.doctor",
     "tandem.cluster.trace.commands",
-    "tandem.cluster.replay.commands",
-    "tandem.cluster.adapters.commands",
-    "tandem.cluster.bench.commands",
-    "tandem.cluster.batches.commands",
+    "tandem.cluster.replay",
+    "tandem.cluster.adapters",
+    "tandem.cluster.bench",
+    "tandem.cluster.batches",
     "tandem.simulator.commands",
-    "tandem.cluster.chaos.commands",
-    "tandem.cluster.verify.commands",
+    "tandem.cluster.chaos",
+    "tandem.cluster.verify",
 )
 FLAGS = ("tandem.cluster.foreign_flags.flags",)
 JUDGE = "tandem.cluster.verify.judge"
