@@ -36,7 +36,6 @@ class AnswerFormat(Protocol):
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts that a reader must see even though they may be special tokens."""
-        ...
 
     @property
     def reads_calls(self) -> bool: ...
@@ -46,11 +45,9 @@ class AnswerFormat(Protocol):
     ) -> AnswerReader | None:
         """Returns a reader of an answer, or None when the answer is only text. `tools`: None when the model
         may not call."""
-        ...
 
     def answer_grammar(self, grammar: str, tokenizer: Tokenizer) -> str:
         """Returns the grammar of an answer without calls, with the marks that it must have."""
-        ...
 
     def calls_grammar(self, asked: CallsAsked, answer: str | None, tokenizer: Tokenizer) -> str | None:
         """Returns the grammar of calls, or None when the model may write anything. With `answer`, the model calls
@@ -58,21 +55,17 @@ class AnswerFormat(Protocol):
 
         Where it may also write text, the grammar holds from where the model begins a call, and only if a tool is strict.
         """
-        ...
 
     def bounds_reasoning(self, prompt: str, tokenizer: Tokenizer) -> bool:
         """Whether an answer to the prompt may begin with reasoning. Raises InvalidRequest when its tokens cannot be bounded."""
-        ...
 
     def after_reasoning(
         self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None
     ) -> str:
         """Returns a grammar that holds from the reasoning's end on. `budget`: the most tokens of reasoning."""
-        ...
 
     def reasoning_tokens(self, token_ids: Sequence[int], prompt: str, tokenizer: Tokenizer) -> int | None:
         """Counts an answer's reasoning tokens; None when the model's reasoning format is unknown."""
-        ...
 
 
 class PlainText:

@@ -47,7 +47,6 @@ class AnswerReader(Protocol):
     def finish(self, *, cut: bool = False) -> list[Piece]:
         """Ends the answer. A call without its end mark counts if it is complete, because the mark may be the
         stop token. `cut`: the model would have written more, so what begins a mark or a call is no text."""
-        ...
 
 
 class NotesCalls:

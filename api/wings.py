@@ -43,17 +43,14 @@ class PromptImages(Protocol):
     def files(self) -> list[bytes]: ...
     def expanded(self, text: str) -> str:
         """Returns the prompt with every placeholder expanded for its image."""
-        ...
 
     def features(self, token_ids: Sequence[int]) -> list[MediaFeature]:
         """Returns where the images are in the prompt."""
-        ...
 
 
 class ImageReader(Protocol):
     async def read(self, parts: Sequence[ImagePart]) -> PromptImages:
         """Decodes the images. Raises InvalidImage for the first that cannot be read."""
-        ...
 
 
 class ImagesWing(Protocol):

@@ -2,7 +2,7 @@
 
     suite            a short run of those below, one after another, with their floors: `make bench`
     disaggregation   Tandem and vLLM on one machine, each disaggregated and aggregated (side_by_side/)
-    burst            three times the capacity for two minutes, compared with vLLM (bursting)
+    burst            three times the capacity for two minutes, compared with vLLM
     soak             half an hour of everything that clients do (soaking/): `make soak`
     scheduler, scheduler_parity    the scheduler's speed; whether it decides as vLLM's does
     reserve          what `scheduler.reserve` costs and saves under memory pressure
@@ -13,7 +13,7 @@
     hybrid           what recurrent layers cost, compared with a dense model and with transformers
     parallel         what several ranks cost a step, compared with one rank (parallel_vllm)
     native_kernels   where a step's time goes in the native library
-    gpu              the engine on a GPU, part by part (gpu_parts, gpu_report): its answers (gpu_parity), its speed (gpu_speed, gpu_alone,
+    gpu              the engine on a GPU, part by part (gpu_parts, gpu_report): its answers (gpu_parity), its speed (gpu_speed,
                      gpu_profile, gpu_models), two engines on one card (gpu_handover)
     tiers            what tiers of the cache cost and save
     tier_parity      whether tiers evict what vLLM's would, and how fast

@@ -11,17 +11,14 @@ logger = logging.getLogger(__name__)
 class Events(Protocol):
     def progress(self, name: str, what: str, fraction: float) -> None:
         """`name` is starting. `what` says what it is doing, `fraction` how much of that is done (0 to 1)."""
-        ...
 
     def ready(self, name: str, what: str) -> None: ...
 
     def trouble(self, name: str, what: str) -> None:
         """Something failed and is being repaired."""
-        ...
 
     def gave_up(self, name: str, why: str) -> None:
         """`name` failed for good and is not started again. The rest of the deployment serves without it."""
-        ...
 
 
 class LoggedEvents:

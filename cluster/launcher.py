@@ -35,61 +35,50 @@ Ready = TypeVar("Ready", covariant=True)
 class LogSource(Protocol):
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
         """Returns up to `most` lines of the process's log: those after `after`, or the `last` lines when it is None."""
-        ...
 
 
 class Handle(LogSource, Protocol[Ready]):
     async def start(self, report: Report) -> Ready:
         """Returns when the process can take work. Raises ConfigurationError when another try would fail in the same way."""
-        ...
 
     async def ended(self) -> str:
         """Returns the reason once the process has certainly ended. A node on several machines has ended when the first of its
         processes has, because the others are useless without it."""
-        ...
 
     async def stop(self) -> None:
         """Ends the process and all that belong to it: asks them to stop first, then kills them. Returns when they have ended.
         One that an earlier controller started is left if it cannot be reached: `Launcher.end` ends that. Idempotent."""
-        ...
 
 
 class NodeHandle(Handle[NodeInfo], Protocol):
     @property
     def keepers(self) -> Mapping[str, LogSource]:
         """The processes that keep its ranks on other machines, by name."""
-        ...
 
     async def admit(self, keys: list[str]) -> None:
         """Sets the public keys of the processes that may connect to the node. Replaces the previous list."""
-        ...
 
     async def status(self) -> NodeStatus: ...
 
     async def routers_heard(self) -> list[str]:
         """Returns the endpoints of the routers that the node heard from lately."""
-        ...
 
     async def drain(self, timeout_s: float) -> bool:
         """The node refuses new requests from now on. Returns True when its requests ended in time."""
-        ...
 
     async def reset_cache(self, timeout_s: float) -> bool:
         """Empties the prefix cache in every tier: requests that arrive after this reuse none of the KV that is cached now.
         Returns False if the node could not do it in time."""
-        ...
 
     async def set_adapters(
         self, wanted: Mapping[str, str], timeout_s: float, report: Report
     ) -> dict[str, str]:
         """Makes exactly the adapters in `wanted` (name: location) available to new requests. Returns their digests by name.
         Raises ConfigurationError for an adapter that the node cannot serve; then nothing has changed."""
-        ...
 
     async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
         """Turns the node into one of another role with the weights that it has loaded. It gets a new epoch and new addresses.
         Raises Unavailable unless a `drain` has completed."""
-        ...
 
 
 class RouterHandle(Handle[RouterInfo], Protocol):
@@ -104,26 +93,21 @@ class RouterHandle(Handle[RouterInfo], Protocol):
         the router. `paused` names the pools and nodes that get no new requests. `desks` gives, by name, the address of each
         router process on its port, its own included. `pools` is what the router shows of its pools. Returns what waits in the
         router's line."""
-        ...
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         """Tells the router that the prefix caches of these nodes are empty."""
-        ...
 
     async def nodes_heard(self) -> list[NodeSighting]:
         """Returns for each node when the router last heard from it."""
-        ...
 
     async def answers_clients(self) -> bool:
         """Returns whether the router answers HTTP at its URL, which takes another path than every other method here."""
-        ...
 
     async def drain(self, timeout_s: float) -> bool: ...
 
     async def leave(self, timeout_s: float) -> bool:
         """For a router whose listening socket another router has taken: it accepts no new connection. Returns True when its
         requests ended in time."""
-        ...
 
 
 class Launcher(Protocol):
@@ -144,18 +128,15 @@ class Launcher(Protocol):
         """`slot` is the role whose place on the host the node takes; it differs from the node's role if that was changed after
         the node was placed. `needs` is what it takes besides, such as {"GPU": 1}. `beside` lists the other machines of its
         ranks in order; the node takes the same on each."""
-        ...
 
     def launch_router(
         self, name: str, config: RouterConfig, host: Host | None, door: str = ""
     ) -> RouterHandle:
         """`host` None places the router on the head. `door` is where the router that it replaces hands over its listening
         socket."""
-        ...
 
     async def end(self, name: str) -> None:
         """Ends the process with this name, if there is one, also on a machine that cannot be seen."""
-        ...
 
 
 async def as_it_is(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
@@ -203,24 +184,19 @@ class Hosts(Protocol):
     async def present(self) -> list[Host]:
         """Returns the machines that can be seen now, in an order that stays the same while they stay. A missing machine is no
         proof that its processes have ended."""
-        ...
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when machines may have come or gone, or after `timeout_s`."""
-        ...
 
     def placing(self) -> AbstractAsyncContextManager[None]:
         """While it is entered, no other deployment places nodes on these machines."""
-        ...
 
     def use(self, needs: Needs, taken: Sequence[TakenPlace]) -> None:
         """Sets, from the next look on, what new nodes need and the places of all existing nodes."""
-        ...
 
     async def want(self, slots: dict[Role, int]) -> None:
         """Tells an autoscaler how many places of each role the deployment needs in all, so that it can add and remove machines.
         Replaces the previous number; only the controller calls this, and it repeats it. Does nothing without an autoscaler."""
-        ...
 
 
 CheckKept = Callable[[bytes | None], None]
@@ -234,4 +210,3 @@ class StateStore(Protocol):
 
     async def save(self, state: bytes, check: CheckKept | None = None) -> None:
         """Calls `check` right before it writes."""
-        ...

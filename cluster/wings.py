@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from tandem.cluster.commands.parser import Command
 
 ROWS = (
-    "tandem.cluster.chat.commands",
-    "tandem.cluster.doctor.commands",
+    "tandem.cluster.chat",
+    "tandem.cluster.doctor",
     "tandem.cluster.trace.commands",
-    "tandem.cluster.replay.commands",
-    "tandem.cluster.adapters.commands",
-    "tandem.cluster.bench.commands",
-    "tandem.cluster.batches.commands",
+    "tandem.cluster.replay",
+    "tandem.cluster.adapters",
+    "tandem.cluster.bench",
+    "tandem.cluster.batches",
     "tandem.simulator.commands",
-    "tandem.cluster.chaos.commands",
-    "tandem.cluster.verify.commands",
+    "tandem.cluster.chaos",
+    "tandem.cluster.verify",
 )
 FLAGS = ("tandem.cluster.foreign_flags.flags",)
 JUDGE = "tandem.cluster.verify.judge"
@@ -46,21 +46,17 @@ class RolloutJudge(Protocol):
 
     def learn(self) -> int:
         """Asks all requests, and keeps the answers. Returns how many there are. Raises a TandemError."""
-        ...
 
     def ask_next(self) -> str:
         """Asks one of them again, and has some of the clients' own requests asked again of new nodes. Returns where an answer has other
         bits than before; "" if none has, or none came."""
-        ...
 
     @property
     def compared(self) -> str:
         """How many of the clients' own requests were compared meanwhile."""
-        ...
 
     def ask_all(self) -> str:
         """Asks all of them again. Raises a TandemError if one is not answered."""
-        ...
 
     def close(self) -> None: ...
 
@@ -68,7 +64,6 @@ class RolloutJudge(Protocol):
 class JudgeWing(Protocol):
     def judge(self, url: str, file: Path | None) -> RolloutJudge:
         """`url`: of a router. `file`: has the requests; None: a built-in set."""
-        ...
 
 
 def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
@@ -87,19 +82,15 @@ class ForeignFlags(Protocol):
 
     def add_flags(self, parser: argparse.ArgumentParser, besides: Collection[str]) -> None:
         """Adds every flag that is not among these. They collect in `foreign`."""
-        ...
 
     def read_flags(self, given: list[Any]) -> tuple[list[tuple[str, str | None, str]], list[str]]:
         """Returns the assignments, as (setting, text, origin), and a sentence for each flag that is refused."""
-        ...
 
     def translated(self, name: str, value: str) -> list[tuple[str, str]]:
         """Returns the settings and texts that one of our own flags means in the other server's words; [] if it has none for it."""
-        ...
 
     def table(self) -> Iterator[str]:
         """Yields the table of the page about coming from that server."""
-        ...
 
 
 def foreign_flags() -> list[ForeignFlags]:

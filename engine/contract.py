@@ -49,7 +49,6 @@ class NodeEngine(Protocol):
     @property
     def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may name; None when none are served."""
-        ...
 
     @property
     def follows_grammars(self) -> bool: ...
@@ -57,48 +56,38 @@ class NodeEngine(Protocol):
     @property
     def states_wait(self) -> bool:
         """So many hidden states wait to be written that no further request may ask for them."""
-        ...
 
     # --- requests
 
     def add_request(self, request: Request) -> None:
         """Queues a request; a check gives its blocks back first. Raises a RequestError for a request that can never run here."""
-        ...
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests whatever their phase, without a chunk. Ids that are not here, or not any more, are no error."""
-        ...
 
     def fail_request(self, request_id: str, error: TandemError) -> None:
         """Ends a request that cannot go on, without a chunk."""
-        ...
 
     def step(self) -> StepResult:
         """Plans and starts one step. Books the step before it, this step, or both."""
-        ...
 
     def seconds_until_due(self) -> float | None:
         """Seconds until a step has something to do even if nothing arrives; None: never."""
-        ...
 
     def turn_ended(self, job_id: str, request_id: str, called: list[str] | None) -> None:
         """The answer of an agent's turn is complete, and called these tools."""
-        ...
 
     # --- idle time
 
     def use_idle_time(self) -> bool:
         """Computes a part of a check. Returns False when there is none or the engine is not idle."""
-        ...
 
     @property
     def lora_in_check(self) -> str | None:
         """The adapter that the running check computes with."""
-        ...
 
     def wind_down(self) -> None:
         """The node drains: gives back the blocks that are kept for what may come, and keeps none from now on."""
-        ...
 
     # --- its cache
 
@@ -107,18 +96,15 @@ class NodeEngine(Protocol):
 
     def tell_cache_events(self) -> None:
         """Records KV events from now on, for `take_cache_events`. Called before the first request."""
-        ...
 
     def take_cache_events(self) -> Sequence[KVEvent]: ...
 
     def reset_prefix_cache(self) -> None:
         """No later request finds what is cached now, here and where peers have copied from it."""
-        ...
 
     @property
     def has_forgotten(self) -> bool:
         """Whether nothing from before `reset_prefix_cache` would be found again if the process ended now."""
-        ...
 
     # --- where other nodes reach it; "" where they need not
 
@@ -134,16 +120,12 @@ class NodeEngine(Protocol):
 
     def transfer_stats(self) -> TransferStats:
         """Called from any thread."""
-        ...
 
     def trace_of(self, request_id: str) -> TransferTrace | None:
         """The trace of a request's transfer; None before the transfer has ended, or without one."""
-        ...
 
     def holds_blocks_of(self, request_id: str) -> bool:
         """Whether the request has ended while a transfer still needs its blocks."""
-        ...
 
     def shutdown(self) -> None:
         """Called once, when no step runs any more, from another thread."""
-        ...

@@ -38,19 +38,15 @@ class IdleCheck(Protocol):
     @property
     def lora(self) -> str | None:
         """The adapter that it computes with; None: the model alone, or nothing."""
-        ...
 
     def received(self, request: Request) -> None:
         """The KV of the request's prompt, which a peer computed, has arrived."""
-        ...
 
     def step(self) -> bool:
         """Computes a little; False: there is nothing to check."""
-        ...
 
     def stand_aside(self) -> None:
         """Gives its blocks back, and goes on later."""
-        ...
 
 
 @dataclasses.dataclass(slots=True)

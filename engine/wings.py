@@ -45,23 +45,19 @@ class EngineWing(Protocol):
     @property
     def NAME(self) -> str:
         """What `model.engine` calls it."""
-        ...
 
     def refusals(self, engine: EngineConfig) -> Iterator[tuple[str, str]]:
         """Yields each setting that this engine lacks or takes otherwise, such as `cache.tiers`, and the end of a sentence about it."""
-        ...
 
     def look(self, model: ModelConfig, env: Mapping[str, str]) -> EngineFound:
         """Asks the Python that `model.engine_python` names what it has, and whether that knows `model.engine_args`. `env`: variables of
         the nodes' processes besides this one's. Takes a few seconds at most."""
-        ...
 
     def make(
         self, config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None
     ) -> NodeEngine:
         """Loads the model. `model` has the paths of this machine; `connect` is None on a node without peers. Raises ConfigurationError for
         what an operator can change."""
-        ...
 
 
 def other_engines() -> dict[str, EngineWing]:

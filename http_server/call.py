@@ -173,7 +173,6 @@ class Carrier(Protocol):
     @property
     def stopping(self) -> bool:
         """Whether the server takes no further request."""
-        ...
 
     async def until_writable(self) -> None: ...
 

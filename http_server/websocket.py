@@ -44,7 +44,6 @@ class Memory(Protocol):
 
     def grow(self, size: int) -> None:
         """Raises Overloaded when there is no room for it."""
-        ...
 
     def shrink(self, size: int) -> None: ...
 

@@ -91,7 +91,6 @@ class TransferRequest(Protocol):
     @property
     def all_token_ids(self) -> Sequence[int]:
         """The prompt, then the output. A request that moved here from a lost node arrives with output tokens."""
-        ...
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -108,14 +107,12 @@ class TransferRequest(Protocol):
     @property
     def media(self) -> Sequence[MediaFeature]:
         """The placeholders among the tokens, in order: parts of images, or rows in place of embeddings."""
-        ...
 
     @property
     def transfer(self) -> KVTransferParams | None: ...
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """The chained hash of each full block of tokens. Callers must not change it. Empty without prefix caching."""
-        ...
 
     @property
     def cache_peers(self) -> CachePeers | None: ...
@@ -123,12 +120,10 @@ class TransferRequest(Protocol):
     @property
     def is_distrusted(self) -> bool:
         """True if its KV is of an earlier generation of the cache: store none of it."""
-        ...
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """True if every token must be computed here: the connector must load nothing from a cache."""
-        ...
 
 
 class ScheduledStep(Protocol):
@@ -137,7 +132,6 @@ class ScheduledStep(Protocol):
     @property
     def num_scheduled_tokens(self) -> dict[str, int]:
         """Maps each request id to the number of tokens that this step computes."""
-        ...
 
     @property
     def total_num_scheduled_tokens(self) -> int: ...
@@ -146,7 +140,6 @@ class ScheduledStep(Protocol):
 
     def new_block_ids(self, request_id: str) -> Sequence[Sequence[int]]:
         """The blocks, per group, that this step gave to a request which was already running; empty lists when none."""
-        ...
 
 
 BlockIds = Sequence[Sequence[int]]
@@ -170,17 +163,14 @@ class BlockGroup(Protocol):
     def window(self) -> int | None:
         """The number of tokens that a sliding window reads, the reading token included, or a chunk's length; None
         where attention reads every token."""
-        ...
 
     def first_read(self, position: int) -> int:
         """The first token that the token at `position` reads; below 0 if the window is longer than the prefix."""
-        ...
 
     @property
     def blocks_per_request(self) -> int:
         """Above 0 for a group that keeps recurrent states: its table has this many blocks, and they hold the states
         after all tokens so far."""
-        ...
 
 
 NULL_BLOCK_ID = 0

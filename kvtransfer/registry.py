@@ -57,7 +57,6 @@ class RankThread(Protocol):
 class MakeRankThread(Protocol):
     def __call__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> RankThread:
         """`failed` is called from the thread when a bug ends it."""
-        ...
 
 
 def find_tiers_of_rank() -> MakeRankThread:

@@ -110,25 +110,20 @@ class LoopHost(Protocol[ItemT]):
 
     def handle(self, item: ItemT) -> None:
         """Handles an item from the mailbox, between two steps."""
-        ...
 
     def publish(self, updates: list[TokenChunk]) -> None: ...
 
     def before_step(self, now: float) -> None:
         """Called once per turn of the loop, before the step, to enforce deadlines."""
-        ...
 
     def after_step(self, progressed: bool) -> None:
         """Called once per turn, after its results are published. If not `progressed`, the loop sleeps next."""
-        ...
 
     def seconds_until_due(self, now: float) -> float | None:
         """Seconds until `before_step` next has something to do if no item arrives; None: never."""
-        ...
 
     def failed(self, error: BaseException) -> None:
         """The loop has ended because of `error`. This is its last call."""
-        ...
 
 
 class EngineLoop(Generic[T]):

@@ -41,11 +41,9 @@ class RoleRules(Protocol):
 
     def sampling_for(self, submit: Submit) -> SamplingParams:
         """The sampling parameters for this node's part of the request. Raises InvalidRequest for a request that this role cannot take."""
-        ...
 
     def finish_of(self, submit: Submit, update: TokenChunk) -> FinishReason | None:
         """The finish reason that the router gets for an update."""
-        ...
 
 
 def request_of(

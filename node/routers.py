@@ -42,7 +42,6 @@ class Receiver(Protocol):
     @property
     def died(self) -> str | None:
         """Why it receives nothing any more although it was not closed; None while it receives."""
-        ...
 
 
 class RouterLine(Receiver, Protocol):
@@ -51,19 +50,15 @@ class RouterLine(Receiver, Protocol):
     @property
     def gaps(self) -> int:
         """How many times messages were missing and were requested again."""
-        ...
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         """Queues a message. Raises NodeLost when the router does not read. The first message opens a connection, which stays open."""
-        ...
 
     def received(self, endpoint: str) -> Position:
         """The position of the router's last delivered message."""
-        ...
 
     def forget(self, endpoint: str) -> None:
         """Drops the connection and the messages queued on it."""
-        ...
 
 
 class Routers:

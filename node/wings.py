@@ -83,23 +83,19 @@ class ServicePart:
 class NodeWing(Protocol):
     def make(self, context: PartContext) -> ServicePart | None:
         """Called before the first step. Raises ConfigurationError."""
-        ...
 
 
 class OtherRanks(Protocol):
     @property
     def transfer_lines(self) -> Sequence[socket.socket]:
         """See `ConnectorContext.rank_lines`."""
-        ...
 
     @property
     def tier_lines(self) -> Sequence[socket.socket]:
         """See `ConnectorContext.tier_lines`."""
-        ...
 
     def load(self) -> TorchRunner:
         """Starts the ranks, and loads all parts of the model."""
-        ...
 
     def stop(self) -> None: ...
 
@@ -109,11 +105,9 @@ class RanksElsewhere(Protocol):
 
     def open(self, lead: str) -> str:
         """Admits rank 0, whose public key is `lead`, and returns the endpoint for it."""
-        ...
 
     def hold(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` for the ranks to end, and returns whether they have."""
-        ...
 
     def stop(self) -> None: ...
 
@@ -121,13 +115,11 @@ class RanksElsewhere(Protocol):
 class RanksWing(Protocol):
     def of_first_rank(self, config: NodeConfig) -> NodeConfig:
         """The configuration of rank 0's process: with its share of the node's cores and threads."""
-        ...
 
     def make(
         self, config: NodeConfig, loading: LoadSource, lost: Callable[[str], None], *, apart: bool
     ) -> OtherRanks:
         """`lost` is called with the reason when the other ranks have been ended. `apart`: each rank keeps its KV in its own memory."""
-        ...
 
     def keep(
         self, config: NodeConfig, machine: int, find_model: Callable[[str, Report], str]

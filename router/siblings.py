@@ -55,4 +55,3 @@ class SentReports(Protocol):
 
     def tell_answered(self, node_id: str, request_id: str) -> None:
         """A node answered a request before its status counted it."""
-        ...

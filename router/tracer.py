@@ -21,12 +21,10 @@ class GrowingTrace(TraceNotes, Protocol):
 
     def planned(self, prompt_tokens: int, sampling: SamplingParams | None) -> None:
         """`sampling`: None for vectors."""
-        ...
 
     def flushed(self, now: float) -> None:
         """The text of the tokens that had arrived was written to the client, as far as they make whole
         characters."""
-        ...
 
     def end(self, now: float, route: str, status: int | None) -> None: ...
 

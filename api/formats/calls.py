@@ -31,12 +31,10 @@ class CallWriting(Protocol):
     @property
     def begins(self) -> tuple[str, ...]:
         """The marks that begin calls."""
-        ...
 
     @property
     def opening(self) -> str | None:
         """An answer that begins with this is a call even without a mark."""
-        ...
 
     @property
     def layout(self) -> Layout: ...
@@ -46,14 +44,12 @@ class CallWriting(Protocol):
     ) -> list[str]:
         """Returns the grammar of one call without the layout's marks. The names of all further rules begin
         with `rule`."""
-        ...
 
 
 class CallFormat(CallWriting, Protocol):
     def read(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas) -> Steps[None]:
         """Reads from after a mark to the end of the calls that it begins. If it tells the sink of no call,
         the text has none."""
-        ...
 
 
 class CallSink:

@@ -5,7 +5,7 @@ fields, chat_request, completion_request, text_request
 mistakes       what is wrong with a field, in plain words
 served_model   what a router serves: names, tokenizer, template, formats; caller: who asks
 prompts        texts and token ids, checked and tokenized
-chat_prompt, template_messages
+chat_prompt
                a chat's messages, as the model's template takes them, and their prompt
 sampling, grammars
                from a request to sampling parameters, and to the one grammar that its fields make

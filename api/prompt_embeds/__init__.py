@@ -1,4 +1,1 @@
-"""Prompts given as tensors of embeddings.
-
-reading     from base64 of a tensor's file to rows that a node takes
-"""
+"""Prompts given as tensors of embeddings. README.md lists the files."""

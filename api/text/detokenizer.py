@@ -23,11 +23,9 @@ _LETTER = "a"
 class Detokenizer(Protocol):
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these tokens complete; "" while a character is incomplete."""
-        ...
 
     def finish(self) -> str:
         """Returns what is left at the end: bytes that never became a character, as U+FFFD."""
-        ...
 
 
 class ByteDetokenizer:

@@ -2,5 +2,4 @@
 
 requests   what is asked, how answers are read and compared, and many clients at once
 cluster    the cluster as its router reports it, what its processes use over time, and nodes that are killed
-verdict    all that was measured, as a table, and what of it is a fault
 """

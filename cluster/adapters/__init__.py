@@ -1,5 +1,12 @@
-"""LoRA adapters that change while the cluster serves.
+"""LoRA adapters that change while the cluster serves. README.md lists the files."""
 
-changes    changes all nodes or none, beside a controller
-command    `tandem adapters`; commands: its row in the table
-"""
+from tandem.cluster.commands.parser import CHANGE, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.adapters.command",
+        "adapters",
+        "LoRA adapters of a running cluster: list, load and unload them",
+        CHANGE,
+    ),
+)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.commands.operate import CommandTarget
 from tandem.cluster.commands.options import add_operated, target_of
-from tandem.cluster.commands.output import print_json, wants_json
+from tandem.cluster.commands.output import print_found
 from tandem.cluster.orders import AdaptersOrder
 
 
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     there = adapters(target_of(options), options.load, options.unload)
-    if wants_json(options):
-        print_json({"adapters": there})
+    print_found(options, {"adapters": there})
     return 0
 
 

@@ -1,6 +1,12 @@
-"""`tandem batch`: a file of requests answered. README.md says what it is.
+"""`tandem batch`: a file of requests answered. README.md lists the files."""
 
-commands  the row of the command
-command   one run, from its flags to the written files
-job       a job at a server: begun, followed, fetched
-"""
+from tandem.cluster.commands.parser import LOOK, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.batches.command",
+        "batch",
+        "have a file of requests answered when the cluster is idle",
+        LOOK,
+    ),
+)

@@ -1,8 +1,13 @@
-"""`tandem chaos`: kills and stops processes of a cluster by a seeded plan, under the cluster's own traffic or generated requests.
+"""`tandem chaos`: kills and stops processes of a cluster by a seeded plan, under the cluster's own traffic or generated
+requests. README.md lists the files."""
 
-plan       what happens to which kind of process, and when; what that means for the cluster's users
-probes     generated requests whose answers are known, and their results
-conductor  carries out the plan; it waits until the cluster is whole again before the next blow
-report     everything that was observed, as a table and as JSON; what of it is a fault
-command    the options; the dry run; commands: its row in the table
-"""
+from tandem.cluster.commands.parser import MEASURE, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.chaos.command",
+        "chaos",
+        "kill and stop processes of a cluster, and report the effect",
+        MEASURE,
+    ),
+)

@@ -40,7 +40,7 @@ from tandem.cluster.chaos.report import (
     traffic_of,
 )
 from tandem.cluster.commands.options import add_address
-from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.control import ClusterView
 from tandem.cluster.orders import TimeoutsOrder, ViewOrder
 from tandem.cluster.saving import results_folder, write_json
@@ -126,8 +126,7 @@ def run(options: argparse.Namespace) -> int:
     with joined(which):
         report = asyncio.run(_run(options, rules, console))
     if isinstance(report, Intent):
-        if wants_json(options):
-            print_json(report)
+        print_found(options, report)
         return 0
     folder = results_folder(options.out)
     write_json(report, folder / "chaos.json")

@@ -5,7 +5,7 @@ serve         with preflight and model_checks (checks before the start), progres
 parser        the table of commands, and their parsers; its rows, with each command's options: serving, changing, looking; completion:
               of a shell's words; options, setting_options: those that several commands have; the flags that set settings
 operate       scale, drain, role, pause, down; address: which cluster they mean;
-              router_url: which router; running: the records of what serves here; http_control: the cluster through a router
+              router_url: which router; running: the records of what serves here
 apply         gives a serving cluster another configuration
 overview      `tandem status`, from the controller or from one router; node_table: the nodes, there and in top; deployments: all on a Ray cluster
 logs          the log lines of all processes, in one order

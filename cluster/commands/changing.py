@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.cluster.commands.options import add_address, add_operated, add_router, target_of
-from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_found
 from tandem.cluster.commands.parser import CHANGE, Command, Run
 from tandem.cluster.commands.setting_options import add_settings, read_settings
 
@@ -41,8 +41,7 @@ def _apply(options: argparse.Namespace) -> int:
 
     if options.back:
         done = go_back(target_of(options))
-        if wants_json(options):
-            print_json({"done": done})
+        print_found(options, {"done": done})
         return 0 if done else 1
     if options.file is not None:
         if options.config is not None:
@@ -59,8 +58,7 @@ def _apply(options: argparse.Namespace) -> int:
     finally:
         if judge is not None:
             judge.close()
-    if wants_json(options):
-        print_json({"change": change, "done": done})
+    print_found(options, {"change": change, "done": done})
     return 0 if done else 1
 
 
@@ -127,8 +125,7 @@ def _order(name: str) -> Run:
         from tandem.cluster.commands import operate
 
         printed: dict[str, Any] = getattr(operate, name)(target_of(options), options)
-        if wants_json(options):
-            print_json(printed)
+        print_found(options, printed)
         return 0 if all(printed.get("finished", {}).values()) else 1
 
     return run

@@ -23,15 +23,12 @@ SILENT_START_S = 120.0  # how long the controller of a cluster that has not serv
 class FollowedController(Protocol):
     async def account_after(self, seen: int, stage: ClusterStage) -> ClusterAccount:
         """Returns when something newer than `seen` has happened, when the stage is another one, or after a while."""
-        ...
 
     async def ending(self) -> ClusterEnd | None:
         """Returns the recorded end of this cluster; None if it was not ended."""
-        ...
 
     async def revive(self) -> None:
         """Creates a controller if there is none and Ray will not restart one. It adopts the cluster's processes."""
-        ...
 
 
 class Follower:

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from tandem.cluster.commands.options import add_address, add_operated, add_server, which_cluster
-from tandem.cluster.commands.output import add_output, print_json, print_json_line, wants_json
+from tandem.cluster.commands.output import add_output, print_found, print_json, print_json_line, wants_json
 from tandem.cluster.commands.parser import LOOK, Command
 
 if TYPE_CHECKING:
@@ -89,10 +89,9 @@ def _list_deployments(options: argparse.Namespace) -> int:
     if options.url is not None or options.name is not None or options.watch is not None:
         raise ConfigurationError("--all lists every deployment once: leave out --url, --name and --watch")
     found = list_deployments(which_cluster(options))
-    if wants_json(options):
-        print_json(found)
-    else:
-        show_deployments(found, Console(width=None if sys.stdout.isatty() else 160))
+    print_found(
+        options, found, lambda: show_deployments(found, Console(width=None if sys.stdout.isatty() else 160))
+    )
     return 0 if found and all(one.serves for one in found) else 1
 
 

@@ -10,11 +10,13 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tandem.base.errors import ConfigurationError, TandemError
+import httpx
+import msgspec
+
+from tandem.base.errors import ConfigurationError, InternalError, TandemError
 from tandem.base.settings import LONGEST_S
-from tandem.cluster.api_client import key_from_environment
+from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
-from tandem.cluster.commands.http_control import HttpControl
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
 from tandem.cluster.control import DRAIN_S
@@ -37,11 +39,36 @@ from tandem.wire.nodes import Role
 if TYPE_CHECKING:
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
+# How long a router waits for the controller's answer, and then some.
+_DECIDE_S = 45.0
+
+T = TypeVar("T")
+
+
+class HttpControl:
+    """An `OperatedCluster` through one of its routers, for commands with `--url`."""
+
+    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
+        self._api = ApiClient(url, key, transport)
+
+    def close(self) -> None:
+        self._api.close()
+
+    async def ask(self, order: Order[T]) -> T:
+        path, timeout = f"/admin/{order.action}", httpx.Timeout(ANSWER_S, read=order.limit_s + _DECIDE_S)
+        answer = await asyncio.to_thread(self._api.post, path, order.body(), timeout)
+        try:
+            return order.decoded(answer.content)
+        except msgspec.DecodeError as error:
+            raise InternalError(
+                f"{self._api.url}{path} did not answer like a Tandem router: {error}"
+            ) from error
+
+
 END_S = 60.0
 DOWN = "`tandem down`"
 _SAY_AFTER_S = 0.7
 
-T = TypeVar("T")
 Say = Callable[[str], None]
 
 

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 
@@ -75,6 +76,16 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def wants_json(options: argparse.Namespace) -> bool:
     return str(options.format) == "json"
+
+
+def print_found(
+    options: argparse.Namespace, found: object, show: Callable[[], object] = lambda: None
+) -> None:
+    """Prints what a command found: as JSON if the options ask for that, otherwise by `show`."""
+    if wants_json(options):
+        print_json(found)
+    else:
+        show()
 
 
 def print_json_line(value: object, stream: TextIO | None = None) -> None:

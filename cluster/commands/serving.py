@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tandem.cluster.commands.options import add_address, which_cluster
-from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.commands.parser import SERVE, Command
 from tandem.cluster.commands.setting_options import add_settings, flags_of, read_settings
 
@@ -83,10 +83,7 @@ def _config(options: argparse.Namespace) -> int:
         print_json(json_schema())
         return 0
     settings = read_settings(options)
-    if wants_json(options):
-        print_json(as_values(settings))
-    else:
-        print(render(settings), end="")
+    print_found(options, as_values(settings), lambda: print(render(settings), end=""))
     return 0
 
 
@@ -116,10 +113,7 @@ def _fetch(options: argparse.Namespace) -> int:
             model = prepare_model(options.name, report)
     finally:
         display.stop()
-    if wants_json(options):
-        print_json({"name": options.name, "path": model.path})
-    else:
-        print(model.path)
+    print_found(options, {"name": options.name, "path": model.path}, lambda: print(model.path))
     return 0
 
 
@@ -127,10 +121,7 @@ def _list(options: argparse.Namespace) -> int:
     from tandem.cluster.models.fetched import fetched_models, show
 
     models = fetched_models()
-    if wants_json(options):
-        print_json(models)
-    else:
-        print(show(models), end="")
+    print_found(options, models, lambda: print(show(models), end=""))
     return 0
 
 
@@ -162,10 +153,7 @@ def _engines(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.engines import engines_found, show
 
     found = engines_found(options.python)
-    if wants_json(options):
-        print_json(found)
-    else:
-        print(show(found), end="")
+    print_found(options, found, lambda: print(show(found), end=""))
     return 0
 
 
@@ -180,8 +168,7 @@ def _down(options: argparse.Namespace) -> int:
 
     say = say_aside if wants_json(options) else say_line
     finished = down(which_cluster(options), now=options.now, say=say)
-    if wants_json(options):
-        print_json({"finished": finished})
+    print_found(options, {"finished": finished})
     return 0
 
 

@@ -1,9 +1,13 @@
-"""`tandem doctor`: what this machine offers, what is wrong with it, and what to do about it.
+"""`tandem doctor`: what this machine offers, what is wrong with it, and what to do about it. README.md lists the
+files."""
 
-commands        the command as a row
-command         all checks at once, and what is shown of them
-machine_checks  versions, cores, memory, disk, ports, model: one check for each subject
-link_checks     between machines and between GPUs
-gpu_checks      how GPUs' memory leaves the machine
-numa_check      which memory is near
-"""
+from tandem.cluster.commands.parser import SERVE, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.doctor.command",
+        "doctor",
+        "check this machine and say what to do about what is wrong",
+        SERVE,
+    ),
+)

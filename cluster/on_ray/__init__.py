@@ -9,6 +9,6 @@ deploying           builds a deployment from these parts
 controller_actor, router_actor   actors without logic of their own; ending: how they and nodes handle SIGTERM
 spread              a node whose ranks are on several machines: its placement group, and the actor that keeps the ranks on each other machine
 exchange            replaces one controller by another, possibly of another version of Tandem
-remote_controller   the controller as other processes call it; operating: the controller as a router calls it for operators
+remote_controller   the controller as other processes call it
 processes           finds a deployment's processes and signals them, for `tandem chaos`
 """

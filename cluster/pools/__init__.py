@@ -2,7 +2,7 @@
 
 deployment, controller_host       a controller with its routers' URL; the controller as its process serves it to commands
 controller                        what a deployment's owner and its operators call
-operator_changes, limits          what an order changes in the recorded state, and what is refused
+operator_changes                  what an order changes in the recorded state, and what is refused
 changes, over_http                which settings a running cluster can change; what only the command may, and HTTP may not
 reconciler                        the recorded state, and the one task that makes processes as it says
 facts, plan                       what is known of machines and processes; from it and the state, the next change

@@ -79,36 +79,29 @@ class Platform(Protocol):
     @property
     def id(self) -> str:
         """The deployment's id, the same for each of its controllers."""
-        ...
 
     @property
     def endings(self) -> StateStore:
         """Where the order to end this deployment is recorded."""
-        ...
 
     def deployment(self, config: TandemConfig, events: Events) -> ServedDeployment: ...
 
     async def exchange(self) -> ExchangeView | None:
         """Returns the current exchange of this controller, or its last one; None if there was none."""
-        ...
 
     async def begin_exchange(self, old: TandemConfig, new: TandemConfig) -> str:
         """Starts another process, which ends this controller and creates one with the new configuration's environment, or the old one
         again if that does not serve. Returns the exchange's id. Raises Unavailable while an exchange is running."""
-        ...
 
     async def owner_ended(self) -> str:
         """Returns the reason when the command has ended to which this deployment belongs. Never returns for a deployment that
         belongs to no command."""
-        ...
 
     def restart(self) -> None:
         """Ends this process so that the platform starts another controller."""
-        ...
 
     async def end(self) -> None:
         """Ends the deployment's remaining processes, then this one for good."""
-        ...
 
 
 def _understood(config: bytes) -> TandemConfig:

@@ -68,36 +68,28 @@ class StateRecorder(Protocol):
 
     def check(self, info: NodeInfo) -> None:
         """Called before a node is announced. Raises ConfigurationError for one that must not join."""
-        ...
 
     async def record(self, what: str) -> None:
         """Records what processes have become, if it can: `what` is said if it cannot."""
-        ...
 
     async def confirm(self) -> bool:
         """Does not return once a later controller has taken over."""
-        ...
 
     def adapters_of(self, node_id: str) -> AdapterPlaces | None:
         """Returns the adapters that a node should have; None if its configuration allows none."""
-        ...
 
     def pool_reports(self) -> Sequence[PoolReport]:
         """Returns what routers show of their pools."""
-        ...
 
     async def update(self, change: StateChange) -> None: ...
     def is_lost(self, name: str) -> bool:
         """Returns whether the machine of this node or router is gone, so that waiting for it is in vain."""
-        ...
 
     def note(self, text: str) -> None:
         """Tells operators."""
-        ...
 
     def wake(self) -> None:
         """Called when a router begins to serve, when a router's process got SIGTERM, and when a node is gone."""
-        ...
 
 
 @dataclass(slots=True)

@@ -1,6 +1,12 @@
-"""`tandem replay`: shows a scheduler trace step by step.
+"""`tandem replay`: shows a scheduler trace step by step. README.md lists the files."""
 
-reading   finds the steps in a trace's files by number, and reads one at a time
-text        shows a step on the terminal
-command     chooses the steps to show; commands: its row in the table
-"""
+from tandem.cluster.commands.parser import LOOK, command_of
+
+COMMANDS = (
+    command_of(
+        "tandem.cluster.replay.command",
+        "replay",
+        "step through what a node's scheduler saw and decided",
+        LOOK,
+    ),
+)

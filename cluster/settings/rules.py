@@ -48,11 +48,9 @@ class RulesWing(Protocol):
 
     def refusals(self, engine: EngineConfig, ranks: int) -> Iterator[tuple[str, str]]:
         """Yields each setting that is refused for nodes with so many ranks, such as `cache.dtype`, and the end of a sentence about it."""
-        ...
 
     def check_type(self, engine: EngineConfig, model_type: str | None) -> None:
         """Raises ConfigurationError if a model of this type is refused; None: the type is not known yet."""
-        ...
 
 
 def wings_with_rules() -> list[RulesWing]:

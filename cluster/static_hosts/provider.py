@@ -29,7 +29,6 @@ from ray.autoscaler.tags import (
 
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.cluster.static_hosts.config import bootstrapped, pools_of, read_provider, ssh_settings
-from tandem.cluster.static_hosts.reach import Reach, reach_from_here, resolve
 from tandem.cluster.static_hosts.record import (
     ClusterRecord,
     LaunchRecord,
@@ -41,6 +40,7 @@ from tandem.cluster.static_hosts.record import (
     without_nodes,
 )
 from tandem.cluster.static_hosts.shell import CONNECT_TIMEOUT_S, ScriptFailed
+from tandem.cluster.static_hosts.store import Reach, reach_from_here, resolve
 
 _PROBE_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
 _DRAIN_S = 60.0  # for the requests on a host that was removed from the file

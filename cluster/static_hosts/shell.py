@@ -37,7 +37,6 @@ class SshSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Shell(Protocol):
     def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
         """Returns the script's standard output. Raises HostUnreachable or ScriptFailed."""
-        ...
 
 
 def ssh_command(settings: SshSettings, address: str, script: str) -> list[str]:

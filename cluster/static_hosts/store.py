@@ -10,13 +10,16 @@ import fcntl
 import hashlib
 import os
 import re
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tandem.base.errors import ConfigurationError, Unavailable
+from tandem.cluster.static_hosts.config import StaticProvider, ssh_settings_on_head
 from tandem.cluster.static_hosts.record import ClusterRecord, decode, encode
-from tandem.cluster.static_hosts.shell import ScriptFailed, Shell
+from tandem.cluster.static_hosts.shell import LocalShell, ScriptFailed, Shell, SshShell, ThroughHead
 
 _FOLDER = ".tandem/clusters"
 _CHANGED_MEANWHILE = 75
@@ -30,11 +33,9 @@ class RecordStore(Protocol):
 
     def last_read(self) -> ClusterRecord:
         """Returns the last record that was read. Asks over the network only if none was."""
-        ...
 
     def update(self, change: Change) -> ClusterRecord:
         """Applies `change` and returns the new record. `change` may be called several times, so it must have no side effects."""
-        ...
 
 
 def record_file(cluster_name: str) -> str:
@@ -119,3 +120,51 @@ class RemoteStore:
 
     def _decode(self, content: bytes) -> ClusterRecord:
         return decode(content, f"{self._head}:~/{self._file}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    head_address: str  # in the cluster's own network
+    entrance: str  # the head's address from this machine
+    on_head: bool
+    to_head: Shell
+    to_workers: Shell
+    store: RecordStore
+
+
+def reach_from_here(settings: StaticProvider, cluster_name: str) -> Reach:
+    if settings.ssh is None:
+        raise ConfigurationError(
+            "provider.ssh is missing: this provider is made for `ray up`, which fills it in"
+        )
+    head_address = resolve(settings.head_ip)
+    direct = SshShell(settings.ssh)
+    if is_own_address(head_address):
+        return Reach(head_address, head_address, True, LocalShell(), direct, LocalStore(cluster_name))
+    entrance = settings.external_head_ip or head_address
+    return Reach(
+        head_address,
+        entrance,
+        on_head=False,
+        to_head=direct,
+        to_workers=ThroughHead(direct, entrance, ssh_settings_on_head(settings.ssh)),
+        store=RemoteStore(cluster_name, direct, entrance),
+    )
+
+
+def resolve(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigurationError(f"{host} is neither an address nor a name that resolves: {error}") from error
+
+
+def is_own_address(address: str) -> bool:
+    """Tries to bind to the address, which only works on the machine that has it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

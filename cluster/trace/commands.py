@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
+from tandem.base.wings import find_wings
 from tandem.cluster.commands.options import add_server
-from tandem.cluster.commands.output import add_output, print_json, wants_json
+from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.commands.parser import LOOK, Command
 from tandem.cluster.commands.setting_options import add_settings
-from tandem.cluster.trace.wings import wings
 
 if TYPE_CHECKING:
     from tandem.cluster.trace.command import TraceClient
+    from tandem.cluster.trace.why import Explanation
+    from tandem.router.page_state import PageState
+
+# What other rooms add to `tandem why`.
+ROWS = ("tandem.simulator.commands",)
+
+
+class ExplainingWing(Protocol):
+    """What such a module has. It is imported with the commands of this folder."""
+
+    def describe_why(self, parser: argparse.ArgumentParser) -> None:
+        """Adds what it can tell about one request to the options of `tandem why`."""
+
+    def explain_more(
+        self, options: argparse.Namespace, why: Explanation, state: Callable[[], PageState]
+    ) -> Explanation:
+        """Returns the explanation with what those options ask for."""
+
+
+def wings() -> list[ExplainingWing]:
+    return [cast("ExplainingWing", module) for module in find_wings(ROWS)]
 
 
 def _describe_trace(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +84,7 @@ def _why(options: argparse.Namespace) -> int:
         explanation = explained(client, options.request)
         for wing in wings():
             explanation = wing.explain_more(options, explanation, client.state)
-    if wants_json(options):
-        print_json(explanation)
-    else:
-        show_explanation(Console(), explanation)
+    print_found(options, explanation, lambda: show_explanation(Console(), explanation))
     return 0
 
 

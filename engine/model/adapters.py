@@ -48,39 +48,31 @@ class Adapters(Protocol):
     @property
     def served(self) -> dict[str, str]:
         """Digests by name."""
-        ...
 
     @property
     def replaced(self) -> Mapping[str, tuple[str, ...]]:
         """The replaced adapters that are kept: digests by name, the newest first."""
-        ...
 
     @property
     def has_others(self) -> bool:
         """Whether the node still has adapters that are no longer served."""
-        ...
 
     def read(self, name: str, folder: Path) -> Adapter:
         """Reads an adapter and checks that it fits the model. Raises a ConfigurationError."""
-        ...
 
     def serve(self, read: Iterable[Adapter], kept: Collection[str] = (), now: float = 0.0) -> None:
         """Serves the adapters in `read` from now on, and those already served whose names are in `kept`; no others."""
-        ...
 
     def has(self, identity: str) -> bool: ...
 
     def asked_for(self, identity: str, now: float) -> None:
         """A request for this adapter has come."""
-        ...
 
     def forget_others(self, used: Collection[str], now: float) -> None:
         """Forgets the adapters that are neither served, nor in `used`, which has identities, nor kept because they were replaced."""
-        ...
 
     def seconds_until_look(self, now: float) -> float | None:
         """When `forget_others` has something to look at, even on a node that does nothing else; None: nothing is kept."""
-        ...
 
 
 class StepSlots(Protocol):
@@ -92,12 +84,10 @@ class StepSlots(Protocol):
     @property
     def rank(self) -> int:
         """The rank of each slot."""
-        ...
 
     @property
     def wanted(self) -> torch.Tensor | None:
         """int64 [T], each row's slot; None: no row has an adapter."""
-        ...
 
 
 class UpdatedLayer(Protocol):
@@ -115,12 +105,10 @@ class UpdatedLayer(Protocol):
     @property
     def down(self) -> torch.Tensor | None:
         """[slots * rank, inputs]; None before an adapter changes the layer."""
-        ...
 
     @property
     def up(self) -> torch.Tensor | None:
         """In the layout of library.RowUpdate."""
-        ...
 
 
 class UpdatedLayers(Protocol):
@@ -129,17 +117,13 @@ class UpdatedLayers(Protocol):
     @property
     def stacked(self) -> int:
         """How many layers compute updates in a step with adapters."""
-        ...
 
     def of(self, module: nn.Module) -> UpdatedLayer | None:
         """The updates of a module that has not been replaced yet; None without any."""
-        ...
 
     def leave(self, module: nn.Module) -> None:
         """A fused piece has replaced the module and adds its updates."""
-        ...
 
     def step(self, slots: torch.Tensor | None, used: int) -> AbstractContextManager[None]:
         """Inside, the layers add the updates of a step. `slots` is int64 [T], the slot of each row's adapter, -1 without one; all are below
         `used`. With None no row has an adapter."""
-        ...

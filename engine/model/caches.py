@@ -133,11 +133,9 @@ class KeptTokens(Protocol):
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values of some tokens; returns those of all tokens up to the last of them."""
-        ...
 
     def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:
         """The same for the index keys that a layer picks tokens by."""
-        ...
 
 
 class StepCache(Cache):  # type: ignore[misc]

@@ -28,19 +28,15 @@ class LatentLayer(Protocol):
     @property
     def to_keys(self) -> torch.Tensor | None:
         """None: the absorbed form is not used."""
-        ...
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
         """Turns queries [heads, rows, key and rotary] into absorbed ones, [heads, rows, latent and rotary]."""
-        ...
 
     def values_of(self, seen: torch.Tensor) -> torch.Tensor:
         """Turns attended latents [heads, rows, latent] into values [heads, rows, value]."""
-        ...
 
     def kept_as(self, layer: AttentionLayer) -> AttentionLayer:
         """The same layer as the cache keeps it: one head of keys, a part of which is the values."""
-        ...
 
 
 class Latents(Protocol):
@@ -54,13 +50,11 @@ class Latents(Protocol):
 
     def without_expanding(self, step: AttentionStep) -> AbstractContextManager[None]:
         """Inside, modules that run in this thread do not expand latents, if `step` expands them itself."""
-        ...
 
     def attention(self, tensor: torch.Tensor, plan: CachePlan) -> GatheredAttention: ...
 
     def step(self, kept: GatheredCache, groups: list[GroupReads], decodes: Decodes) -> PagedStep:
         """A step whose `groups` have only the rows that `decodes` does not attend."""
-        ...
 
 
 class ProbedCall(NamedTuple):
@@ -80,7 +74,6 @@ class LatentsWing(Protocol):
         self, module: Any, kept: tuple[torch.Tensor, torch.Tensor], call: ProbedCall
     ) -> LatentLayer | None:
         """`kept` is what the layer gave to the cache: how it made keys and values from that, if it is a latent; None otherwise."""
-        ...
 
     def latents(self, layers: Mapping[int, LatentLayer]) -> Latents: ...
 

@@ -30,7 +30,6 @@ class LoneTower(Protocol):
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[PromptEmbeds]:
         """Encodes parts of images and returns the rows of each. Raises the error of a part that cannot be encoded."""
-        ...
 
 
 class TowerLoader(Protocol):
@@ -38,7 +37,6 @@ class TowerLoader(Protocol):
         self, model: ModelConfig, max_model_len: int | None, progress: Progress | None = None
     ) -> LoneTower:
         """Loads the tower. Raises a ConfigurationError for a model that reads no images."""
-        ...
 
 
 def tower_loader() -> TowerLoader:

@@ -42,7 +42,6 @@ class OwnLayers(Protocol):
         dtype: torch.dtype,
     ) -> AbstractContextManager[None]:
         """Inside, these layers' modules that run in this thread attend to one request's tokens at a time."""
-        ...
 
     def attend(
         self,
@@ -62,7 +61,6 @@ class FoundLayer(Protocol):
     @property
     def sums(self) -> object | None:
         """None: it keeps every token that it attends to."""
-        ...
 
 
 class OwnWing(Protocol):
@@ -70,11 +68,9 @@ class OwnWing(Protocol):
         self, config: Any, cache: NotingCache, index: int, kind: str | None, window: int | None
     ) -> tuple[AttentionLayer, FoundLayer] | None:
         """The layer whose module takes its mask as an argument and passes its keys to the cache; None for any other."""
-        ...
 
     def among_picked(self, mask: torch.Tensor, picked: torch.Tensor | None) -> torch.Tensor:
         """Narrows a mask [1, 1, rows, keys] to the keys whose numbers each row has picked, [1, rows, some]."""
-        ...
 
     def layers(self, found: Mapping[int, FoundLayer]) -> OwnLayers: ...
 

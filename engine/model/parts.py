@@ -77,7 +77,6 @@ class TokenMasks(Protocol):
     @property
     def failed(self) -> dict[int, TandemError]:
         """By row, why a request of the last `apply` cannot go on."""
-        ...
 
     def apply(
         self,
@@ -91,11 +90,9 @@ class TokenMasks(Protocol):
 
     def num_allowed(self, row: int, drafts: list[int], requests: RequestRows, table: SamplingTable) -> int:
         """How many of the leading `drafts` the row's grammar allows after its tokens."""
-        ...
 
     def forced(self, row: int, most: int, requests: RequestRows, table: SamplingTable) -> list[int]:
         """Up to `most` tokens of the text that the row's grammar leaves no choice about: drafts that are nearly always right."""
-        ...
 
 
 class Drafter(Protocol):
@@ -104,10 +101,8 @@ class Drafter(Protocol):
     @property
     def guess_s(self) -> float:
         """Seconds per token of the last call's drafts; 0 if it takes next to nothing."""
-        ...
 
     def propose(self, requests: RequestRows, wanted: Mapping[str, int]) -> Drafts:
         """Makes drafts of up to `wanted` tokens after each request's newest one; a request may get none."""
-        ...
 
     def forget_requests(self) -> None: ...

@@ -31,7 +31,6 @@ class JoinableKernel(Protocol):
 
     def joined(self, others: Sequence[Any]) -> Piece | None:
         """One kernel for this one's outputs, followed by those of others of its kind; None if they cannot be one matrix."""
-        ...
 
 
 class Matrix(msgspec.Struct, frozen=True):
@@ -80,11 +79,9 @@ class Pieces(Protocol):
 
     def product(self, matrices: Sequence[Matrix]) -> Piece:
         """x times all the matrices, with the results side by side. Raises NotOneMatrix."""
-        ...
 
     def gated(self, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> Piece:
         """down(activation(gate(x)) * up(x))"""
-        ...
 
     def norm(self, weight: torch.Tensor, offset: float, eps: float) -> Piece: ...
 

@@ -91,7 +91,6 @@ class StartedStep(Protocol):
     def finish(self) -> ModelOutput:
         """Waits until the device has computed the step, also a step that samples no token: all its KV is written when this
         returns. Call it once."""
-        ...
 
 
 class FinishedStep:
@@ -110,7 +109,6 @@ class Grammars(Protocol):
     def is_prepared(self, grammar: str) -> bool: ...
     def prepare(self, grammar: str) -> None:
         """Compiles the grammar unless it is kept, which may take long. Raises an InvalidRequest for a text that is not a grammar."""
-        ...
 
 
 class ModelRunner(Protocol):
@@ -122,35 +120,28 @@ class ModelRunner(Protocol):
     @property
     def kv_cache(self) -> torch.Tensor:
         """[num_blocks, slots, num_parts, num_kv_heads, block_size, head_dim]: see kvtransfer.base.KVCacheMemory."""
-        ...
 
     @property
     def kv_in_memory(self) -> int:
         """How many of the cache's bytes are in memory by now."""
-        ...
 
     @property
     def grammars(self) -> Grammars | None:
         """None when structured output is not served."""
-        ...
 
     @property
     def adapters(self) -> Adapters | None:
         """The LoRA adapters that requests may name; None when none are served."""
-        ...
 
     @property
     def states_wait(self) -> bool:
         """So many hidden states wait to be written that no further request may ask for them."""
-        ...
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StartedStep:
         """Starts a step without waiting for the device. It reads the tokens that the unfinished step samples on the device."""
-        ...
 
     def forget_requests(self) -> None:
         """Forgets all requests, so that another engine can use the runner. Call it only while no step is under way."""
-        ...
 
 
 class Forward(Protocol):
@@ -163,13 +154,11 @@ class Forward(Protocol):
         batch's KV of layer l is written, for every layer, in order. For an empty `logit_rows` it returns an empty
         tensor and skips the head.
         """
-        ...
 
     @property
     def hidden(self) -> torch.Tensor:
         """[N, hidden size]: the head's input for `batch.hidden_rows` of the last call. Valid until the next call. Read it only if
         that batch had hidden rows."""
-        ...
 
 
 @runtime_checkable
@@ -178,7 +167,6 @@ class Replays(Protocol):
 
     def replays(self, batch: Batch) -> bool:
         """Whether the step will be replayed: rank 0 asks and tells the others (`Batch.replayed`)."""
-        ...
 
 
 def memory_of(runner: ModelRunner) -> KVCacheMemory:

@@ -23,23 +23,18 @@ class Collectives(Protocol):
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sums the tensor over all ranks, in place."""
-        ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns all ranks' tensors, [ranks, *shape], on every rank."""
-        ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrites the tensor with rank 0's."""
-        ...
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Sends the tensor to one other rank, which must call `receive`."""
-        ...
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         """Overwrites the tensor with one that another rank sends."""
-        ...
 
 
 class Lead(Protocol):
@@ -47,11 +42,9 @@ class Lead(Protocol):
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         """Sends copies of the arrays to every other rank, in order."""
-        ...
 
     def cause_of(self, error: Exception) -> Exception:
         """The error of the rank whose end made a collective raise; the error itself if no rank has ended."""
-        ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,28 +141,22 @@ class ModelCut(Protocol):
     @property
     def device_map(self) -> bool:
         """Whether transformers must be told the device: when layers are cut, it places the parts by itself."""
-        ...
 
     def loader(self, source: ModelSource) -> tuple[Any, dict[str, Any]] | None:
         """transformers' class that makes the part, and options for it; None for the model's own class."""
-        ...
 
     def part(self, source: ModelSource, device: torch.device) -> AbstractContextManager[dict[str, Any]]:
         """Inside, transformers loads the part. Gives further options for it."""
-        ...
 
     def is_elsewhere(self, key: str, model: PreTrainedModel) -> bool:
         """Whether another rank has a tensor of the checkpoint."""
-        ...
 
     def part_of(self, model: PreTrainedModel, where: str) -> MatrixPart:
         """This rank's part of the linear layer with this name, which has the whole layer's sizes, or of the tensor of experts with this
         name, which was taken out of the model."""
-        ...
 
     def finish(self, name: str, model: PreTrainedModel) -> None:
         """Joins the part with those of the other ranks."""
-        ...
 
 
 def heads_of_rank(total: int, rank: int, size: int) -> range:

@@ -24,13 +24,11 @@ class StatesInCache(Protocol):
 
     def step_cache(self, num_layers: int, before: int | torch.Tensor) -> StepCache:
         """A step's cache, in which mixers find their states."""
-        ...
 
     def mixing(
         self, batch: Batch, hooks: LayerHooks | None, cache: StepCache
     ) -> AbstractContextManager[None]:
         """Inside, mixers that run in this thread keep their states in the blocks of the batch's requests."""
-        ...
 
 
 class Mixers(Protocol):
@@ -41,15 +39,12 @@ class Mixers(Protocol):
     @property
     def num_layers(self) -> int:
         """Layers of all kinds."""
-        ...
 
     def token_by_token(self) -> Mixers:
         """The same for a model that goes on from a state one token at a time."""
-        ...
 
     def wrap(self) -> None:
         """Wraps the modules, so that within `mixing` they are computed request by request."""
-        ...
 
     def bound_to(self, kv_cache: torch.Tensor) -> StatesInCache: ...
 
@@ -63,11 +58,9 @@ class StateNoting(Protocol):
 class StatesWing(Protocol):
     def noting_cache(self, config: Any, model: PreTrainedModel) -> NotingCache:
         """A cache that is also a StateNoting."""
-        ...
 
     def take_states_out(self, model: PreTrainedModel) -> None:
         """Changes modules that keep states in themselves, so that they keep them in the cache."""
-        ...
 
 
 def states_wing() -> StatesWing | None:

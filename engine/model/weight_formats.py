@@ -27,15 +27,12 @@ class StoredTensors(Protocol):
 
     def take(self, name: str) -> Weights | None:
         """By its name in a checkpoint of safetensors; None if there are none."""
-        ...
 
     def rotary(self) -> tuple[torch.Tensor, float]:
         """The inverse frequencies of the rotary embedding, and the factor of its cosines and sines."""
-        ...
 
     def refuse_rest(self) -> None:
         """Raises a ConfigurationError if the checkpoint holds weights that were not taken."""
-        ...
 
 
 class WeightFormat:
@@ -79,11 +76,9 @@ class FormatReader(Protocol):
 
     def read_config(self, source: ModelSource) -> Any:
         """transformers' configuration, if this format keeps it elsewhere than in config.json; None if not."""
-        ...
 
     def weight_format(self, source: ModelSource, config: Any) -> WeightFormat | None:
         """None for a checkpoint in another format. Raises a ConfigurationError for what cannot be computed correctly."""
-        ...
 
 
 def _readers() -> list[FormatReader]:

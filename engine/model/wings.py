@@ -28,7 +28,6 @@ class ModelWing(Protocol):
 
     def capability(self, loading: ModelLoad) -> Capability | None:
         """What this load needs of the wing; None if nothing. Raises a ConfigurationError for settings that cannot be met."""
-        ...
 
 
 def capabilities_for(loading: ModelLoad) -> list[Capability]:

@@ -1,16 +1,5 @@
 """The NCCL connector: torch.distributed moves KV blocks, point to point; over gloo if the cache is in host memory.
-
-There is no world that every node must join. Two nodes make a process group of two when they first have something to
-transfer, and it ends when either leaves. The sender announces what it will send, so that no thread waits in a
-receive, and no kernel on a device, for bytes that may never come.
-
-options    `transfer.options` of this connector
-group      torch.distributed: a group of two, with deadlines, whose errors it translates
-pool       the KV cache as units, gathered before they are sent and scattered when they arrive; which blocks a peer may
-           write
-pair       the two ends of a pair, a thread each, and their messages besides the bytes
-transport  a `kvtransfer.protocol.transport.Transport` made of pairs
-"""
+README.md lists the files."""
 
 from __future__ import annotations
 

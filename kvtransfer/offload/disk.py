@@ -128,7 +128,6 @@ class Index(Protocol):
 
     def content(self) -> list[tuple[bytes, int]] | None:
         """The keys and slots that the file began with, the oldest first; None while it is not known."""
-        ...
 
     def forget_all(self) -> None: ...
 

@@ -21,22 +21,18 @@ class OpenFile(Protocol):
     @property
     def allocated_bytes(self) -> int:
         """What it takes of the disk now."""
-        ...
 
     def resize(self, size: int) -> None: ...
     def read(self, count: int, start: int) -> bytes: ...
     def read_into(self, into: memoryview, start: int) -> int:
         """Returns how many bytes were read."""
-        ...
 
     def write(self, content: bytes | memoryview, start: int) -> int:
         """Returns how many bytes were written. A crash may lose them, or a part, until `sync` has returned."""
-        ...
 
     def sync(self) -> None: ...
     def drop_cached(self, size: int) -> None:
         """The next read of the first `size` bytes comes from the disk itself."""
-        ...
 
     def close(self) -> None: ...
 
@@ -44,16 +40,13 @@ class OpenFile(Protocol):
 class Files(Protocol):
     def open_first(self, folder: Path, name: str) -> OpenFile:
         """Opens the first of the folder's files of this name that no other process has open; makes what is missing."""
-        ...
 
     def free_bytes(self, folder: Path) -> int: ...
     def content(self, path: Path) -> bytes | None:
         """Returns a whole file, or None if there is none."""
-        ...
 
     def replace(self, path: Path, content: bytes) -> None:
         """Replaces a whole file. After a crash it has the old or the new content; when this has returned, the new one."""
-        ...
 
 
 class SystemFile:

@@ -36,7 +36,6 @@ class Content(Protocol):
 
     def lookup(self, keys: Iterable[Key]) -> int:
         """Returns how many of these keys are ready, up to the first that is not."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

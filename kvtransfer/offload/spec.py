@@ -87,7 +87,6 @@ class TierSpec(Protocol):
 
     def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
         """Called once, when the device's blocks are known. `wake` is thread-safe."""
-        ...
 
 
 class TierFactory(Protocol):

@@ -91,7 +91,6 @@ class Checksums(Protocol):
         not only the copy that is sent on. Waits for other ranks. Raises TransferError if another rank's part does not
         come.
         """
-        ...
 
     def begin(
         self,
@@ -103,7 +102,6 @@ class Checksums(Protocol):
         arrived: bool = False,
     ) -> PendingSums:
         """As `of`, without waiting for other ranks. They may copy blocks first, and so may this rank meanwhile."""
-        ...
 
 
 def _nothing_elsewhere(*_: object) -> AskedSums:

@@ -1,5 +1,1 @@
-"""The canary for wrong KV.
-
-part    lets the engine check what peers have sent, in idle time
-canary  recomputes a received prompt and compares the KV
-"""
+"""The canary for wrong KV. README.md lists the files."""

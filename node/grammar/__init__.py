@@ -1,4 +1,1 @@
-"""Answers that follow a grammar, at a node.
-
-part    has grammars compiled while their requests wait
-"""
+"""Answers that follow a grammar, at a node. README.md lists the files."""

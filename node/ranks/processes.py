@@ -97,15 +97,12 @@ class Owner(Protocol):
     def rank_said(self, rank: int, message: RankHere | RankProgress | RankReady) -> None: ...
     def look(self) -> None:
         """Called every `TICK_S`."""
-        ...
 
     def ending(self, verdict: TandemError | None) -> None:
         """This machine's ranks are being ended, because of `verdict`; None: because `stop` was called."""
-        ...
 
     def ended(self, verdict: TandemError | None) -> None:
         """No process of this machine's ranks is left."""
-        ...
 
 
 class _Rank:

@@ -16,7 +16,6 @@ from tandem.router.http import (
     other_paths,
     status_routes,
     text_routes,
-    ui_routes,
 )
 from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, generate
@@ -81,9 +80,9 @@ def make_app(services: Services, wings: Sequence[RouterWing]) -> ASGIApp:
         ("/get_model_info", other_paths.model_info, ["GET"]),
         ("/tokenizer_info", other_paths.tokenizer_info, ["GET"]),
         ("/", other_paths.home, ["GET"]),
-        ("/ui", ui_routes.page, ["GET"]),
-        ("/ui/state", ui_routes.state, ["GET"]),
-        ("/ui/decisions", ui_routes.decisions, ["GET"]),
+        ("/ui", status_routes.page, ["GET"]),
+        ("/ui/state", status_routes.state, ["GET"]),
+        ("/ui/decisions", status_routes.decisions, ["GET"]),
         *(row for wing in wings for row in wing.routes()),
     ]
     services.handlers = {path: handler for path, handler, methods in table if "POST" in methods}

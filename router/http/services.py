@@ -33,7 +33,6 @@ class ClusterControl(Protocol):
     async def act(self, action: str, body: bytes) -> bytes:
         """Does an action. Body and result are JSON. Raises errors of `base.errors`, also for an unknown
         action."""
-        ...
 
 
 async def _own_page(own: PageState) -> PageState:

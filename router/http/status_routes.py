@@ -1,14 +1,18 @@
-"""GET /v1/models, /health, /ping, /version, /load, /metrics and /cluster."""
+"""GET /v1/models, /health, /ping, /version, /load, /metrics and /cluster; /ui, a page without figures, and its data: /ui/state and
+/ui/decisions."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.resources
+from functools import cache
 from typing import Any
 
 import msgspec
 
-from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
-from tandem.router.http.page_figures import VERSION, page_of_all, state_of
+from tandem.router.http.errors import Forbidden
+from tandem.router.http.exchange import HttpExchange, send_bytes, send_json, send_page
+from tandem.router.http.page_figures import VERSION, node_rows, page_of_all, state_of
 from tandem.router.http.rendering import SharedRendering
 from tandem.router.http.services import Services
 from tandem.router.member import Member
@@ -133,3 +137,40 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
             round(now - member.counters_at, 3) if member.counters_at is not None else None
         )
     return node
+
+
+_NO_STORE = ((b"cache-control", b"no-store"),)
+
+
+class DecidedView(msgspec.Struct, frozen=True):
+    """What is read of the controller's view."""
+
+    decisions: list[dict[str, Any]]
+
+
+@cache
+def _page() -> bytes:
+    return importlib.resources.files(__package__).joinpath("ui.html").read_bytes()
+
+
+async def page(services: Services, exchange: HttpExchange) -> None:
+    await send_page(exchange.send, _page())
+
+
+async def state(services: Services, exchange: HttpExchange) -> None:
+    exchange.require_operator(services.keys)
+    page = await page_of_all(services)
+    shown = msgspec.structs.replace(page, nodes=node_rows(services))
+    await send_json(exchange.send, shown, headers=_NO_STORE)
+
+
+async def decisions(services: Services, exchange: HttpExchange) -> None:
+    """What the controller decided, and why. Without keys only for users of the router's own machine."""
+    exchange.require_operator(services.keys)
+    if not services.tells_decisions or services.control is None:
+        raise Forbidden(
+            "the controller's decisions need an operator's key, or a router that listens on loopback alone"
+        )
+    view = msgspec.json.decode(await services.control.act("view", b"{}"), type=DecidedView)
+    answer = {"decisions": view.decisions, "may_act": services.keys.required}
+    await send_json(exchange.send, answer, headers=_NO_STORE)

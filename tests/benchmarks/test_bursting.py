@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.bursting import (
+from benchmarks.burst import (
     BurstFigures,
     BurstStage,
     Tokens,
@@ -98,7 +98,7 @@ def test_tokens_are_the_server_s_own_count(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     metrics = 'vllm:prompt_tokens_total{engine="0",model_name="m"} 90.0\nvllm:generation_tokens_total{engine="0"} 40.0\n'
     told = {"/cluster": json.dumps({"nodes": nodes}), "/metrics": metrics}
-    monkeypatch.setattr("benchmarks.bursting._QUIET_S", 0.0)
-    monkeypatch.setattr("benchmarks.bursting.text_of", lambda url, path: told[path])
+    monkeypatch.setattr("benchmarks.burst._QUIET_S", 0.0)
+    monkeypatch.setattr("benchmarks.burst.text_of", lambda url, path: told[path])
     assert tokens_computed(System("tandem-1p1d", "", ("true",), 1)) == Tokens(100, 40)
     assert tokens_computed(System("vllm-aggregated", "", ("true",), 1)) == Tokens(90, 40)

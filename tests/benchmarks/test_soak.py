@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.soak import SoakVerdict, judge
 from benchmarks.soaking.cluster import (
     Bounds,
     Growth,
@@ -32,7 +33,6 @@ from benchmarks.soaking.requests import (
     WrongAnswer,
     ask,
 )
-from benchmarks.soaking.verdict import SoakVerdict, judge
 from tandem.base.errors import Unavailable
 
 WORDS = [f"word{index}" for index in range(50)]

@@ -14,8 +14,7 @@ from tandem.base.errors import ConfigurationError, InvalidRequest, RequestError,
 from tandem.base.logs import ClusterLogs, LogLine, LogPage, LogPosition, LogsQuery
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
-from tandem.cluster.commands.http_control import HttpControl
-from tandem.cluster.commands.operate import change_role_of, drain_nodes, with_controller
+from tandem.cluster.commands.operate import HttpControl, change_role_of, drain_nodes, with_controller
 from tandem.cluster.config import ClusterTimeouts, SloConfig, TandemConfig
 from tandem.cluster.control import AppliedChange, ClusterView, PoolView, SupervisedNode
 from tandem.cluster.orders import (

@@ -29,7 +29,7 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import ConnectorContext
 from tandem.kvtransfer.config import EvictionPolicy, TierConfig, TransferConfig
 from tandem.kvtransfer.multi import create_connector
-from tandem.node.canary.canary import CanaryChecks
+from tandem.node.canary.part import CanaryChecks
 from tandem.wire.adapters import identity_of
 from tandem.wire.embeds import PLACEHOLDER
 from tandem.wire.sampling import FinishReason, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.config import SchedulingPolicy
-from tandem.router.processes.sent_reports import SiblingReports
+from tandem.router.processes.wing import SiblingReports
 from tests.world.router import WorldRouter
 
 PIN_S = 1.0  # a prefill node pins for much longer, until it hears of the answer's end

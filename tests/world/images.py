@@ -19,7 +19,7 @@ from tandem.engine.model.lone_tower import TowerInfo
 from tandem.engine.scheduling.output import EncoderInput
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.node.encoders import part
-from tandem.node.encoders.client import ClientSurroundings
+from tandem.node.encoders.part import ClientSurroundings
 from tandem.node.wings import PartContext, ServicePart
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.images import MediaFeature, TiledImages, digest_of_image

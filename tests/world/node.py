@@ -20,7 +20,7 @@ from tandem.kvtransfer.protocol.endpoint import ProtocolLoop, TransferEndpoint
 from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
 from tandem.kvtransfer.protocol.settings import parse_direction
 from tandem.kvtransfer.sources import ASK_S, NodeSources
-from tandem.node.canary.canary import CanaryChecks
+from tandem.node.canary.part import CanaryChecks
 from tandem.node.config import NodeConfig
 from tandem.node.loop import Item, Mailbox
 from tandem.node.service import NodeService

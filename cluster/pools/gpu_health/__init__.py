@@ -1,4 +1,1 @@
-"""Replaces nodes whose card must not compute any more.
-
-wing   looks at what nodes report, and orders their replacement
-"""
+"""Replaces nodes whose card must not compute any more. README.md lists the files."""

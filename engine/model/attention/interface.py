@@ -131,7 +131,6 @@ class AttentionStep(Protocol):
         how: AttentionCall,
     ) -> torch.Tensor:
         """Writes this step's keys and values, and returns [T, query heads, DV]."""
-        ...
 
 
 class PagedAttention(Protocol):

@@ -23,18 +23,15 @@ class FixedAttention(Protocol):
 
     def prepare(self, host: HostBatch | None) -> None:
         """Prepares what a replay needs besides its inputs. Called before each replay, and not recorded. With None all rows are padding."""
-        ...
 
     def begin(self) -> AttentionStep:
         """Called while the step is recorded. Everything that it computes must follow from the inputs' tensors on the device."""
-        ...
 
 
 class RecordableAttention(Protocol):
     @property
     def reads_tables(self) -> bool:
         """Whether a fixed step reads block tables from its inputs. If so, their width is part of its shape."""
-        ...
 
     def fixed(self, inputs: DecodeInputs) -> FixedAttention: ...
 

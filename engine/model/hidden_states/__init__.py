@@ -1,6 +1,1 @@
-"""Hidden states of prompts, in files: see README.md.
-
-capability  whether a load asks for them
-experts     which experts the model's routers chose
-prompts     collects a prompt's hidden states and writes its file
-"""
+"""Hidden states of prompts, in files: see README.md. README.md lists the files."""

@@ -76,7 +76,7 @@ class AdapterCapability(Capability):
         self.adapters.serve(read)
 
     def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
-        from tandem.engine.model.lora.part import AdaptedRequests
+        from tandem.engine.model.lora.slots import AdaptedRequests
 
         assert self.adapters is not None
         return (AdaptedRequests(self.adapters),)

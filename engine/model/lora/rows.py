@@ -21,7 +21,6 @@ class RowKernels(Protocol):
     @property
     def lanes(self) -> int:
         """How many of a layer's outputs are stored together in a stack, for all ranks of a slot."""
-        ...
 
     def update(self, layer: AdaptedLayer, x: torch.Tensor, out: torch.Tensor) -> None: ...
 

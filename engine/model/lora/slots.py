@@ -9,16 +9,22 @@ executes copies into slots in order with the steps.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
 from tandem.engine.model.adapters import Adapter
+from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice
 from tandem.engine.model.lora.folder import read_adapter
 from tandem.engine.model.lora.layers import AdaptedLayers
+from tandem.engine.model.parts import AskedRequest, RunnerPart
+from tandem.engine.model.runner import Batch
+from tandem.engine.model.staging import to_device
 from tandem.machine.resources import free_memory
 from tandem.wire.adapters import identity_of
 
@@ -142,3 +148,36 @@ class AdapterSlots:
         for name, layer in self._layers.layers.items():
             layer.put(slot, adapter.updates.get(name), self._like)
         return slot
+
+
+class AdaptedRequests(RunnerPart):
+    def __init__(self, slots: AdapterSlots) -> None:
+        self._slots = slots
+        self._wanted: dict[int, str] = {}  # the identity of each request's adapter, by row
+
+    def add(self, row: int, asked: AskedRequest, requests: RequestRows) -> None:
+        if asked.facts.lora is not None:
+            self._wanted[row] = asked.facts.lora
+
+    def clear(self, row: int) -> None:
+        self._wanted.pop(row, None)
+
+    def prepare(
+        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
+    ) -> Batch:
+        if not self._wanted:
+            return batch
+        rows = scheduled.rows.tolist()
+        wanted = {self._wanted[row] for row in rows if row in self._wanted}
+        if not wanted:
+            return batch
+        slots = self._slots.place(wanted)
+        of_request = np.array(
+            [slots[self._wanted[row]] if row in self._wanted else -1 for row in rows], np.int64
+        )
+        of_token = np.repeat(of_request, np.diff(scheduled.query_start))
+        return dataclasses.replace(
+            batch,
+            adapter_slots=to_device(of_token, batch.token_ids.device),
+            adapter_slots_used=max(slots.values()) + 1,
+        )

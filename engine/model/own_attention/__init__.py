@@ -1,5 +1,1 @@
-"""Layers whose attention is something else than ours: they attend by their own code.
-
-finding  finds what such a layer keeps of each token
-step     runs a layer's own attention code on gathered KV, request by request
-"""
+"""Layers whose attention is something else than ours: they attend by their own code. README.md lists the files."""

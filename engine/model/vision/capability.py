@@ -58,7 +58,7 @@ class ReadImages(Capability):
         self._tower = find_tower(self._loading.source, model, self._loading.threads)
 
     def around(self, model: PreTrainedModel) -> Around | None:
-        from tandem.engine.model.vision.deeper import deeper_rows
+        from tandem.engine.model.vision.rows import deeper_rows
 
         return deeper_rows(model)
 

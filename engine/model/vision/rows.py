@@ -8,18 +8,21 @@ it ends with that error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
 from tandem.base.errors import InternalError, TandemError
 from tandem.engine.model.batching import RequestRows, ScheduledTokens, StepOnDevice
 from tandem.engine.model.embeds import rows_of, with_rows
 from tandem.engine.model.parts import AskedRequest, RunnerPart
-from tandem.engine.model.runner import Batch
+from tandem.engine.model.runner import Around, Batch
 from tandem.engine.model.staging import to_device
 from tandem.engine.scheduling.output import EncoderInput, SchedulerOutput
 from tandem.wire.images import MediaFeature
@@ -133,3 +136,35 @@ def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
         batch.host_query_start[:-1] - first, counts
     )
     return found
+
+
+def deeper_rows(model: PreTrainedModel) -> Around | None:
+    """What happens around a forward pass of this model; None if no layer adds to images' rows."""
+    language: Any = getattr(model.base_model, "language_model", None)
+    if language is None or "deepstack_visual_embeds" not in inspect.signature(language.forward).parameters:
+        return None
+    hidden = int(model.config.get_text_config().hidden_size)
+
+    @contextmanager
+    def telling(batch: Batch) -> Iterator[None]:
+        states, places = batch.image_states, batch.image_rows
+        if states is None or places is None or states.shape[1] == hidden:
+            yield
+            return
+        _, *deeper = torch.split(states, hidden, dim=1)
+        mask = torch.zeros(1, batch.num_tokens, dtype=torch.bool, device=states.device)
+        mask[0, places] = True
+        # The model takes these rows in the order of its tokens.
+        order = places.argsort()
+        given = {"visual_pos_masks": mask, "deepstack_visual_embeds": [each[order] for each in deeper]}
+
+        def tell(_module: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return inputs, options | given
+
+        hook = language.register_forward_pre_hook(tell, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    return telling

@@ -49,11 +49,9 @@ class VisionTower(Protocol):
     def width(self) -> int:
         """The numbers in a row: first those that replace a token's embedding, then as many again for each of the model's first layers that
         adds some to its output. In most models no layer does."""
-        ...
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor | TandemError]:
         """Returns for each input its rows, [its tokens, `width`] on the model's device, or the error why there are none."""
-        ...
 
 
 def rules_of(source: ModelSource, config: Any) -> ImageRules | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,16 +20,90 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.compressed import EXPANDS
-from tandem.engine.model.shard import EmptyPart, MatrixPart, Shard, heads_of_rank
+from tandem.engine.model.shard import EmptyPart, MatrixPart, Shard, fits, heads_of_rank
 from tandem.engine.model.source import ModelSource
-from tandem.engine.model.wide import plan
 from tandem.kvtransfer.base import HeadShare
+
+# Every rank has the whole layer.
+WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"}
+OUTPUTS = {"colwise"}  # each rank computes some of the outputs, and the next layer needs no others
+GATHERED = {"colwise_gather_output", "colwise_rep"}  # the same, and every rank gets all outputs
+INPUTS = {"rowwise", "moe_tp_experts"}  # each rank has some of the inputs, and the results are summed
+SPLIT = {"rowwise_split_input", "rowwise_rep"}  # the same, but each rank gets all inputs
+VOCABULARY = {"embedding_rowwise"}  # each rank has the embeddings of some tokens
+PACKED = {"packed_colwise", "packed_rowwise"}  # for parameters only: two matrices in one, each is cut
+EXPERTS = {"grouped_gemm"}  # for parameters only: each rank has some whole experts
+KNOWN = WHOLE | OUTPUTS | GATHERED | INPUTS | SPLIT | VOCABULARY | PACKED | EXPERTS
+
+KEYS_AND_VALUES = ("k_proj", "v_proj")
+# Types of models with latents whose plan in transformers leaves attention whole. The paths of the layers that have a part for each head.
+_WHOLE_LATENTS = ("deepseek_v3", "axk1", "youtu")
+_ATTENTION = "layers.*.self_attn."
+_SETTING = "pools.<pool>.tensor_parallel"
+
+
+def overrides(name: str, config: Any, size: int) -> dict[str, str]:
+    """Changes to the model's own plan. Raises a ConfigurationError for a model that cannot be cut into `size` parts."""
+    text = config.get_text_config()
+    own: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
+    heads_of_latents = _of_latents(text, own)
+    plan = own | heads_of_latents
+    if not (INPUTS | SPLIT) & set(plan.values()):
+        raise ConfigurationError(
+            f"{name} cannot be served on {size} ranks: transformers has no plan that cuts a model of type {text.model_type}. "
+            f"Set {_SETTING} to 1"
+        )
+    unknown = sorted(set(plan.values()) - KNOWN)
+    if unknown:
+        raise ConfigurationError(
+            f"{name} cannot be served on {size} ranks: transformers' plan for a model of type {text.model_type} cuts layers in a "
+            f"way that Tandem does not know ({', '.join(unknown)}). Set {_SETTING} to 1"
+        )
+    prefix = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
+    changed = heads_of_latents | _of_experts(text, plan, size)
+    rules = {f"{prefix}.{key}": style for key, style in changed.items()}
+    latents = any(key.endswith(EXPANDS) and style in OUTPUTS for key, style in plan.items())
+    cut = [key for key, style in plan.items() if key.endswith(KEYS_AND_VALUES) and style in OUTPUTS]
+    if not cut and not latents:
+        return rules
+    heads = int(text.num_attention_heads)
+    kv_heads = heads if latents else int(getattr(text, "num_key_value_heads", None) or heads)
+    if not fits(heads, kv_heads, size):
+        fitting = [str(width) for width in range(1, heads + 1) if fits(heads, kv_heads, width)]
+        raise ConfigurationError(
+            f"{name} cannot be served on {size} ranks: its {heads} heads of queries and {kv_heads} of keys and values cannot be "
+            f"shared equally. Set {_SETTING} to one of {', '.join(fitting)}"
+        )
+    if kv_heads < size:
+        rules |= {f"{prefix}.{key}": "replicate" for key in cut}
+    return rules
+
+
+def _of_latents(text: Any, plan: Mapping[str, str]) -> dict[str, str]:
+    """Each rank gets some heads of a model with latents that transformers' plan does not cut."""
+    if text.model_type not in _WHOLE_LATENTS or any(key.startswith(_ATTENTION) for key in plan):
+        return {}
+    queries = "q_proj" if getattr(text, "q_lora_rank", None) is None else "q_b_proj"
+    cut = {queries: "colwise", EXPANDS: "colwise", "o_proj": "rowwise"}
+    return {f"{_ATTENTION}{name}": style for name, style in cut.items()}
+
+
+def _of_experts(text: Any, plan: Mapping[str, str], size: int) -> dict[str, str]:
+    """Each rank gets some whole experts if the model has a plan for that and they can be shared equally; otherwise a part of each."""
+    experts = dict(getattr(text, "base_model_ep_plan", None) or {})
+    kept = {key: style for key, style in experts.items() if style in EXPERTS}
+    others = set(experts.values()) - EXPERTS
+    modules = [key for key in experts if key not in kept]
+    count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    is_known = others == {"ep_dispatch_experts"} and all(plan.get(key) == "moe_tp_experts" for key in modules)
+    return kept if is_known and isinstance(count, int) and count % size == 0 else {}
+
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _loading = threading.Lock()  # transformers uses the process's one default group
@@ -48,7 +122,7 @@ def loading_part(source: ModelSource, shard: Shard, device: torch.device) -> Ite
     the right size."""
     # Our plain configuration, which is quicker to read, has no plan.
     config = AutoConfig.from_pretrained(source.folder, trust_remote_code=False)
-    rules = plan.overrides(source.name, config, shard.size)
+    rules = overrides(source.name, config, shard.size)
     with _loading:
         if dist.is_initialized():
             raise InternalError("a model's part is loaded in a process that has a group of its own")
@@ -73,11 +147,11 @@ def part_of(model: PreTrainedModel, where: str, shard: Shard) -> MatrixPart:
     module = modules[where]
     outputs, inputs = range(int(module.out_features)), range(int(module.in_features))
     style = model.tp_plan.get(_NUMBER.sub(".*", where)) if shard.size > 1 else None
-    if style in plan.OUTPUTS | plan.GATHERED:
+    if style in OUTPUTS | GATHERED:
         outputs = range(*_share(len(outputs), shard))
-    elif style in plan.INPUTS | plan.SPLIT:
+    elif style in INPUTS | SPLIT:
         inputs = range(*_share(len(inputs), shard))
-    elif style in plan.WHOLE and where.endswith(plan.KEYS_AND_VALUES):
+    elif style in WHOLE and where.endswith(KEYS_AND_VALUES):
         dimension = getattr(modules[where.rpartition(".")[0]], "head_dim", None)
         if isinstance(dimension, int):
             kept = heads_of_rank(len(outputs) // dimension, shard.rank, shard.size)
@@ -91,9 +165,9 @@ def _part_of_experts(model: PreTrainedModel, where: str, module: Any, shard: Sha
     experts, inner, hidden = (
         range(int(total)) for total in (module.num_experts, module.intermediate_dim, module.hidden_dim)
     )
-    if style in plan.EXPERTS:
+    if style in EXPERTS:
         experts = range(*_share(len(experts), shard))
-    elif style in plan.PACKED | plan.INPUTS:
+    elif style in PACKED | INPUTS:
         inner = range(*_share(len(inner), shard))
     joins = where.endswith("down_proj")
     return MatrixPart(hidden if joins else inner, inner if joins else hidden, experts)
@@ -102,7 +176,7 @@ def _part_of_experts(model: PreTrainedModel, where: str, module: Any, shard: Sha
 def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
     """Call it after loading. The model then computes what the whole model does, if all ranks run it together."""
     styles: dict[str, str] = model.tp_plan
-    unknown = sorted(set(styles.values()) - plan.KNOWN)
+    unknown = sorted(set(styles.values()) - KNOWN)
     if unknown:
         raise ConfigurationError(
             f"{name} cannot be cut: its plan has styles that are unknown: {', '.join(unknown)}"
@@ -129,12 +203,12 @@ def _take_out_parts(model: PreTrainedModel) -> None:
 
 
 def _join(module: nn.Module, style: str, shard: Shard) -> None:
-    if style in plan.VOCABULARY:
+    if style in VOCABULARY:
         _join_vocabulary(module, shard)
-    elif style in plan.GATHERED:
+    elif style in GATHERED:
         module.register_forward_hook(_Gathering(shard, int(module.out_features)))  # type: ignore[arg-type]
-    elif style in plan.INPUTS | plan.SPLIT:
-        if style in plan.SPLIT:
+    elif style in INPUTS | SPLIT:
+        if style in SPLIT:
             first, end = _share(int(module.in_features), shard)  # type: ignore[arg-type]
             module.register_forward_pre_hook(lambda _module, given: (given[0][..., first:end], *given[1:]))
         if shard.rank and getattr(module, "bias", None) is not None:
@@ -258,7 +332,7 @@ def _heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
             continue
         if where.endswith("k_proj") and isinstance(dimension, int):
             totals[index] = int(module.out_features) // dimension
-        if where.endswith(EXPANDS) and model.tp_plan.get(_NUMBER.sub(".*", where)) in plan.OUTPUTS:
+        if where.endswith(EXPANDS) and model.tp_plan.get(_NUMBER.sub(".*", where)) in OUTPUTS:
             totals[index] = int(model.config.get_text_config().num_attention_heads)
     return totals
 

@@ -1,4 +1,1 @@
-"""How long drafts may be, at the scheduler.
-
-judge  how many draft tokens each request may get, so that drafts pay
-"""
+"""How long drafts may be, at the scheduler. README.md lists the files."""

@@ -1,4 +1,1 @@
-"""Which step encodes a part of an image, and how long its rows are kept.
-
-budget  the account of these rows, with what a step may encode
-"""
+"""Which step encodes a part of an image, and how long its rows are kept. README.md lists the files."""

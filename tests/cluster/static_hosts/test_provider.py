@@ -12,9 +12,15 @@ import pytest
 from tandem.base.errors import ConfigurationError, NodeLost, Unavailable
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.static_hosts.config import bootstrapped, read_provider
-from tandem.cluster.static_hosts.reach import Reach, is_own_address, reach_from_here, resolve
 from tandem.cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
-from tandem.cluster.static_hosts.store import LocalStore, RemoteStore
+from tandem.cluster.static_hosts.store import (
+    LocalStore,
+    Reach,
+    RemoteStore,
+    is_own_address,
+    reach_from_here,
+    resolve,
+)
 from tests.cluster.static_hosts.cluster_file import cluster_file
 
 import_ray()  # Ray reads its environment when it is first imported

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, InternalError, RequestError, Unavailable
 from tandem.cluster.cli import main
-from tandem.cluster.trace import wings
+from tandem.cluster.trace import commands
 from tandem.cluster.trace.account import a_step, first_token_s, handover, rows, way_to_first_token
 from tandem.cluster.trace.command import TraceClient, run
 from tandem.cluster.trace.text import show_trace
@@ -242,7 +242,7 @@ def test_the_command_names_the_server_that_is_not_there(capsys: pytest.CaptureFi
 def test_without_the_simulator_why_still_explains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wings, "ROWS", ("tandem.room_taken_away.commands",))
+    monkeypatch.setattr(commands, "ROWS", ("tandem.room_taken_away.commands",))
     with pytest.raises(SystemExit):
         main(["why", "--help"])
     said = capsys.readouterr().out

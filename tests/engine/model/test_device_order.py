@@ -26,7 +26,7 @@ from tandem.engine.model.loading import load_runner
 from tandem.engine.model.paths import load_general
 from tandem.engine.model.runner import Forward, ModelInfo
 from tandem.engine.model.source import find_source
-from tandem.engine.model.speculation.text import TextDrafter
+from tandem.engine.model.speculation.capability import TextDrafter
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wings import capabilities_for
 from tandem.engine.request import Request

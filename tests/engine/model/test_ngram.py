@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.model.speculation.text import propose_from_text
+from tandem.engine.model.speculation.capability import propose_from_text
 
 
 def drafts(tokens: list[int], count: int) -> list[int]:

@@ -13,7 +13,7 @@ from tandem.engine.core import Engine
 from tandem.engine.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kvtransfer.base import NULL_BLOCK_ID
-from tandem.node.canary.canary import CanaryChecks
+from tandem.node.canary.part import CanaryChecks
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 from tests.engine.model import tiny

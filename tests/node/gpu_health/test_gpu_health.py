@@ -12,7 +12,7 @@ import pytest
 
 from tandem.node.gpu_health import part
 from tandem.node.gpu_health.nvml import Nvml, NvmlError, Readings
-from tandem.node.gpu_health.watch import GpuWatch, condemned_by, condemned_by_xid
+from tandem.node.gpu_health.part import GpuWatch, condemned_by, condemned_by_xid
 from tandem.wire.requests import SickDevice
 from tests.waiting import until
 
@@ -182,7 +182,7 @@ def test_a_card_that_counts_no_errors_is_watched_all_the_same(library: Library, 
 def test_nvml_that_fails_is_said_once_and_opened_again(
     library: Library, watch: GpuWatch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tandem.node.gpu_health.watch._LOOK_S", 0.001)
+    monkeypatch.setattr("tandem.node.gpu_health.part._LOOK_S", 0.001)
     monkeypatch.setattr(Nvml, "next_xid", lambda self, timeout_s: self._call("nvmlFails"))
     library.nvmlFails = lambda: UNKNOWN  # type: ignore[attr-defined]
     watch.start()

@@ -10,7 +10,7 @@ import zmq
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, EventsConfig
-from tandem.node.kv_events.publisher import KVEventPublisher
+from tandem.node.kv_events.part import KVEventPublisher
 from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 PATIENCE_MS = 10_000

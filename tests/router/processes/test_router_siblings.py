@@ -19,9 +19,8 @@ from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingRequest
 from tandem.router.prefixes import PromptHashes
 from tandem.router.processes import sockets
-from tandem.router.processes.sent_reports import SiblingReports
 from tandem.router.processes.sockets import SiblingProcesses
-from tandem.router.processes.wing import Processes
+from tandem.router.processes.wing import Processes, SiblingReports
 from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.event_reader import EventReader
