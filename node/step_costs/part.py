@@ -81,14 +81,15 @@ class StepCostsPart(ServicePart):
             self._steps = 0
             if now >= self._read_at:
                 context, pairs = _apart(step, rows)
-                self._learner.read(step.of_prompts, pairs, rows, context, seconds)
+                self._learner.took(step.of_prompts, pairs, rows, context, seconds)
                 self._read_at = now + READ_S
         else:
             if rows != self._rows:
                 self._rows, self._steps, self._seconds = rows, 0, 0.0
             self._steps, self._seconds = self._steps + 1, self._seconds + seconds
             if step.pairs:
-                self._learner.wrote(rows, step.context // READ_EVERY, self._seconds / self._steps)
+                context = step.context // READ_EVERY
+                self._learner.took(0, 0, rows, context, self._seconds / self._steps)
                 self._steps, self._seconds = 0, 0.0
 
     def _work(self) -> _Work:

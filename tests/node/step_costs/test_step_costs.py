@@ -179,7 +179,7 @@ def test_what_was_not_computed_since_the_machine_got_slower_is_known_to_be_slowe
     now = 0.0
     for turn in range(40):
         rows = 1 + turn % 8
-        node.learner.wrote(rows, 300 * rows, rows_s(rows, 300 * rows) / 0.5)
+        node.learner.took(0, 0, rows, 300 * rows, rows_s(rows, 300 * rows) / 0.5)
         now += rows_s(rows, 300 * rows) / 0.5
     assert now < 60
     assert middle(errors_of_prompts(node.costs, 0.5)) < 0.1
@@ -189,7 +189,7 @@ def test_an_outlier_moves_nothing() -> None:
     node = Node(ahead=False)
     node.serve(60)
     before = node.costs
-    node.learner.wrote(4, 400, 5.0)
+    node.learner.took(0, 0, 4, 400, 5.0)
     assert node.costs.rows_s(4, 400) == pytest.approx(before.rows_s(4, 400), rel=0.05)
     assert node.costs.prompt_s(200, 20_000) == pytest.approx(before.prompt_s(200, 20_000), rel=0.05)
 
