@@ -14,6 +14,7 @@ wings        what a node may do besides: each is a folder here that can be delet
 grammar/     answers that follow a grammar
 encoders/    asks encoder nodes for the rows of this node's images
 kv_events/   KV events for programs outside Tandem
+step_costs/  what this node's steps take, learnt from them
 step_trace/  the scheduler trace
 gpu_health/  names the node's GPUs that must not compute any more
 canary/      in idle time, recomputes prompts that peers have sent

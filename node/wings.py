@@ -29,6 +29,7 @@ ROWS = (
     "tandem.node.encoders.part",
     "tandem.node.kv_events.part",
     "tandem.node.step_trace.part",
+    "tandem.node.step_costs.part",
     "tandem.node.canary.part",
     "tandem.node.gpu_health.part",
 )

@@ -54,7 +54,8 @@ _FROM_ZERO = {
 
 
 # Figures that are more than one number or numbers by label.
-_ELSEWHERE = frozenset({"step_tokens", "tokens_scheduled", "speculative_accepted_at"})  # in engine_metrics
+# In engine_metrics; `step_costs` are the simulator's, and count nothing.
+_ELSEWHERE = frozenset({"step_tokens", "tokens_scheduled", "speculative_accepted_at", "step_costs"})
 
 
 class LinkCollector(Collector):

@@ -13,6 +13,7 @@ simulated: the costs of steps, transfers and requests come from a file that was 
     outcome          when each answer's tokens came, and the report made of these times
     simulation       one run
     profile          measures the costs on a serving cluster
+    learnt           the costs that a cluster's nodes have learnt while they served
     beside           what its nodes take longer while they serve together
     profile_client   asks that cluster, and reads steps from its traces
     planner          searches for the cheapest cluster that keeps the limits

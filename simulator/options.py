@@ -10,15 +10,17 @@ from pathlib import Path
 import msgspec
 
 from tandem.base.errors import ConfigurationError
+from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.replay.reading import TraceReader
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import TraceRow, read_trace
 from tandem.simulator.costs import EXAMPLE, CostModel, Width, read_costs
+from tandem.simulator.learnt import learnt_costs
 from tandem.simulator.traffic import PlayedTraffic, RecordedTraffic, SyntheticTraffic, rows_of_steps
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
-EXAMPLE_NAME = "example"
+EXAMPLE_NAME, RUNNING = "example", "running"
 
 CostsByWidth = Mapping[Role, Mapping[Width, CostModel]]
 
@@ -32,7 +34,8 @@ def add_costs(
     for flag, what, is_required in (
         (
             "--costs",
-            f"of a node, as `tandem profile` writes them; `{EXAMPLE_NAME}`: those of a small node of another machine{more}",
+            f"of a node, as `tandem profile` writes them; `{RUNNING}`, or a router's URL: as the nodes of that cluster have learnt them; "
+            f"`{EXAMPLE_NAME}`: those of a small node of another machine{more}",
             required,
         ),
         ("--prefill-costs", "of prefill nodes, if they differ", False),
@@ -40,7 +43,7 @@ def add_costs(
     ):
         group.add_argument(
             flag,
-            type=_costs_file,
+            type=_costs_source,
             required=is_required,
             metavar="FILE",
             nargs="+" if several else None,
@@ -48,49 +51,57 @@ def add_costs(
         )
 
 
-def _costs_file(text: str) -> Path:
-    return EXAMPLE if text == EXAMPLE_NAME else Path(text)
+def _costs_source(text: str) -> Path | str:
+    """Returns the file, or the URL of the cluster, whose costs to take."""
+    if text == EXAMPLE_NAME:
+        return EXAMPLE
+    return text if text == RUNNING or text.startswith(("http://", "https://")) else Path(text)
 
 
 def costs_of(options: argparse.Namespace) -> dict[Role, CostModel]:
-    costs = dict.fromkeys(Role, _read(options.costs))
-    for role, file in ((Role.PREFILL, options.prefill_costs), (Role.DECODE, options.decode_costs)):
-        if file is not None:
-            costs[role] = _read(file)
+    costs = dict(_read(options.costs))
+    for role, source in ((Role.PREFILL, options.prefill_costs), (Role.DECODE, options.decode_costs)):
+        if source is not None:
+            costs[role] = _read(source)[role]
     return costs
 
 
-def _read(file: Path) -> CostModel:
-    costs = read_costs(file)
-    if file == EXAMPLE:
+def _read(source: Path | str) -> Mapping[Role, CostModel]:
+    if isinstance(source, str):
+        learnt = learnt_costs(choose_url(None if source == RUNNING else source))
+        print(f"note: costs that the nodes have learnt. {learnt.note}", file=sys.stderr)
+        return learnt.costs
+    costs = read_costs(source)
+    if source == EXAMPLE:
         print(
             f"note: the costs are an example: {costs.name}, not your nodes. `tandem profile` measures yours",
             file=sys.stderr,
         )
-    return costs
+    return dict.fromkeys(Role, costs)
 
 
 def costs_by_width(options: argparse.Namespace) -> CostsByWidth:
-    everywhere = _by_width("--costs", options.costs)
-    costs = dict.fromkeys(ENGINE_ROLES, everywhere)
-    for role, flag, files in (
+    costs = _by_width("--costs", options.costs)
+    for role, flag, sources in (
         (Role.PREFILL, "--prefill-costs", options.prefill_costs),
         (Role.DECODE, "--decode-costs", options.decode_costs),
     ):
-        if files is not None:
-            costs[role] = _by_width(flag, files)
+        if sources is not None:
+            costs[role] = _by_width(flag, sources)[role]
     return costs
 
 
-def _by_width(flag: str, files: Sequence[Path]) -> dict[Width, CostModel]:
-    found: dict[Width, CostModel] = {}
-    for file in files:
-        costs = _read(file)
-        if costs.width in found:
-            raise ConfigurationError(
-                f"{flag}: {file} is of nodes of {costs.width}, and so is another of the files: give one for each width"
-            )
-        found[costs.width] = costs
+def _by_width(flag: str, sources: Sequence[Path | str]) -> dict[Role, dict[Width, CostModel]]:
+    found: dict[Role, dict[Width, CostModel]] = {role: {} for role in ENGINE_ROLES}
+    for source in sources:
+        of_roles = _read(source)
+        for role, of_width in found.items():
+            costs = of_roles[role]
+            if costs.width in of_width:
+                raise ConfigurationError(
+                    f"{flag}: {source} is of nodes of {costs.width}, and so is another of the files: give one for each width"
+                )
+            of_width[costs.width] = costs
     return found
 
 

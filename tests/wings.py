@@ -86,6 +86,7 @@ WINGS: dict[str, Wing] = {
     "trace and why": Wing(
         ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
     ),
+    "step costs": Wing(("node/step_costs/",), ("tests/node/step_costs/",)),
     "step trace": Wing(("node/step_trace/",), ("tests/node/step_trace/",)),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",), ("step trace",)),
     "bench": Wing(

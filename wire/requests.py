@@ -32,6 +32,7 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.nodes import NodeState, PeerAddress, Role
 from tandem.wire.pooling import Pooling
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
+from tandem.wire.step_costs import StepCosts
 from tandem.wire.tracing import ClockReading, NodeTrace
 
 # Every request needs several ids, and the system's randomness costs a system call, so one call draws many.
@@ -268,7 +269,8 @@ EMPTY_TABLE: Mapping[str, Any] = _EmptyTable()
 
 
 class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Totals since the node's epoch began. They only grow. Those that are zero are not sent."""
+    """Totals since the node's epoch began. They only grow; but for `step_costs`, which comes with them. Those that are zero are not
+    sent."""
 
     requests_started: int = 0
     requests_admitted: int = 0
@@ -342,6 +344,7 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     client_errors: int = (
         0  # of those that finished with "error": refused for what their client sent, or out of time
     )
+    step_costs: StepCosts | None = None  # None: this node learns none, or has made no step
 
     def in_full(self) -> dict[str, Any]:
         """Returns all counters as JSON, zero or not."""
