@@ -65,6 +65,8 @@ class BatchObject(msgspec.Struct, frozen=True):
     status: Status
     created_at: int
     expires_at: int
+    # When it will be done, as far as its lines so far tell; beside OpenAI's fields.
+    estimated_completion_at: int | None = None
     errors: BatchMistakes | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None

@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient, key_from_environment
@@ -99,9 +100,10 @@ def _answered(
     with _progress(console) as progress:
         task = progress.add_task("validating", total=None)
 
-        def show(status: str, counts: Counts) -> None:
+        def show(status: str, counts: Counts, end: float | None) -> None:
             done = counts.completed + counts.failed
-            progress.update(task, description=status, completed=done, total=counts.total or None)
+            until = f", until about {datetime.fromtimestamp(end):%H:%M}" if end is not None else ""
+            progress.update(task, description=f"{status}{until}", completed=done, total=counts.total or None)
 
         batch = client.follow(note.batch_id, show)
     return _fetched(client, args, batch)
@@ -112,7 +114,6 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
         console=console,
         transient=True,
     )

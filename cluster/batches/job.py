@@ -98,10 +98,11 @@ class BatchClient:
     def follow(
         self,
         batch_id: str,
-        show: Callable[[str, Counts], None],
+        show: Callable[[str, Counts, float | None], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> dict[str, Any]:
-        """Waits for the job's end, and returns it. A server that does not answer is waited for."""
+        """Waits for the job's end, and returns it. A server that does not answer is waited for. `show` is told the status,
+        how many lines are answered, and when all are expected to be."""
         silent_since: float | None = None
         while True:
             try:
@@ -116,7 +117,8 @@ class BatchClient:
             silent_since = None
             if batch is None:
                 raise Unavailable(f"the server has no batch {batch_id} any more: call again to begin another")
-            show(batch["status"], msgspec.convert(batch["request_counts"], Counts))
+            counts = msgspec.convert(batch["request_counts"], Counts)
+            show(batch["status"], counts, batch.get("estimated_completion_at"))
             if batch["status"] in ENDED:
                 return batch
             sleep(LOOK_S)

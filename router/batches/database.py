@@ -17,6 +17,7 @@ from tandem.base.errors import InternalError, InvalidRequest, TandemError, Unava
 
 BUSY_S = 10.0  # how long a transaction waits for another process's
 
+# `done` of a line: 0 while it has no answer, then the tokens that it took.
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, purpose TEXT NOT NULL, size INTEGER NOT NULL,

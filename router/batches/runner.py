@@ -15,6 +15,7 @@ from tandem.api.batches.lines import answer_line as written
 from tandem.api.batches.lines import line_id
 from tandem.api.batches.messages import result_line
 from tandem.base.errors import TandemError
+from tandem.router.batches.estimate import tokens_of
 from tandem.router.batches.job_files import read_job, write_job
 from tandem.router.batches.line_exchange import LineAnswer, LineConnection, answer_line
 from tandem.router.batches.store import LEASE_S, BatchStore, ClaimedLine, LineResult
@@ -196,7 +197,7 @@ class BatchRunner:
         else:
             name = line_id(line.job, line.number)
             text = written(name, line.custom_id, answer.status, answer.request_id, answer.body)
-        self._answered.append(LineResult(line, answer.status == 200, text))
+        self._answered.append(LineResult(line, answer.status == 200, text, tokens_of(answer.body)))
 
     async def _keep(self) -> None:
         """Writes what has been answered since the last turn. After a failure it is still here."""

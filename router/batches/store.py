@@ -23,6 +23,7 @@ from tandem.api.batches.batch_request import BatchRequest, window_s
 from tandem.api.openai.served_model import NotHere
 from tandem.base.errors import InvalidRequest, Overloaded
 from tandem.router.batches.database import StoreFolder, page_of, transaction, translated
+from tandem.router.batches.estimate import estimated_end
 from tandem.router.batches.stored_files import StoredFiles
 
 LEASE_S = 30.0  # of a worker; it renews its lease several times in this time
@@ -52,6 +53,7 @@ class LineResult(msgspec.Struct, frozen=True):
     line: ClaimedLine
     well: bool
     text: bytes  # the line for the output or error file
+    tokens: int = 1  # that it took
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -122,7 +124,11 @@ class BatchStore:
         ).fetchone()
         if row is None:
             _no_job(job_id)
-        return _batch_of(row)
+        batch = _batch_of(row)
+        if batch.status != "in_progress" or batch.in_progress_at is None:
+            return batch
+        end = estimated_end(self._db, job_id, batch.in_progress_at, self._clock())
+        return msgspec.structs.replace(batch, estimated_completion_at=end)
 
     def jobs(
         self, owner: str, after: str | None, limit: int, form: Form = "openai"
@@ -361,9 +367,9 @@ class BatchStore:
             for answer in answers:
                 line = answer.line
                 done = db.execute(
-                    "UPDATE lines SET done = 1, worker = NULL WHERE job = ? AND number = ? AND worker = ? AND done = 0 AND EXISTS "
+                    "UPDATE lines SET done = ?, worker = NULL WHERE job = ? AND number = ? AND worker = ? AND done = 0 AND EXISTS "
                     "(SELECT 1 FROM jobs WHERE id = ? AND status = 'in_progress')",
-                    (line.job, line.number, self.worker, line.job),
+                    (answer.tokens, line.job, line.number, self.worker, line.job),
                 )
                 if not done.rowcount:
                     continue
@@ -443,6 +449,7 @@ def _batch_of(row: sqlite3.Row) -> BatchObject:
 _TIMES = frozenset(name for name in BatchObject.__struct_fields__ if name.endswith("_at")) - {
     "created_at",
     "expires_at",
+    "estimated_completion_at",
 }
 
 
