@@ -34,7 +34,8 @@ class PageMaker:
         self._block_bytes = cache[0].numel() * cache.element_size()
         self._length = cache.shape[0] * self._block_bytes
         self._wanted = min(self._length, WINDOW_BYTES)
-        self._made = 0
+        # How many bytes of the cache are in memory.
+        self.made = 0
         self._changed = threading.Condition()
         self._stopping = False
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -53,21 +54,16 @@ class PageMaker:
                 self._changed.notify()
         return self._wanted < self._length
 
-    @property
-    def made(self) -> int:
-        """How many bytes of the cache are in memory."""
-        return self._made
-
     def _run(self) -> None:
         pause_s = 0.0
         try:
-            while self._made < self._length:
+            while self.made < self._length:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, pause_s)
-                    self._changed.wait_for(lambda: self._stopping or self._made < self._wanted)
+                    self._changed.wait_for(lambda: self._stopping or self.made < self._wanted)
                     if self._stopping:
                         return
-                    end = min(self._wanted, self._made + PIECE_BYTES)
+                    end = min(self._wanted, self.made + PIECE_BYTES)
                 began = time.monotonic()
                 self._make(end)
                 pause_s = (time.monotonic() - began) * (1 / SHARE - 1)
@@ -77,11 +73,11 @@ class PageMaker:
 
     def _make(self, end: int) -> None:
         page = os.sysconf("SC_PAGE_SIZE")
-        first = (self._address + self._made) // page * page
+        first = (self._address + self.made) // page * page
         last = -(-(self._address + end) // page) * page
         if self._madvise(first, last - first, _MADV_POPULATE_WRITE) != 0:
             raise OSError(ctypes.get_errno(), "madvise")
-        self._made = end
+        self.made = end
 
     def _end(self) -> None:
         with self._changed:

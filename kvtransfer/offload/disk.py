@@ -229,7 +229,8 @@ class SlotFile:
             self._file.resize(size)
             self._resets = 0
             self._is_empty = False  # also of its generation
-            self._generation = self._stored_generation()
+            # The file's generation when it was opened.
+            self.generation = self._stored_generation()
             self.sources = self._read_sources()
         except OSError as error:
             raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
@@ -262,15 +263,10 @@ class SlotFile:
         self._file.sync()
         self._is_empty = False
 
-    @property
-    def generation(self) -> int:
-        """The file's generation when it was opened."""
-        return self._generation
-
     def follow(self, generation: int) -> None:
         """Sets the generation. Called before anything is read or written."""
-        if self._generation != generation:
-            self._generation = generation
+        if self.generation != generation:
+            self.generation = generation
             self._store_generation(generation)
 
     def forget_all(self) -> None:
@@ -278,7 +274,7 @@ class SlotFile:
         self._resets += 1
         self._named = [None] * self._num_slots
         try:
-            self._store_generation(self._generation + self._resets)
+            self._store_generation(self.generation + self._resets)
         except OSError:
             self._empty()
             raise
@@ -286,7 +282,7 @@ class SlotFile:
     def forget(self, keys: set[bytes]) -> None:
         try:
             if self._is_empty:
-                self._store_generation(self._generation + self._resets)
+                self._store_generation(self.generation + self._resets)
             for slot, key in enumerate(self._named):
                 if key in keys:
                     self._file.write(bytes(_HEADER.size), self._start(slot))
@@ -303,7 +299,7 @@ class SlotFile:
         self._file.sync()
 
     def keep_sources(self, kept: KeptSources) -> None:
-        content = msgspec.msgpack.encode(_SourcesFile(self._generation + self._resets, kept))
+        content = msgspec.msgpack.encode(_SourcesFile(self.generation + self._resets, kept))
         self._files.replace(self._sources_path, _with_checksum(content, 0))
 
     def _read_sources(self) -> KeptSources:
@@ -317,10 +313,10 @@ class SlotFile:
             there = msgspec.msgpack.decode(content, type=_SourcesFile)
         except ValueError as error:
             logger.error("cache.tiers: %s: %s; nothing of the tier is used", self._sources_path, error)
-            self._generation += 1
-            self._store_generation(self._generation)
+            self.generation += 1
+            self._store_generation(self.generation)
             return KeptSources()
-        return there.kept if there.generation == self._generation else KeptSources()
+        return there.kept if there.generation == self.generation else KeptSources()
 
     def _start(self, slot: int) -> int:
         return HEADER_BYTES + slot * self._slot_bytes
@@ -331,7 +327,7 @@ class SlotFile:
         if (content := _checked(raw, _HEADER, slot + 1)) is None:
             return None
         _, generation, when, length, key, checksum = content
-        if generation != self._generation + self._resets or length > _KEY_BYTES:
+        if generation != self.generation + self._resets or length > _KEY_BYTES:
             return None
         return when, key[:length], checksum
 
@@ -339,7 +335,7 @@ class SlotFile:
         """Returns whether it was written. `resets`: how often everything had been forgotten when the store was
         planned."""
         checksum = xxhash.xxh3_128_digest(chunk)
-        generation = self._generation + resets
+        generation = self.generation + resets
         header = _HEADER.pack(_MAGIC, generation, next(self._written), len(key), key, checksum)
         header = _with_checksum(header, slot + 1)
         if slot in self._void:

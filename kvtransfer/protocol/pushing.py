@@ -68,7 +68,6 @@ class Writer:
             sending.layers.computed = self._slots
 
     def _batch(self, destination: DestinationBlocks) -> int:
-        """The number of grains in one post."""
         mapping, meter = destination.mapping, destination.link.meter
         return meter.grains_of_a_post(self._settings, mapping.grain_bytes, mapping.runs_per_grain)
 
