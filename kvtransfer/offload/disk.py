@@ -27,7 +27,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import xxhash
@@ -103,11 +103,11 @@ class DiskTier(LastingSpec):
         self._copier = copier
         index = DiskIndex(
             copier.content,
-            lambda: thread.do_first(copier.forget_all),
-            lambda keys: thread.do_first(lambda: copier.forget(keys)),
+            lambda: thread.do_first(lambda: copier.file.forget_all()),
+            lambda keys: thread.do_first(lambda: copier.file.forget(keys)),
         )
         self.recall.bind(
-            lambda kept: thread.do_first(lambda: copier.keep_sources(kept)), lambda: thread.has_first
+            lambda kept: thread.do_first(lambda: copier.file.keep_sources(kept)), lambda: thread.has_first
         )
         manager = filtered(DiskManager(num_slots, config.policy, index, void), config.store_threshold)
         return manager, thread
@@ -123,19 +123,11 @@ class DiskTier(LastingSpec):
         self._followed = generation
 
 
-class Index(Protocol):
-    """What a disk's manager must know of the file."""
-
-    def content(self) -> list[tuple[bytes, int]] | None:
-        """The keys and slots that the file began with, the oldest first; None while it is not known."""
-
-    def forget_all(self) -> None: ...
-
-    def forget(self, keys: set[bytes]) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class DiskIndex:
+    """What a disk's manager must know of the file."""
+
+    # The keys and slots that the file began with, the oldest first; None while it is not known.
     content: Callable[[], list[tuple[bytes, int]] | None]
     forget_all: Callable[[], None]
     forget: Callable[[set[bytes]], None]
@@ -145,7 +137,7 @@ class DiskManager(SlotManager):
     """Never waits for the disk. While the file's content is not known, the tier is left out."""
 
     def __init__(
-        self, num_slots: int, policy: EvictionPolicy, file: Index, void: set[int] | None = None
+        self, num_slots: int, policy: EvictionPolicy, file: DiskIndex | SlotFile, void: set[int] | None = None
     ) -> None:
         """`void`: see `SlotFile`."""
         super().__init__(num_slots, policy)
@@ -402,7 +394,7 @@ class DiskCopier(ChunkCopier):
         self._opened = opened
 
     @property
-    def _file(self) -> SlotFile:
+    def file(self) -> SlotFile:
         if self._opened is None:
             raise InternalError("a disk tier's file is used before it is open")
         return self._opened
@@ -414,17 +406,8 @@ class DiskCopier(ChunkCopier):
     def generation(self) -> int | None:
         return self._opened.generation if self._opened is not None else None
 
-    def forget_all(self) -> None:
-        self._file.forget_all()
-
-    def forget(self, keys: set[bytes]) -> None:
-        self._file.forget(keys)
-
-    def keep_sources(self, kept: KeptSources) -> None:
-        self._file.keep_sources(kept)
-
     def probe(self) -> bool:
-        return self._file.probe()
+        return self.file.probe()
 
     def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         if fence is not None:
@@ -433,8 +416,8 @@ class DiskCopier(ChunkCopier):
         for key, slot, places in self.chunks_of(job):
             if not to_device:
                 self.gather(chunk, places, hold)
-                right = self._file.write(slot, key, chunk.bytes, job.resets) and right
-            elif right := right and self._file.read(slot, key, chunk.bytes):
+                right = self.file.write(slot, key, chunk.bytes, job.resets) and right
+            elif right := right and self.file.read(slot, key, chunk.bytes):
                 self.scatter(chunk, places, hold)
         return right
 
