@@ -209,22 +209,14 @@ class _Interrupts:
             self.second.set()
 
 
+@dataclass(eq=False)
 class _Serving:
-    def __init__(
-        self,
-        config: TandemConfig,
-        where: ServeTarget,
-        display: Display,
-        answer: UnfailingOutput,
-        logs: str,
-        began: float,
-    ) -> None:
-        self._config = config
-        self._where = where
-        self._display = display
-        self._answer = answer
-        self._logs = logs
-        self._began = began
+    _config: TandemConfig
+    _where: ServeTarget
+    _display: Display
+    _answer: UnfailingOutput
+    _logs: str
+    _began: float
 
     async def run(self, found: Future[Model], kernels: Future[None] | None) -> int:
         self._interrupts = _Interrupts()  # they need the loop
