@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
@@ -37,15 +37,13 @@ STOP_GRACE_S = 5.0
 _LOOK_S = 0.5  # between two looks at deadlines while there are copies
 
 
-class MakeMover(Protocol):
-    def __call__(self, copier: Copier, wake: Callable[[], None], name: str) -> CopyThread: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierSurroundings:
     """What a tier needs of its process. A simulation brings its own."""
 
-    copying: MakeMover = dataclasses.field(default_factory=lambda: CopyThread)
+    copying: Callable[[Copier, Callable[[], None], str], CopyThread] = dataclasses.field(
+        default_factory=lambda: CopyThread
+    )
     files: Files = dataclasses.field(default_factory=SystemFiles)
 
 
