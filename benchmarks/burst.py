@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lib.harness import parser_of, report, run
-from benchmarks.lib.loads import played
 from benchmarks.lib.machine import warn_of_bystanders
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
@@ -36,6 +35,7 @@ from benchmarks.lib.servers import (
     asked_systems,
     check_alive,
     model_folder,
+    played,
     running,
     text_of,
 )

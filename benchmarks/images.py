@@ -29,13 +29,13 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
 from benchmarks.lib.harness import parser_of, report, run, say
-from benchmarks.lib.loads import played
 from benchmarks.lib.processes import adopt_orphans
 from benchmarks.lib.servers import (
     RunningSystem,
     System,
     check_alive,
     model_folder,
+    played,
     running,
     tandem_system,
 )

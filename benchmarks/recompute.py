@@ -19,8 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.engines import random_prompts
 from benchmarks.lib.harness import parser_of, report, run
-from benchmarks.lib.loads import played
-from benchmarks.lib.servers import text_of
+from benchmarks.lib.servers import played, text_of
 from benchmarks.lib.tables import table_of
 from tandem.loadgen.api import RequestShape
 from tandem.loadgen.load import LoadStream

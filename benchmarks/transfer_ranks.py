@@ -64,13 +64,9 @@ class RawPairs:
         self._agent = NixlAgent(name, NixlOptions())
         self._cache, self._share = cache, share
         self._agent.register("DRAM", cache.data_ptr(), cache.nbytes, 0)
-        self._mine = RawShard(self._agent.metadata(), cache.data_ptr(), share)
-        self._prepared = self._agent.prepare(None, "DRAM", self._whole(self._mine, len(cache)))
+        self.shard = RawShard(self._agent.metadata(), cache.data_ptr(), share)
+        self._prepared = self._agent.prepare(None, "DRAM", self._whole(self.shard, len(cache)))
         self._peers: list[_RawPeer] = []
-
-    @property
-    def shard(self) -> RawShard:
-        return self._mine
 
     def connect(self, shards: Sequence[RawShard]) -> None:
         for shard in shards:
@@ -88,7 +84,7 @@ class RawPairs:
         operation = "write" if direction == "push" else "read"
         ids = np.arange(1, blocks + 1)
         described = [
-            None if peer.prepared is not None else (self._pieces(self._mine, peer, ids), self._pieces(peer.shard, peer, ids))
+            None if peer.prepared is not None else (self._pieces(self.shard, peer, ids), self._pieces(peer.shard, peer, ids))
             for peer in self._peers
         ]  # fmt: skip
         handles = []

@@ -106,7 +106,6 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        """The ranks of each node."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property

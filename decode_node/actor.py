@@ -1,7 +1,5 @@
 """A decode or aggregated node as a Ray actor: `NodeHost`'s methods, nothing added."""
 
-from __future__ import annotations
-
 import ray
 
 from tandem.node.hosting import NodeHost

@@ -1,7 +1,5 @@
 """An encoder node as a Ray actor: `NodeHost`'s methods, nothing added."""
 
-from __future__ import annotations
-
 import ray
 
 from tandem.node.hosting import NodeHost

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from tandem.base.errors import ConfigurationError, Unavailable
-from tandem.encode_node.rows import RowsCache
-from tandem.encode_node.service import EncodeService
+from tandem.encode_node.service import EncodeService, RowsCache
 from tandem.engine.model.runner import ModelRunner
 from tandem.node.config import NodeConfig
 from tandem.node.node import LoadSource, Node

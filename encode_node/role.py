@@ -1,7 +1,5 @@
 """What a cluster does for encoder nodes."""
 
-from __future__ import annotations
-
 from tandem.node.roles import RoleTraits
 from tandem.wire.nodes import Role
 

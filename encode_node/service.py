@@ -10,16 +10,17 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
 
 from tandem.base.errors import (
     InvalidRequest,
     NodeLost,
     TandemError,
 )
-from tandem.encode_node.rows import RowsCache, messages_of
 from tandem.engine.scheduling.output import EncoderInput
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.machine.resources import bind, core_quota
@@ -29,7 +30,7 @@ from tandem.node.requests import failed_chunk
 from tandem.node.routers import Receiver, RouterLine
 from tandem.node.status import gauges
 from tandem.wire.embeds import PromptEmbeds
-from tandem.wire.encoding import Encode, EncodingRefused, ToAsker
+from tandem.wire.encoding import MOST_BYTES, Encode, EncodedRows, EncodingRefused, ToAsker, checksum
 from tandem.wire.images import digest_of_image, rows_name
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import (
@@ -43,6 +44,51 @@ from tandem.wire.sockets import Inbox, Outbox
 
 if TYPE_CHECKING:
     from tandem.engine.model.lone_tower import LoneTower
+
+
+class RowsCache:
+    """Rows by the name of their part, which stands for its content and the cache salt of the request. The least recently used rows make room for new ones."""
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` is in rows, each of which is one token of a prompt."""
+        self.capacity = capacity
+        self.used = 0
+        self._rows: OrderedDict[str, PromptEmbeds] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def find(self, identifier: str) -> PromptEmbeds | None:
+        rows = self._rows.get(identifier)
+        if rows is not None:
+            self._rows.move_to_end(identifier)
+        return rows
+
+    def keep(self, identifier: str, rows: PromptEmbeds) -> None:
+        """Keeps the rows, unless they are more than the whole cache holds."""
+        if identifier in self._rows or rows.count > self.capacity:
+            return
+        while self.used + rows.count > self.capacity:
+            _, oldest = self._rows.popitem(last=False)
+            self.used -= oldest.count
+        self._rows[identifier] = rows
+        self.used += rows.count
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self.used = 0
+
+
+def messages_of(
+    question: int, model: str, identifier: str, rows: PromptEmbeds, most_bytes: int = MOST_BYTES
+) -> Iterator[EncodedRows]:
+    """Yields a part's rows in order, in messages of at most `most_bytes`."""
+    together = max(1, most_bytes // rows.row_bytes)
+    for first in range(0, rows.count, together):
+        begin, end = first * rows.row_bytes, (first + together) * rows.row_bytes
+        some = msgspec.structs.replace(rows, data=rows.data[begin:end])
+        yield EncodedRows(question, model, identifier, first, some, checksum(model, identifier, first, some))
+
 
 logger = logging.getLogger(__name__)
 

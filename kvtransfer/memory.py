@@ -80,7 +80,6 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
 
     @property
     def slots(self) -> int:
-        """The slots of a block in this tensor."""
         return int(self.tensor.shape[1])
 
     @property
@@ -94,7 +93,6 @@ class KVCacheMemory(msgspec.Struct, frozen=True):
 
     @property
     def num_kv_heads(self) -> int:
-        """The heads in this tensor."""
         return int(self.tensor.shape[3])
 
     @property

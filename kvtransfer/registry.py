@@ -35,10 +35,8 @@ def find_connector(name: str) -> ConnectorFactory:
     return found
 
 
-class CreateTiers(Protocol):
-    """Makes one connector for each of `cache.tiers`, the nearest first. Raises ConfigurationError."""
-
-    def __call__(self, context: ConnectorContext) -> list[tuple[SchedulerConnector, WorkerConnector]]: ...
+# Makes one connector for each of `cache.tiers`, the nearest first. Raises ConfigurationError.
+CreateTiers = Callable[[ConnectorContext], list[tuple[SchedulerConnector, WorkerConnector]]]
 
 
 def find_tiers() -> CreateTiers:
@@ -54,9 +52,8 @@ class RankThread(Protocol):
     def stop(self, timeout_s: float) -> None: ...
 
 
-class MakeRankThread(Protocol):
-    def __call__(self, sock: socket.socket, memory: KVCacheMemory, failed: Callable[[], None]) -> RankThread:
-        """`failed` is called from the thread when a bug ends it."""
+# The function is called from the thread when a bug ends it.
+MakeRankThread = Callable[[socket.socket, KVCacheMemory, Callable[[], None]], RankThread]
 
 
 def find_tiers_of_rank() -> MakeRankThread:

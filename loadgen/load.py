@@ -49,23 +49,19 @@ class LoadStream:
         self._trace = trace
         self._slots = asyncio.Semaphore(concurrency) if concurrency is not None else None
         self._stopping = asyncio.Event()
-        self._began = self._ended = 0.0
-
-    @property
-    def began_at(self) -> float:
-        return self._began
+        self.began_at = self._ended = 0.0
 
     @property
     def duration_s(self) -> float:
         """The time from the first send to the last answer; while the run goes on, until now."""
-        return (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+        return (self._ended or time.perf_counter()) - self.began_at if self.began_at else 0.0
 
     def stop(self) -> None:
         """Sends no further requests. Those already sent run to their end."""
         self._stopping.set()
 
     async def run(self, stop_after_s: float | None = None) -> None:
-        self._began = time.perf_counter()
+        self.began_at = time.perf_counter()
         alarm = (
             asyncio.get_running_loop().call_later(stop_after_s, self.stop)
             if stop_after_s is not None
@@ -75,7 +71,7 @@ class LoadStream:
             async with asyncio.TaskGroup() as group:
                 for index, session in enumerate(self._sessions):
                     if self._arrivals is not None:
-                        await self._wait(self._began + self._arrivals[index] - time.perf_counter())
+                        await self._wait(self.began_at + self._arrivals[index] - time.perf_counter())
                     if self._slots is not None:
                         await self._slots.acquire()
                     if self._stopping.is_set():

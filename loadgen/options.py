@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import enum
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -101,153 +103,80 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_server(parser)
-    _add_what_is_asked(parser)
-    _add_when_it_is_asked(parser)
-    _add_what_is_shown(parser)
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--url",
-        help="any OpenAI-compatible server (default: the `tandem serve` that runs on this machine, whatever its port); put its key "
+    add = _adder(parser, "server")
+    add(
+        "--url", None, str,
+        "any OpenAI-compatible server (default: the `tandem serve` that runs on this machine, whatever its port); put its key "
         "into TANDEM_API_KEY or OPENAI_API_KEY",
-    )
-    server.add_argument(
-        "--model", help="the model's name on the server (default: the first one that the server lists)"
-    )
-    server.add_argument(
-        "--endpoint",
-        choices=[choice.value for choice in ApiEndpoint],
-        default=ApiEndpoint.COMPLETIONS.value,
-        help="(%(default)s)",
-    )
-    server.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds for one request (%(default)s)"
-    )
+    )  # fmt: skip
+    add("--model", None, str, "the model's name on the server (default: the first one that the server lists)")
+    add("--endpoint", None, ApiEndpoint.COMPLETIONS, "(%(default)s)")
+    add("--timeout", "S", 600.0, "seconds for one request (%(default)s)")
 
-
-def _add_what_is_asked(parser: argparse.ArgumentParser) -> None:
-    asked = parser.add_argument_group("what is asked")
-    asked.add_argument(
+    add = _adder(parser, "what is asked")
+    add(
         "--tokenizer",
-        type=Path,
-        metavar="FOLDER",
-        help="the model's folder; its tokenizer makes prompts' lengths exact to the token",
+        "FOLDER",
+        Path,
+        "the model's folder; its tokenizer makes prompts' lengths exact to the token",
     )
-    asked.add_argument(
-        "--prompt-format",
-        choices=[choice.value for choice in PromptFormat],
-        default=PromptFormat.TEXT.value,
-        help="(%(default)s)",
-    )
-    asked.add_argument(
-        "--workload",
-        choices=[choice.value for choice in Workload],
-        default=Workload.RANDOM.value,
-        help="(%(default)s)",
-    )
-    asked.add_argument(
-        "--requests",
-        type=int,
-        metavar="N",
-        help=f"how many requests, or conversations of a multi-turn workload ({_DEFAULT_REQUESTS}, or all of a trace)",
-    )
-    asked.add_argument(
-        "--input", type=int, default=512, metavar="TOKENS", help="length of a prompt (%(default)s)"
-    )
-    asked.add_argument(
-        "--output", type=int, default=64, metavar="TOKENS", help="length of an answer (%(default)s)"
-    )
-    asked.add_argument(
-        "--spread",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="draw both lengths evenly from within ±R of these, such as 0.2 (%(default)s)",
-    )
-    asked.add_argument(
-        "--prefix",
-        type=int,
-        default=1000,
-        metavar="TOKENS",
-        help="shared-prefix: length of the prefix (%(default)s)",
-    )
-    asked.add_argument(
-        "--prefixes", type=int, default=1, metavar="N", help="shared-prefix: number of prefixes (%(default)s)"
-    )
-    asked.add_argument(
-        "--turns", type=int, default=4, metavar="N", help="multi-turn: turns of a conversation (%(default)s)"
-    )
-    asked.add_argument(
-        "--turn-input", type=int, metavar="TOKENS", help="multi-turn: what each later turn adds (as --input)"
-    )
-    asked.add_argument(
-        "--think",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="multi-turn: seconds between turns (%(default)s)",
-    )
-    asked.add_argument(
-        "--trace", type=Path, metavar="FILE", help="trace: a file in Mooncake's JSONL or Azure's CSV format"
-    )
-    asked.add_argument(
-        "--trace-speed", type=float, default=1.0, metavar="X", help="trace: replay it X times as fast"
-    )
-    asked.add_argument(
-        "--trace-scale", type=float, default=1.0, metavar="X", help="trace: multiply all lengths by X"
-    )
-    asked.add_argument("--temperature", type=float, metavar="T", help="(the server's default)")
-    asked.add_argument(
-        "--stop-at-eos",
-        action="store_true",
-        help="let answers end by themselves; otherwise ignore_eos is sent",
-    )
-    asked.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="for prompts, lengths and arrivals (%(default)s)"
-    )
+    add("--prompt-format", None, PromptFormat.TEXT, "(%(default)s)")
+    add("--workload", None, Workload.RANDOM, "(%(default)s)")
+    all_of = f"({_DEFAULT_REQUESTS}, or all of a trace)"
+    add("--requests", "N", int, f"how many requests, or conversations of a multi-turn workload {all_of}")
+    add("--input", "TOKENS", 512, "length of a prompt (%(default)s)")
+    add("--output", "TOKENS", 64, "length of an answer (%(default)s)")
+    add("--spread", "R", 0.0, "draw both lengths evenly from within ±R of these, such as 0.2 (%(default)s)")
+    add("--prefix", "TOKENS", 1000, "shared-prefix: length of the prefix (%(default)s)")
+    add("--prefixes", "N", 1, "shared-prefix: number of prefixes (%(default)s)")
+    add("--turns", "N", 4, "multi-turn: turns of a conversation (%(default)s)")
+    add("--turn-input", "TOKENS", int, "multi-turn: what each later turn adds (as --input)")
+    add("--think", "S", 0.0, "multi-turn: seconds between turns (%(default)s)")
+    add("--trace", "FILE", Path, "trace: a file in Mooncake's JSONL or Azure's CSV format")
+    add("--trace-speed", "X", 1.0, "trace: replay it X times as fast")
+    add("--trace-scale", "X", 1.0, "trace: multiply all lengths by X")
+    add("--temperature", "T", float, "(the server's default)")
+    add("--stop-at-eos", None, False, "let answers end by themselves; otherwise ignore_eos is sent")
+    add("--seed", "N", 0, "for prompts, lengths and arrivals (%(default)s)")
 
-
-def _add_when_it_is_asked(parser: argparse.ArgumentParser) -> None:
-    when = parser.add_argument_group("when it is asked")
-    when.add_argument(
+    add = _adder(parser, "when it is asked")
+    add(
         "--concurrency",
-        type=int,
-        metavar="N",
-        help="how many users, who each wait for their answer (1); with --rate, the most requests at once",
+        "N",
+        int,
+        "how many users, who each wait for their answer (1); with --rate, the most requests at once",
     )
-    when.add_argument("--rate", type=float, metavar="R", help="Poisson arrivals, R requests a second")
-    when.add_argument("--duration", type=float, metavar="S", help="send no new requests after S seconds")
-    when.add_argument(
-        "--warmup",
-        type=int,
-        metavar="N",
-        help="unmeasured requests before the run, which share nothing with the measured ones (as many as users)",
-    )
+    add("--rate", "R", float, "Poisson arrivals, R requests a second")
+    add("--duration", "S", float, "send no new requests after S seconds")
+    share_nothing = "unmeasured requests before the run, which share nothing with the measured ones"
+    add("--warmup", "N", int, f"{share_nothing} (as many as users)")
+
+    add = _adder(parser, "what is shown")
+    limits = "report goodput under these limits, such as ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)"
+    add("--slo", "LIMITS", service_level, limits)
+    add("--json", "FILE", Path, "the whole report as JSON; - for standard output")
+    add("--plot", "FILE", Path, "distributions and throughput, as .png or .svg")
+    in_the_middle = "trace a request in the middle of the run: show where its time went, and draw it"
+    add("--timeline", "FILE", Path, f"{in_the_middle} as .png or .svg (Tandem only)")
 
 
-def _add_what_is_shown(parser: argparse.ArgumentParser) -> None:
-    shown = parser.add_argument_group("what is shown")
-    shown.add_argument(
-        "--slo",
-        type=service_level,
-        metavar="LIMITS",
-        help="report goodput under these limits, such as ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)",
-    )
-    shown.add_argument(
-        "--json", type=Path, metavar="FILE", help="the whole report as JSON; - for standard output"
-    )
-    shown.add_argument(
-        "--plot", type=Path, metavar="FILE", help="distributions and throughput, as .png or .svg"
-    )
-    shown.add_argument(
-        "--timeline",
-        type=Path,
-        metavar="FILE",
-        help="trace a request in the middle of the run: show where its time went, and draw it as .png or .svg (Tandem only)",
-    )
+def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[[str, str | None, Any, str], None]:
+    """Returns what adds one flag to a new group. Its third argument is the default, whose type is the flag's, or what makes a value, if
+    there is no default."""
+    group = parser.add_argument_group(title)
+
+    def add(name: str, metavar: str | None, value: Any, says: str) -> None:
+        if isinstance(value, bool):
+            group.add_argument(name, action="store_true", help=says)
+        elif isinstance(value, enum.Enum):
+            choices = [choice.value for choice in type(value)]
+            group.add_argument(name, choices=choices, default=value.value, help=says)
+        elif callable(value):
+            group.add_argument(name, type=value, metavar=metavar, help=says)
+        else:
+            group.add_argument(name, type=type(value), default=value, metavar=metavar, help=says)
+
+    return add
 
 
 def service_level(text: str) -> ServiceLevel:

@@ -74,7 +74,6 @@ class NodeHost:
         self._end = end(self.finish)
 
     def key(self) -> str:
-        """The public key of this process."""
         return public_key()
 
     def configuration(self) -> bytes:

@@ -153,7 +153,6 @@ class NodeLifecycle:
         return self._condition.why
 
     def _reported(self, **figures: Any) -> NodeStatus:
-        """The node's state, and these fields."""
         failure, config = self.failure, self._config
         state = self._condition.state if failure is None else NodeState.FAILED
         return NodeStatus(config.node_id, config.role, self._epoch, state, detail=failure or "", **figures)

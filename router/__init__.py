@@ -6,7 +6,6 @@ Floor 3: it imports api, http_server, wire and base. It knows neither engine nor
     keys        which tenant a request belongs to, and what is left of its quotas
     http/       the HTTP application: routes, limits, keys, error bodies, server-sent events
     pool        the members of the cluster; member: one of them and its last report; in_view: those that may get requests
-    adapters    which weights of each LoRA adapter are served while nodes take a change one after another
     prefixes    which nodes have a prompt's first blocks cached, by their reports and by what was sent
     policy/     chooses a request's nodes, from pool, prefixes and a policy that explains itself
     dispatch/   a request's life: queue, submission to both nodes, deadlines, failover, cancellation

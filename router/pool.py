@@ -53,7 +53,8 @@ class NodePool:
         self._on_change = on_change
         self._members: dict[str, Member] = {}
         self.view = NodesInView(self._members)
-        self._block_sizes: tuple[int, ...] = ()
+        # The members' block sizes, each once.
+        self.block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
         self.handover = Average()
         self._accusers: dict[
@@ -71,7 +72,6 @@ class NodePool:
 
     @property
     def counted_members(self) -> list[Member]:
-        """The members that have told their counters."""
         return [member for member in self._members.values() if member.counters_at is not None]
 
     def now(self) -> float:
@@ -95,7 +95,7 @@ class NodePool:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
         for member in self._members.values():
             member.foreign = self._foreign(member)
-        self._block_sizes = tuple(
+        self.block_sizes = tuple(
             {each.info.block_size for each in self._members.values() if each.info.role.runs_requests}
         )
         self.oldest_version = min(
@@ -306,11 +306,6 @@ class NodePool:
             self.view.drop(member)
         else:
             self.view.put(member)
-
-    @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """The members' block sizes, each once."""
-        return self._block_sizes
 
     def _foreign(self, member: Member) -> str | None:
         """Returns why no request of this router may ever run on this node, or None."""

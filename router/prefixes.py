@@ -196,7 +196,6 @@ class PrefixRecord:
         return marks
 
     def marks_of(self, hashes: Sequence[int]) -> list[int]:
-        """Returns the hashes at marked places."""
         return [hashes[place - 1] for place in self._marked[: bisect_right(self._marked, len(hashes))]]
 
     def sent(self, node_id: str, hashes: Sequence[int]) -> None:

@@ -28,7 +28,6 @@ class Siblings:
 
     @property
     def desks(self) -> list[str]:
-        """The siblings' desks."""
         return []
 
     @property

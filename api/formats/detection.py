@@ -9,7 +9,6 @@ from typing import Any
 from tandem.api.formats.answer_format import ModelFormat
 from tandem.api.formats.calls import CallFormat, CallReader
 from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader
-from tandem.api.formats.reasoning import ReasoningFormat
 from tandem.api.formats.registry import CALLS, MENTIONED, REASONING
 from tandem.api.pieces import AnswerReader, Arguments, CallBegins
 from tandem.api.settings import ReasoningName, ToolFormat
@@ -114,12 +113,8 @@ def _detected_reasoning(template: ChatTemplate | None, calls: ToolFormat) -> Rea
         return ReasoningName.NONE
     if calls is ToolFormat.HARMONY or template.mentions("<|channel|>analysis"):
         return ReasoningName.HARMONY
-    for name, marks in sorted(REASONING.items(), key=_is_common):
+    # <think> comes last, because other families' templates mention it, too.
+    for name, marks in sorted(REASONING.items(), key=lambda row: row[0] is ReasoningName.THINK):
         if template.mentions(marks.end.strip()) or template.mentions(marks.begin.strip()):
             return name
     return ReasoningName.NONE
-
-
-def _is_common(row: tuple[ReasoningName, ReasoningFormat]) -> bool:
-    """Sorts <think> last, because other families' templates mention it, too."""
-    return row[0] is ReasoningName.THINK

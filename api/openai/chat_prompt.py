@@ -200,8 +200,6 @@ def _check_characters(tokenizer: Tokenizer, context: int, *values: Any) -> None:
 
 
 class TemplateInput(msgspec.Struct, frozen=True):
-    """What a chat's template is given."""
-
     messages: Sequence[ChatMessage]
     tools: Sequence[Tool] | None = None
     documents: Sequence[JsonObject] | None = None

@@ -17,8 +17,6 @@ from tandem.api.text.tokenizer import Tokenizer
 
 
 class ChatReading(msgspec.Struct, frozen=True):
-    """How a chat's answer is read."""
-
     format: AnswerFormat
     prompt: str
     tools: ToolSchemas | None  # None when the model may not call tools

@@ -50,12 +50,12 @@ def defaults_of(config: ApiSettings) -> Defaults:
     path = Path(config.tokenizer_path) / FILE
     declared = read_json(path)
     return Defaults(
-        **{name: _in_range(path, name, value) for name, value in declared.items() if _means(name, value)}
+        **{
+            name: _in_range(path, name, value)
+            for name, value in declared.items()
+            if name in _RANGES and value is not None
+        }
     )
-
-
-def _means(name: str, value: Any) -> bool:
-    return name in _RANGES and value is not None
 
 
 def _in_range(path: Path, name: str, value: Any) -> Any:

@@ -317,15 +317,11 @@ def shown_fields(request: ResponsesRequest, model: str) -> dict[str, Any]:
         "tool_choice": _given(request.tool_choice)
         if isinstance(request.tool_choice, NamedChoice)
         else request.tool_choice or "auto",
-        "tools": [_shown_tool(tool) for tool in request.tools or ()],
+        "tools": [{"parameters": None, "strict": None, **_given(tool)} for tool in request.tools or ()],
         "top_p": request.top_p,
         "truncation": "disabled",
         "metadata": request.metadata or {},
     }
-
-
-def _shown_tool(tool: ItemTool) -> dict[str, Any]:
-    return {"parameters": None, "strict": None, **_given(tool)}
 
 
 def _given(value: msgspec.Struct) -> dict[str, Any]:

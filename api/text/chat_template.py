@@ -55,12 +55,11 @@ class SpecialTextGuard:
         )
 
     def plain(self, text: str) -> str:
-        if self._normalize is not None and self._has_special(normal := self._normalize(text)):
+        if self._normalize is not None and any(
+            matches(self._pattern, normal := self._normalize(text), self._longest)
+        ):
             text = normal  # what the tokenizer would read after normalizing
         return self._broken(text, self._joiner)
-
-    def _has_special(self, text: str) -> bool:
-        return next(matches(self._pattern, text, self._longest), None) is not None
 
     def _broken(self, text: str, joiner: str) -> str:
         if len(text) <= WINDOW_CHARACTERS and self._pattern.search(text) is None:

@@ -93,7 +93,6 @@ class Tokenizer:
         return cls(backend, settings)
 
     def _end_ids(self) -> frozenset[int]:
-        """Returns the tokens that end an answer by the tokenizer's settings."""
         declared = self.settings.get("eos_token")
         text = declared.get("content") if isinstance(declared, dict) else declared
         token_id = self._backend.token_to_id(text) if isinstance(text, str) else None

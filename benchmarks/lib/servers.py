@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,10 @@ import msgspec
 from benchmarks.lib.processes import Family, free_port
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from tandem.cluster.models.store import prepare_model
+from tandem.loadgen.api import Api, RequestShape
+from tandem.loadgen.connections import Address, HttpClient
+from tandem.loadgen.load import LoadStream
+from tandem.loadgen.workload import Session
 
 READY_WITHIN_S = 600.0
 _TREE = Path(__file__).parents[2]
@@ -216,3 +220,18 @@ def _served_name(system: System) -> str:
         return str(msgspec.json.decode(text_of(system.url, "/v1/models"))["data"][0]["id"])
     except (msgspec.MsgspecError, LookupError, TypeError) as error:
         raise Unavailable(f"{system.title} does not say what it serves: {error}") from error
+
+
+async def played(
+    url: str,
+    shape: RequestShape,
+    sessions: Sequence[Session],
+    *,
+    arrivals: Sequence[float] | None = None,
+    users: int | None = None,
+) -> LoadStream:
+    """Sends each session at its time, or as soon as one of the users is free. Returns when all have ended."""
+    async with HttpClient(Address.of_url(url)) as http:
+        load = LoadStream("load", Api(http, shape), sessions, arrivals=arrivals, concurrency=users)
+        await load.run()
+    return load

@@ -62,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_files(options: Options) -> None:
-    """Checks before the run that its results can be written."""
     if options.json is not None and options.json != Path("-"):
         check_file(options.json)
     for picture, option in ((options.plot, "--plot"), (options.timeline, "--timeline")):

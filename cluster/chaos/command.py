@@ -292,7 +292,6 @@ def finished(urls: Sequence[str], key: str | None) -> dict[str, float]:
 
 
 def finished_in(metrics: str) -> dict[str, float]:
-    """Reads the counts by reason from one router's /metrics."""
     return {reason: float(count) for reason, count in _FINISHED.findall(metrics)}
 
 

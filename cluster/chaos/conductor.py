@@ -44,8 +44,6 @@ class ProcessAccess(Protocol[V]):
 
 
 class StrikeReport(msgspec.Struct, frozen=True):
-    """A blow, and how the cluster recovered."""
-
     at_s: float
     blow: Blow
     kind: ProcessKind

@@ -15,8 +15,6 @@ CONTROLLER = "controller"
 
 
 class ProcessKind(enum.StrEnum):
-    """The kinds of processes that can be struck."""
-
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
@@ -42,8 +40,6 @@ class Strike(msgspec.Struct, frozen=True):
 
 
 class ChaosRules(msgspec.Struct, frozen=True):
-    """The operator's options."""
-
     minutes: float = 5.0
     every_s: float = 30.0
     stop_s: float = 5.0
@@ -61,7 +57,6 @@ class ChaosRules(msgspec.Struct, frozen=True):
 
 
 def processes_of(view: ClusterView) -> dict[ProcessKind, list[str]]:
-    """Returns the names of the processes that serve, by kind."""
     found: dict[ProcessKind, list[str]] = {ProcessKind.CONTROLLER: [CONTROLLER]}
     for node in view.nodes:
         if node.phase == "ready":

@@ -213,5 +213,4 @@ class Probes:
 
 
 def longest_gap(gaps: Sequence[tuple[float, float]], begin: float, end: float) -> float:
-    """Returns the longest gap that overlaps the time from `begin` to `end`."""
     return max((last - first for first, last in gaps if first < end and last > begin), default=0.0)

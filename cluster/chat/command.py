@@ -44,8 +44,6 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class ChatClient:
-    """A client of one server."""
-
     def __init__(
         self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None
     ) -> None:

@@ -197,7 +197,6 @@ async def _as_it_is_called(
 
 
 async def _model_path(cluster: OperatedCluster) -> str:
-    """Returns the name or path of the cluster's model."""
     from tandem.cluster.on_ray.remote_controller import RemoteController
 
     return (await cluster.configuration()).model.path if isinstance(cluster, RemoteController) else ""

@@ -59,8 +59,6 @@ class LogFilter(msgspec.Struct, frozen=True):
 
 
 class ShownLine(msgspec.Struct, frozen=True):
-    """A line as `-o json` prints it."""
-
     time: float
     process: str
     level: str

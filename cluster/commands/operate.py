@@ -130,7 +130,6 @@ def with_controller(
 
 
 async def _named(controller: RemoteController) -> str:
-    """Returns the deployment's name and where its router listens."""
     url = url_of(own_address(), controller.name) or next(
         (router.url for router in (await controller.ask(ViewOrder())).routers if router.phase == "ready"), ""
     )

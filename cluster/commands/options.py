@@ -39,7 +39,6 @@ def add_address(parser: argparse.ArgumentParser, *, with_name: bool = True) -> N
 
 
 def add_operated(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that changes a running cluster."""
     add_address(parser)
     add_router(parser)
     add_output(parser)

@@ -95,8 +95,6 @@ class RouterOverview:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """One look at a cluster."""
-
     model: str
     routers: list[RouterOverview]
     nodes: list[NodeRow]
@@ -133,7 +131,6 @@ class Overview:
 
     @classmethod
     def of_router(cls, url: str, key: str | None, fetch: Fetch = fetch_page) -> Overview:
-        """As this router knows it."""
         page = fetch(url, key)
         silent = [one.name for one in page.router.processes if not one.answers]
         note = f"no answer from {', '.join(silent)}: not counted" if silent else ""

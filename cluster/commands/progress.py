@@ -16,8 +16,6 @@ from tandem.base.progress import Report, without_amount
 
 
 class StartStep(msgspec.Struct, frozen=True):
-    """What something that starts did, and when."""
-
     name: str
     what: str
     began_s: float  # since the command began

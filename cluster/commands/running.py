@@ -62,7 +62,6 @@ def record_serving(address: str, name: str, model: str, url: str = "") -> None:
 
 
 def forget_serving() -> None:
-    """Deletes this process's record."""
     with contextlib.suppress(OSError, TandemError):
         for record in _records():
             if record.pid == os.getpid() and _is_alive(record):

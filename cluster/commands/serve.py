@@ -41,7 +41,7 @@ from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
 from tandem.cluster.saving import as_json
 from tandem.cluster.tasks import first_of, has_ended
-from tandem.engine.config import OWN_ENGINE, ModelConfig
+from tandem.engine.config import OWN_ENGINE
 from tandem.kernels.build import is_ready, library_path
 from tandem.kernels.compiler import BuildFailed
 
@@ -93,7 +93,9 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
                     logs = str(start_ray(lambda: _in_own_thread("imports", _import_what_follows)))
                 # After Ray, whose processes have a limited time to start: a model that is converted takes the cores for half a minute.
-                found = _in_background(_with_revision(config.model), display)
+                model = config.model
+                named = f"{model.path}@{model.revision}" if model.revision else model.path
+                found = _in_background(named, display)
                 if config.model.engine == OWN_ENGINE and computes_on_cpu(config, this_machine()):
                     kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
             else:
@@ -133,10 +135,6 @@ class _Interrupted(BaseException):
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise _Interrupted
-
-
-def _with_revision(model: ModelConfig) -> str:
-    return f"{model.path}@{model.revision}" if model.revision else model.path
 
 
 def _in_background(name: str, display: Display) -> Future[Model]:
@@ -211,22 +209,14 @@ class _Interrupts:
             self.second.set()
 
 
+@dataclass(eq=False)
 class _Serving:
-    def __init__(
-        self,
-        config: TandemConfig,
-        where: ServeTarget,
-        display: Display,
-        answer: UnfailingOutput,
-        logs: str,
-        began: float,
-    ) -> None:
-        self._config = config
-        self._where = where
-        self._display = display
-        self._answer = answer
-        self._logs = logs
-        self._began = began
+    _config: TandemConfig
+    _where: ServeTarget
+    _display: Display
+    _answer: UnfailingOutput
+    _logs: str
+    _began: float
 
     async def run(self, found: Future[Model], kernels: Future[None] | None) -> int:
         self._interrupts = _Interrupts()  # they need the loop

@@ -124,7 +124,6 @@ def _check_gguf_folder(folder: Path, name: str, setting: str) -> None:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Returns the model's weight files."""
     model = Path(path)
     if model.is_file():
         return [model]
@@ -133,7 +132,6 @@ def weight_files(path: str) -> list[Path]:
 
 
 def tokenizer_folder(path: str) -> str:
-    """Returns the folder of the tokenizer of the model at this path."""
     return str(Path(path).parent) if path.endswith(".gguf") else path
 
 

@@ -64,8 +64,6 @@ class RayStateStore:
 
 
 async def names_under(prefix: str, namespace: str) -> list[str]:
-    """Returns the names of all values whose names begin with this prefix."""
-
     def look() -> list[str]:
         keys = internal_kv()._internal_kv_list(prefix.encode(), namespace=namespace.encode())
         return [key.decode() for key in keys]

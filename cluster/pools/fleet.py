@@ -91,7 +91,6 @@ class Fleet:
             router.config = self._with_tokenizer(router.config)
 
     def config_of(self, revision: int) -> TandemConfig:
-        """Returns the configuration with which nodes of this revision start."""
         return self._configs.get(revision, self.config)
 
     # --- nodes

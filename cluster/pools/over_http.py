@@ -88,7 +88,9 @@ def _is_refused(path: tuple[str, ...], before: Any, after: Any, folders: list[st
         return False
     known = set(_texts(path[-1], before))
     return any(
-        _is_code(setting, text) or (_is_path(text, setting) and not _is_within(text, folders))
+        # A tier names a module, or a store and a file with keys.
+        (setting == "spec" and text != "synthetic")
+        or (_is_path(text, setting) and not _is_within(text, folders))
         for setting, text in _texts(path[-1], after)
         if text and (setting, text) not in known
     )
@@ -104,12 +106,6 @@ def _texts(setting: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _texts(setting, inner)
-
-
-def _is_code(setting: str, text: str) -> bool:
-    return (
-        setting == "spec" and text != "synthetic"
-    )  # a tier that names a module, or a store and a file with keys
 
 
 def _is_path(text: str, setting: str = "") -> bool:

@@ -223,7 +223,6 @@ def computes_on_cpu(config: TandemConfig, machine: LocalMachine) -> bool:
 
 
 def _shares_gpus(config: TandemConfig, gpus: int) -> bool:
-    """Whether nodes are distributed over the machine's GPUs."""
     return gpus > 0 and config.model.device in ("auto", "cuda")
 
 
@@ -368,8 +367,6 @@ def visible_gpus(environ: os._Environ[str] | dict[str, str], devices: Path = Pat
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """What a Ray node reports about its machine."""
-
     machine: str  # equal for all Ray nodes that share the machine's cores
     cores: tuple[int, ...]  # that may be used there, hardware threads of one core next to each other
     gpus: int = 0

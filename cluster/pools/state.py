@@ -72,7 +72,6 @@ class NodeRecord(msgspec.Struct, frozen=True):
     left_out: str = ""  # why it was left out; no controller starts it again until an operator asks for it
 
     def is_on(self, hosts: AbstractSet[str]) -> bool:
-        """Whether it has a place on one of these machines."""
         return self.placement is not None and not hosts.isdisjoint(self.placement.hosts)
 
     def serving_as(self, info: NodeInfo) -> NodeRecord:
@@ -346,7 +345,6 @@ class Membership:
             self._changed.notify_all()
 
     async def newer_than(self, revision: int) -> int:
-        """Waits for a revision after this one, and returns it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.revision > revision)
             return self.revision

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tandem.base.errors import TandemError
@@ -16,20 +17,14 @@ from tandem.wire.nodes import NodeInfo, NodeSighting, RouterInfo
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Witnesses:
     """`nodes` and `routers` return those that serve, as far as the controller knows."""
 
-    def __init__(
-        self,
-        nodes: Callable[[], Sequence[NodeHandle]],
-        routers: Callable[[], Sequence[RouterHandle]],
-        clock: Clock,
-        answer_s: float,
-    ) -> None:
-        self._nodes = nodes
-        self._routers = routers
-        self._clock = clock
-        self._answer_s = answer_s
+    _nodes: Callable[[], Sequence[NodeHandle]]
+    _routers: Callable[[], Sequence[RouterHandle]]
+    _clock: Clock
+    _answer_s: float
 
     async def of_node(self, info: NodeInfo) -> NodeSighting | None:
         """Returns the sighting of the router that heard the node last. None: no router that knows the node answered."""

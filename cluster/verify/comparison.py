@@ -12,8 +12,6 @@ from tandem.base.errors import ConfigurationError
 
 
 class ComparedChoice(msgspec.Struct, frozen=True):
-    """One answer to one prompt."""
-
     prompt: Sequence[int]
     prompt_values: Sequence[Any]  # each token's log-probabilities, if they were asked for
     tokens: Sequence[int]

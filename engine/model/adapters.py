@@ -76,8 +76,6 @@ class Adapters(Protocol):
 
 
 class StepSlots(Protocol):
-    """The slots of a step's rows."""
-
     @property
     def slots(self) -> int: ...
 

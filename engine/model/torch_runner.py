@@ -56,13 +56,13 @@ class TorchRunner:
         parts: Sequence[RunnerPart] = (),
         drafter: Drafter | None = None,
     ) -> None:
-        self._info = info
-        self._kv_cache = kv_cache
+        self.info = info
+        self.kv_cache = kv_cache
         self.pages: PageMaker | None = None  # None where the cache's memory is not faulted in ahead
         self.forward = forward
         self._block_size = block_size
         self._num_drafts = num_speculative_tokens
-        self._drafter = drafter
+        self.drafter = drafter
         self.parts = parts
         self._device = kv_cache.device
         # A row has room for drafts after the request's last token.
@@ -72,7 +72,7 @@ class TorchRunner:
         num_groups = len(info.groups) - (state_blocks > 0)
         self._requests = RequestRows(max_num_seqs, max_tokens, block_size, num_groups, state_blocks)
         self._table = SamplingTable(max_num_seqs)
-        self._adapters = adapters
+        self.adapters = adapters
         self._masks = masks
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._asked: dict[int, AskedRequest] = {}  # by row
@@ -81,32 +81,16 @@ class TorchRunner:
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
 
     @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def kv_cache(self) -> torch.Tensor:
-        return self._kv_cache
-
-    @property
     def kv_in_memory(self) -> int:
-        return self._kv_cache.nbytes if self.pages is None else self.pages.made
+        return self.kv_cache.nbytes if self.pages is None else self.pages.made
 
     @property
     def grammars(self) -> Grammars | None:
         return self._masks.grammars if self._masks is not None else None
 
     @property
-    def adapters(self) -> Adapters | None:
-        return self._adapters
-
-    @property
     def states_wait(self) -> bool:
         return any(part.is_full for part in self.parts)
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return self._drafter
 
     def forget_requests(self) -> None:
         for req_id in self._requests.req_ids:
@@ -115,8 +99,8 @@ class TorchRunner:
         self._prompt_logprobs.clear()
         for part in self.parts:
             part.forget_requests()
-        if self._drafter is not None:
-            self._drafter.forget_requests()
+        if self.drafter is not None:
+            self.drafter.forget_requests()
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> StepOnDevice:
         with on(self._device), torch.inference_mode():
@@ -129,7 +113,7 @@ class TorchRunner:
             if step.state_copies:
                 # Lists as indices would be copied from ordinary memory, and wait for the device.
                 sources, targets = to_device(np.array(step.state_copies, np.int64).T.copy(), self._device)
-                blocks = self._kv_cache.view(torch.uint8)
+                blocks = self.kv_cache.view(torch.uint8)
                 blocks[targets] = blocks[sources]
             unreported = self._unreported_prompts()
             unread = self._unfinished.unread if self._unfinished is not None else None
@@ -206,11 +190,11 @@ class TorchRunner:
 
     def _add(self, req_id: str, token_ids: list[int], block_ids: BlockIds, asked: AskedRequest) -> int:
         facts = asked.facts
-        if facts.lora is not None and self._adapters is None:
+        if facts.lora is not None and self.adapters is None:
             raise InternalError("a request has an adapter, and the model was loaded without")
-        if asked.image_parts and self._info.images is None:
+        if asked.image_parts and self.info.images is None:
             raise InternalError("a request has images, and the model was loaded without its tower")
-        if facts.pooling is not None and self._info.vectors is None:
+        if facts.pooling is not None and self.info.vectors is None:
             raise InternalError("a request is for a vector, and the model was loaded without")
         row = self._requests.add(req_id, token_ids, len(facts.prompt_token_ids), block_ids)
         self._clear(row)
@@ -316,19 +300,19 @@ class TorchRunner:
                 output.draft_token_ids[req_id] = forced
                 output.forced_req_ids.add(req_id)
             elif num_drafts := limits.get(req_id, 0) if limits is not None else self._num_drafts:
-                room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
+                room = self.info.max_model_len - int(self._requests.num_tokens[row]) - 1
                 if room > 0:
                     wanted[req_id] = min(num_drafts, room)
-        if wanted and self._drafter is not None:
+        if wanted and self.drafter is not None:
             began = time.perf_counter()
-            self._propose(self._drafter, wanted, output)
+            self._propose(self.drafter, wanted, output)
             output.drafting_s = time.perf_counter() - began
 
     def _forced(self, row: int) -> list[int]:
         """What the row's grammar forces next. States that go back to before a draft would be computed twice for it."""
-        if self._masks is None or not self._table.constrained[row] or self._info.state_blocks:
+        if self._masks is None or not self._table.constrained[row] or self.info.state_blocks:
             return []
-        room = self._info.max_model_len - int(self._requests.num_tokens[row]) - 1
+        room = self.info.max_model_len - int(self._requests.num_tokens[row]) - 1
         most = min(FORCED_AT_ONCE, room)
         return self._masks.forced(row, most, self._requests, self._table) if most > 0 else []
 

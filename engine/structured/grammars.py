@@ -107,7 +107,7 @@ class TokenizerGrammars:
         limits: LLParserLimits | None = None,
     ) -> None:
         self._tokenizer_json = tokenizer_json
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._limits = limits
         self._tokenizer: LLTokenizer | None = None
@@ -115,13 +115,9 @@ class TokenizerGrammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
     def empty_masks(self, count: int) -> BitMask:
         """Masks that are wide enough for the model's vocabulary and for the tokenizer's; either may be the larger one."""
-        known = max(self._vocab_size, self._loaded().vocab_size)
+        known = max(self.vocab_size, self._loaded().vocab_size)
         return np.zeros((count, -(-known // _WORD)), np.uint32)
 
     def is_prepared(self, grammar: str) -> bool:

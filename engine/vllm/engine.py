@@ -216,7 +216,7 @@ class VllmEngine:
         from tandem.engine.vllm.seeds import seed_every_step
 
         self._core = core
-        self._info = info
+        self.info = info
         self._clock = clock
         self._handover = handover  # None: no peers
         self._live: dict[str, VllmRequest] = {}
@@ -229,10 +229,6 @@ class VllmEngine:
         self.tracer: Tracer | None = None
 
     # --- what it serves
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
 
     @property
     def adapters(self) -> Adapters | None:
@@ -272,9 +268,9 @@ class VllmEngine:
             )
         if not request.num_tokens:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if request.num_tokens >= self._info.max_model_len:
+        if request.num_tokens >= self.info.max_model_len:
             raise ContextLengthExceeded(
-                f"{request.num_tokens} tokens leave no room to answer in a context of {self._info.max_model_len}"
+                f"{request.num_tokens} tokens leave no room to answer in a context of {self.info.max_model_len}"
             )
 
     def _begin_grammar(self, request: Request, theirs: Any) -> None:
@@ -376,7 +372,7 @@ class VllmEngine:
         params.min_tokens = max(0, params.min_tokens - 1)
         if token in params.stop_token_ids and live.num_outputs >= sampling.min_tokens:
             chunk.finish, chunk.stop_token = FinishReason.STOP, token
-        elif live.num_outputs >= sampling.max_tokens or theirs.num_tokens >= self._info.max_model_len:
+        elif live.num_outputs >= sampling.max_tokens or theirs.num_tokens >= self.info.max_model_len:
             chunk.finish = FinishReason.LENGTH
         if chunk.finish is not None:
             self._end([request_id], chunk.finish)
@@ -496,7 +492,7 @@ class VllmEngine:
             self._core.reset_prefix_cache(reset_running_requests=True)
         except RuntimeError:
             # Blocks that are being received or sent are in use all the same: then each block loses its name.
-            self._core.scheduler.kv_cache_manager.evict_blocks(set(range(self._info.num_blocks)))
+            self._core.scheduler.kv_cache_manager.evict_blocks(set(range(self.info.num_blocks)))
 
     @property
     def has_forgotten(self) -> bool:

@@ -1,8 +1,6 @@
 """A tier in an object store: `cache.tiers: [{spec: objects, options: {url: https://host/bucket}}]`. Nodes that never
 met find what the others have computed. README.md lists the files."""
 
-from __future__ import annotations
-
 from tandem.kvtransfer.objects.tier import create
 
 __all__ = ["create"]

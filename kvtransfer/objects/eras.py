@@ -40,20 +40,15 @@ class Eras:
         self._object = f"eras/{layout}"
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields from here on
-        self._name = ""  # of the era that this node uses; "": the store has not answered yet
+        self.name = ""  # of the era that this node uses; "": the store has not answered yet
         self._loaded = False  # this node may have loaded something since it last forgot everything
         self._other = ""  # an era that has begun, and to which this node has yet to change
         self._quiet_until = 0.0
 
     @property
-    def name(self) -> str:
-        """The era that this node uses; "" until the store has answered once."""
-        return self._name
-
-    @property
     def is_quiet(self) -> bool:
         """Whether nothing may be stored or loaded for now."""
-        return not self._name or bool(self._other) or self._clock() < self._quiet_until
+        return not self.name or bool(self._other) or self._clock() < self._quiet_until
 
     @property
     def distrusted(self) -> str:
@@ -66,7 +61,7 @@ class Eras:
     def open_now(self) -> str:
         """The era in which may be stored, and asked what is there; "" if nothing may be for now."""
         with self._lock:
-            return "" if self.is_quiet else self._name
+            return "" if self.is_quiet else self.name
 
     # ── what the threads that copy and look call; all but `to_load` raise StoreError ──
 
@@ -76,15 +71,15 @@ class Eras:
             if self.is_quiet:
                 return ""
             self._loaded = True
-            return self._name
+            return self.name
 
     def look(self) -> str:
         """Reads which era it is. Returns its name if this node uses it, else ""."""
         present = self._read() or self._begin()
         with self._lock:
-            if present == self._name:
+            if present == self.name:
                 return present
-            if self._name and self._loaded:
+            if self.name and self._loaded:
                 self._other = present
             else:
                 self._change_to(present)
@@ -93,10 +88,10 @@ class Eras:
     def forget_all(self) -> None:
         """Begins another era, unless one has begun: the engine forgets everything that it has computed, loaded and stored so far."""
         present = self._read()
-        if present is None or present == self._name:
+        if present is None or present == self.name:
             present = self._begin()
         with self._lock:
-            if present != self._name:
+            if present != self.name:
                 self._change_to(present)
             self._loaded, self._other = False, ""
 
@@ -109,13 +104,13 @@ class Eras:
             self._loaded = loaded
 
     def _change_to(self, present: str) -> None:
-        if self._name:
+        if self.name:
             self._quiet_until = self._clock() + QUIET_S
             logger.warning(
                 "the object store has begun another era: nothing that it had so far is read; in %.0f s it is used again",
                 QUIET_S,
             )
-        self._name, self._loaded, self._other = present, False, ""
+        self.name, self._loaded, self._other = present, False, ""
 
     def _read(self) -> str | None:
         found = self._client.get(self._object, self._clock() + REQUEST_S)

@@ -7,19 +7,53 @@ store has since deleted an earlier one, the load fails, and the prompt is comput
 from __future__ import annotations
 
 import dataclasses
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.objects.chunks import ChunkStore
 from tandem.kvtransfer.objects.client import StoreError
 from tandem.kvtransfer.objects.eras import LOOK_S, Eras
-from tandem.kvtransfer.objects.workers import Workers
 from tandem.kvtransfer.offload.fetches import Rate
 from tandem.kvtransfer.offload.policies import Key
+
+T = TypeVar("T")
+
+
+class Workers:
+    def __init__(self, count: int, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._count = count
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Has a thread do this. What it raises is the result's."""
+        result: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._work.put(do)
+        return result
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def close(self) -> None:
+        """The threads end after what was begun."""
+        for _ in range(self._count):
+            self._work.put(None)
+
 
 THREADS = 4  # inquiries at a time; each is a few round trips
 ANSWER_S = 1.0  # a request waits no longer for an answer

@@ -20,9 +20,8 @@ from tandem.kvtransfer.config import EvictionPolicy, TierConfig
 from tandem.kvtransfer.objects.chunks import ChunkStore, ReadResult
 from tandem.kvtransfer.objects.client import ObjectClient, StoreError, StoreRefused
 from tandem.kvtransfer.objects.eras import Eras
-from tandem.kvtransfer.objects.inquiries import Inquiries
+from tandem.kvtransfer.objects.inquiries import Inquiries, Workers
 from tandem.kvtransfer.objects.options import ObjectOptions
-from tandem.kvtransfer.objects.workers import Workers
 from tandem.kvtransfer.offload.chunks import Chunk, ChunkCopier, Places
 from tandem.kvtransfer.offload.cpu import TierSurroundings
 from tandem.kvtransfer.offload.disk import identity

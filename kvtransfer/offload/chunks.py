@@ -55,7 +55,6 @@ class ChunkCopier(Copier):
         return Chunk(tensor, rows, memoryview(rows).cast("B"))
 
     def chunks_of(self, job: Copy) -> Iterator[tuple[Key, int, Places]]:
-        """Yields each of the job's keys with its slot, its blocks and their places."""
         parts = itertools.groupby(
             zip(job.blocks, job.places, strict=True), key=lambda pair: pair[1] // self._factor
         )

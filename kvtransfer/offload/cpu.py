@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
@@ -37,15 +37,13 @@ STOP_GRACE_S = 5.0
 _LOOK_S = 0.5  # between two looks at deadlines while there are copies
 
 
-class MakeMover(Protocol):
-    def __call__(self, copier: Copier, wake: Callable[[], None], name: str) -> CopyThread: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierSurroundings:
     """What a tier needs of its process. A simulation brings its own."""
 
-    copying: MakeMover = dataclasses.field(default_factory=lambda: CopyThread)
+    copying: Callable[[Copier, Callable[[], None], str], CopyThread] = dataclasses.field(
+        default_factory=lambda: CopyThread
+    )
     files: Files = dataclasses.field(default_factory=SystemFiles)
 
 
@@ -191,6 +189,8 @@ class CopyThread(Mover):
     """One thread makes the copies in the order of submission, but loads before stores. Another one gives up those whose
     time is over, because the first may be in a call that does not return."""
 
+    given_up = 0
+
     def __init__(
         self,
         copier: Copier,
@@ -214,7 +214,6 @@ class CopyThread(Mover):
         self._closing = False
         self._stored_blocks = 0
         self._loaded_blocks = 0
-        self._given_up = 0
         self._absence = Absence(name, clock)
         self._is_open = False
         self._is_late = False  # it was awaited in vain
@@ -286,10 +285,6 @@ class CopyThread(Mover):
         return self._absence.why
 
     @property
-    def given_up(self) -> int:
-        return self._given_up
-
-    @property
     def stored_bytes(self) -> int:
         return self._stored_blocks * self._copier.block_bytes
 
@@ -333,7 +328,7 @@ class CopyThread(Mover):
         self._stores.clear()
 
     def _give_up(self, queued: QueuedCopy) -> None:
-        self._given_up += 1
+        self.given_up += 1
         self._ended[queued.job.job] = None
         self._wake()
 
@@ -442,7 +437,7 @@ class CopyThread(Mover):
             elif right:
                 self._stored_blocks += len(queued.job.blocks)
             elif right is None or not queued.is_load:  # the scheduler counts failed loads
-                self._given_up += 1
+                self.given_up += 1
             self._ended[queued.job.job] = right
             self._changed.notify_all()
         self._wake()

@@ -27,7 +27,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import xxhash
@@ -103,11 +103,11 @@ class DiskTier(LastingSpec):
         self._copier = copier
         index = DiskIndex(
             copier.content,
-            lambda: thread.do_first(copier.forget_all),
-            lambda keys: thread.do_first(lambda: copier.forget(keys)),
+            lambda: thread.do_first(lambda: copier.file.forget_all()),
+            lambda keys: thread.do_first(lambda: copier.file.forget(keys)),
         )
         self.recall.bind(
-            lambda kept: thread.do_first(lambda: copier.keep_sources(kept)), lambda: thread.has_first
+            lambda kept: thread.do_first(lambda: copier.file.keep_sources(kept)), lambda: thread.has_first
         )
         manager = filtered(DiskManager(num_slots, config.policy, index, void), config.store_threshold)
         return manager, thread
@@ -123,19 +123,11 @@ class DiskTier(LastingSpec):
         self._followed = generation
 
 
-class Index(Protocol):
-    """What a disk's manager must know of the file."""
-
-    def content(self) -> list[tuple[bytes, int]] | None:
-        """The keys and slots that the file began with, the oldest first; None while it is not known."""
-
-    def forget_all(self) -> None: ...
-
-    def forget(self, keys: set[bytes]) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class DiskIndex:
+    """What a disk's manager must know of the file."""
+
+    # The keys and slots that the file began with, the oldest first; None while it is not known.
     content: Callable[[], list[tuple[bytes, int]] | None]
     forget_all: Callable[[], None]
     forget: Callable[[set[bytes]], None]
@@ -145,7 +137,7 @@ class DiskManager(SlotManager):
     """Never waits for the disk. While the file's content is not known, the tier is left out."""
 
     def __init__(
-        self, num_slots: int, policy: EvictionPolicy, file: Index, void: set[int] | None = None
+        self, num_slots: int, policy: EvictionPolicy, file: DiskIndex | SlotFile, void: set[int] | None = None
     ) -> None:
         """`void`: see `SlotFile`."""
         super().__init__(num_slots, policy)
@@ -229,7 +221,8 @@ class SlotFile:
             self._file.resize(size)
             self._resets = 0
             self._is_empty = False  # also of its generation
-            self._generation = self._stored_generation()
+            # The file's generation when it was opened.
+            self.generation = self._stored_generation()
             self.sources = self._read_sources()
         except OSError as error:
             raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
@@ -262,15 +255,10 @@ class SlotFile:
         self._file.sync()
         self._is_empty = False
 
-    @property
-    def generation(self) -> int:
-        """The file's generation when it was opened."""
-        return self._generation
-
     def follow(self, generation: int) -> None:
         """Sets the generation. Called before anything is read or written."""
-        if self._generation != generation:
-            self._generation = generation
+        if self.generation != generation:
+            self.generation = generation
             self._store_generation(generation)
 
     def forget_all(self) -> None:
@@ -278,7 +266,7 @@ class SlotFile:
         self._resets += 1
         self._named = [None] * self._num_slots
         try:
-            self._store_generation(self._generation + self._resets)
+            self._store_generation(self.generation + self._resets)
         except OSError:
             self._empty()
             raise
@@ -286,7 +274,7 @@ class SlotFile:
     def forget(self, keys: set[bytes]) -> None:
         try:
             if self._is_empty:
-                self._store_generation(self._generation + self._resets)
+                self._store_generation(self.generation + self._resets)
             for slot, key in enumerate(self._named):
                 if key in keys:
                     self._file.write(bytes(_HEADER.size), self._start(slot))
@@ -303,7 +291,7 @@ class SlotFile:
         self._file.sync()
 
     def keep_sources(self, kept: KeptSources) -> None:
-        content = msgspec.msgpack.encode(_SourcesFile(self._generation + self._resets, kept))
+        content = msgspec.msgpack.encode(_SourcesFile(self.generation + self._resets, kept))
         self._files.replace(self._sources_path, _with_checksum(content, 0))
 
     def _read_sources(self) -> KeptSources:
@@ -317,10 +305,10 @@ class SlotFile:
             there = msgspec.msgpack.decode(content, type=_SourcesFile)
         except ValueError as error:
             logger.error("cache.tiers: %s: %s; nothing of the tier is used", self._sources_path, error)
-            self._generation += 1
-            self._store_generation(self._generation)
+            self.generation += 1
+            self._store_generation(self.generation)
             return KeptSources()
-        return there.kept if there.generation == self._generation else KeptSources()
+        return there.kept if there.generation == self.generation else KeptSources()
 
     def _start(self, slot: int) -> int:
         return HEADER_BYTES + slot * self._slot_bytes
@@ -331,7 +319,7 @@ class SlotFile:
         if (content := _checked(raw, _HEADER, slot + 1)) is None:
             return None
         _, generation, when, length, key, checksum = content
-        if generation != self._generation + self._resets or length > _KEY_BYTES:
+        if generation != self.generation + self._resets or length > _KEY_BYTES:
             return None
         return when, key[:length], checksum
 
@@ -339,7 +327,7 @@ class SlotFile:
         """Returns whether it was written. `resets`: how often everything had been forgotten when the store was
         planned."""
         checksum = xxhash.xxh3_128_digest(chunk)
-        generation = self._generation + resets
+        generation = self.generation + resets
         header = _HEADER.pack(_MAGIC, generation, next(self._written), len(key), key, checksum)
         header = _with_checksum(header, slot + 1)
         if slot in self._void:
@@ -406,7 +394,7 @@ class DiskCopier(ChunkCopier):
         self._opened = opened
 
     @property
-    def _file(self) -> SlotFile:
+    def file(self) -> SlotFile:
         if self._opened is None:
             raise InternalError("a disk tier's file is used before it is open")
         return self._opened
@@ -418,17 +406,8 @@ class DiskCopier(ChunkCopier):
     def generation(self) -> int | None:
         return self._opened.generation if self._opened is not None else None
 
-    def forget_all(self) -> None:
-        self._file.forget_all()
-
-    def forget(self, keys: set[bytes]) -> None:
-        self._file.forget(keys)
-
-    def keep_sources(self, kept: KeptSources) -> None:
-        self._file.keep_sources(kept)
-
     def probe(self) -> bool:
-        return self._file.probe()
+        return self.file.probe()
 
     def copy(self, job: Copy, to_device: bool, fence: Any, hold: Hold) -> bool:
         if fence is not None:
@@ -437,8 +416,8 @@ class DiskCopier(ChunkCopier):
         for key, slot, places in self.chunks_of(job):
             if not to_device:
                 self.gather(chunk, places, hold)
-                right = self._file.write(slot, key, chunk.bytes, job.resets) and right
-            elif right := right and self._file.read(slot, key, chunk.bytes):
+                right = self.file.write(slot, key, chunk.bytes, job.resets) and right
+            elif right := right and self.file.read(slot, key, chunk.bytes):
                 self.scatter(chunk, places, hold)
         return right
 

@@ -112,14 +112,16 @@ class TierManager(abc.ABC):
 
 
 class SlotManager(TierManager):
+    evicted = 0
+    capacity = 0
+
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
-        self._capacity = num_slots
+        self.capacity = num_slots
         self.busy = array("i", bytes(4 * num_slots))  # how many loads read each slot, or _WRITTEN_NOW
         self.policy = POLICIES[policy](num_slots, self.busy)
         self._free: list[int] = []
         self._unused = 0  # slots from here on were never taken
         self._forgotten: set[int] = set()  # slots that a copy still uses after their keys were forgotten
-        self._evicted = 0
         self._changes: list[tuple[Key, bool]] = []
         self._notes_changes = False
 
@@ -132,16 +134,8 @@ class SlotManager(TierManager):
             self.policy.insert(key, slot)
 
     @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
     def used(self) -> int:
         return self._unused - len(self._free)
-
-    @property
-    def evicted(self) -> int:
-        return self._evicted
 
     def lookup(self, keys: Iterable[Key]) -> int:
         get, busy, count = self.policy.get, self.busy, 0
@@ -180,12 +174,12 @@ class SlotManager(TierManager):
     def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
         get = self.policy.get
         new = [key for key in dict.fromkeys(keys) if get(key) is None]
-        missing = len(new) - (self._capacity - self.used)
+        missing = len(new) - (self.capacity - self.used)
         if missing > 0:
             victims = self.policy.evict(missing, set(keys))
             if victims is None:
                 return None
-            self._evicted += len(victims)
+            self.evicted += len(victims)
             if self._notes_changes:
                 self._changes += [(key, False) for key, _ in victims]
             self._free += [slot for _, slot in victims]
@@ -255,7 +249,7 @@ class SlotManager(TierManager):
         places = sorted([*filed, *self._free, *self._forgotten])
         if places != list(range(self._unused)):
             raise InternalError("a slot of a tier is in two places, or in none")
-        idle = [slot for slot in (*self._free, *range(self._unused, self._capacity)) if self.busy[slot]]
+        idle = [slot for slot in (*self._free, *range(self._unused, self.capacity)) if self.busy[slot]]
         if idle or any(not self.busy[slot] for slot in self._forgotten):
             raise InternalError("a free slot of a tier is in use, or a forgotten one is not")
 

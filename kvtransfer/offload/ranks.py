@@ -256,12 +256,14 @@ class TierLines:
 class RanksMover(Mover):
     """Makes rank 0's own copies, and has the other ranks make the same ones."""
 
+    block_bytes = 0
+
     def __init__(
         self, own: Mover, lines: TierLines, tier: int, memory: KVCacheMemory, all_bytes: int
     ) -> None:
         self._own, self._lines, self._tier = own, lines, tier
         self._memory = memory
-        self._all_bytes = all_bytes  # of a block on all ranks together
+        self.block_bytes = all_bytes  # of a block on all ranks together
         # Jobs that have ended at rank 0, or at all other ranks, but not at both.
         self._here: dict[int, bool | None] = {}
         self._there: dict[int, bool | None] = {}
@@ -300,16 +302,12 @@ class RanksMover(Mover):
         return self._own.given_up
 
     @property
-    def block_bytes(self) -> int:
-        return self._all_bytes
-
-    @property
     def stored_bytes(self) -> int:
-        return self._own.stored_bytes // self._memory.block_bytes * self._all_bytes
+        return self._own.stored_bytes // self._memory.block_bytes * self.block_bytes
 
     @property
     def loaded_bytes(self) -> int:
-        return self._own.loaded_bytes // self._memory.block_bytes * self._all_bytes
+        return self._own.loaded_bytes // self._memory.block_bytes * self.block_bytes
 
     def close(self) -> None:
         if not self._closed:
@@ -360,8 +358,11 @@ class AbsentMover(Mover):
     """Of a tier that could not be opened at every rank. It is left out until the node is started again, because the ranks
     do not know whether they have the same."""
 
+    block_bytes = 0
+    left_out = ""
+
     def __init__(self, why: str, lines: TierLines, all_bytes: int) -> None:
-        self._why, self._lines, self._all_bytes = why, lines, all_bytes
+        self.left_out, self._lines, self.block_bytes = why, lines, all_bytes
         self._ended: dict[int, bool | None] = {}
         self._closed = False
 
@@ -371,14 +372,6 @@ class AbsentMover(Mover):
     def take_ended(self) -> dict[int, bool | None]:
         ended, self._ended = self._ended, {}
         return ended
-
-    @property
-    def left_out(self) -> str:
-        return self._why
-
-    @property
-    def block_bytes(self) -> int:
-        return self._all_bytes
 
     @property
     def stored_bytes(self) -> int:

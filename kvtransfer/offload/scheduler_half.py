@@ -561,5 +561,4 @@ class TierScheduler(SchedulerConnector):
 
 
 def _places(slots: Sequence[int], factor: int) -> list[int]:
-    """Returns the places of all blocks in these slots."""
     return [place for slot in slots for place in range(slot * factor, (slot + 1) * factor)]

@@ -100,7 +100,8 @@ class TierSharing:
         self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._sources = exchange.sources = sources or KVSources(clock)
         # Why everything that is cached here is distrusted, until the engine has begun a new generation for it.
-        self._distrusted = ""
+        # Why the engine must begin a new generation of its cache; empty if it need not.
+        self.distrusted = ""
         # For each mirror: keys stored, and gone.
         self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}
         self._computing = Rate(clock)  # prompt tokens
@@ -267,7 +268,7 @@ class TierSharing:
                 self._hear(event.envelope)
                 match event:
                     case AskChunks():
-                        self.lender.answer(event, is_distrusted=bool(self._distrusted))
+                        self.lender.answer(event, is_distrusted=bool(self.distrusted))
                     case AskPrefix():
                         self.lender.answer_prefix(event)
                     case PrefixFound():
@@ -454,7 +455,7 @@ class TierSharing:
         self._manager.reset()
         self._exchange.begin_generation()
         self._sources.clear()
-        self._distrusted = ""
+        self.distrusted = ""
         self.lender.tell_forgotten()
 
     def _hear(self, envelope: Envelope) -> None:
@@ -464,12 +465,7 @@ class TierSharing:
         if (peer := self._peers.get(key)) is not None:
             peer.generation = max(peer.generation, envelope.generation)
         if self._sources.hear(key, envelope.generation):
-            self._distrusted = f"{key.node_id} distrusts its own cache, from which blocks were copied"
-
-    @property
-    def distrusted(self) -> str:
-        """Why the engine must begin a new generation of its cache; empty if it need not."""
-        return self._distrusted
+            self.distrusted = f"{key.node_id} distrusts its own cache, from which blocks were copied"
 
     def close(self) -> None:
         self._exchange.close()

@@ -89,10 +89,6 @@ class TierSpec(Protocol):
         """Called once, when the device's blocks are known. `wake` is thread-safe."""
 
 
-class TierFactory(Protocol):
-    def __call__(self, config: TierConfig) -> TierSpec: ...
-
-
 class LastingSpec(abc.ABC):
     """A tier that outlives the process, so it says from which peers its KV came."""
 
@@ -182,5 +178,5 @@ def find_tiers_of_ranks(context: ConnectorContext) -> list[Tier]:
 
 
 def create_tier(config: TierConfig) -> Tier:
-    factory: TierFactory = find_factory("cache.tiers", "spec", config.kind, SPECS)
+    factory: Callable[[TierConfig], TierSpec] = find_factory("cache.tiers", "spec", config.kind, SPECS)
     return Tier(factory(config), config.block_factor)

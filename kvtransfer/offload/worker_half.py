@@ -161,7 +161,6 @@ def _shared(
     exchange: Exchange,
     clock: Callable[[], float],
 ) -> TierSharing:
-    """Shares the tier with other nodes."""
     return TierSharing(
         tier.manager,
         exchange,

@@ -104,10 +104,6 @@ class Checksums(Protocol):
         """As `of`, without waiting for other ranks. They may copy blocks first, and so may this rank meanwhile."""
 
 
-def _nothing_elsewhere(*_: object) -> AskedSums:
-    return AskedSums()
-
-
 SumsElsewhere = Callable[[Sequence[int], Sequence[int], int, bool, bool], AskedSums]
 
 
@@ -164,7 +160,7 @@ class CacheChecksums:
     `Transport.sums_elsewhere` does.
     """
 
-    def __init__(self, memory: KVCacheMemory, elsewhere: SumsElsewhere = _nothing_elsewhere) -> None:
+    def __init__(self, memory: KVCacheMemory, elsewhere: SumsElsewhere = lambda *_: AskedSums()) -> None:
         tensor = memory.tensor
         self._part = part_of(memory)
         self._elsewhere = elsewhere

@@ -80,7 +80,7 @@ class Consumer:
             side,
             self._links,
             receivings=self._incoming.with_peer,
-            unreachable=self._on_unreachable,
+            unreachable=lambda link, reason: self._leave(link, Outcome.TIMED_OUT, reason),
         )
 
     @property
@@ -349,9 +349,6 @@ class Consumer:
             self._incoming.give_up(receiving, Outcome.PEER_LOST, reason)
             if receiving in self._incoming and not proven:
                 self._incoming.stop_waiting(receiving)
-
-    def _on_unreachable(self, link: ProducerLink, reason: str) -> None:
-        self._leave(link, Outcome.TIMED_OUT, reason)
 
     def _on_connection_broken(self, key: PeerKey, reason: str) -> None:
         link = self._links.get(key)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from tandem.base.errors import TransferError
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
-from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase
+from tandem.kvtransfer.protocol.sending import MissingBlocks, OutgoingTransfer, SendPhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import (
     Answers,
@@ -269,7 +269,7 @@ class OutgoingTransfers:
                 source.plan.num_tokens,
                 source.plan.token_hash,
                 source.first_token,
-                blocks * _block_bytes_of(destination),
+                blocks * destination.mapping.grain_bytes * destination.mapping.their_parts,
                 blocks,
                 [] if self._writes else source.blocks_for(destination),
                 sending.checksums_between(0, len(destination.order)),
@@ -336,7 +336,3 @@ class OutgoingTransfers:
             sending.kept = False
             self._side.recorder.freed(sending.num_kept, sending.outcome)
             self._finished_sending(sending.request_id)
-
-
-def _block_bytes_of(destination: DestinationBlocks) -> int:
-    return destination.mapping.grain_bytes * destination.mapping.their_parts

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.base.errors import TransferError
 from tandem.kvtransfer.protocol import commands
@@ -28,24 +29,16 @@ from tandem.wire.tracing import TransferStage
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Writer:
     """Posts one transfer's writes. `slots`: how many layers lie side by side in a block."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        settings: ProtocolSettings,
-        slots: int,
-        clock: Clock,
-        recorder: Recorder,
-        checksums: Checksums,
-    ) -> None:
-        self._transport = transport
-        self._settings = settings
-        self._slots = slots
-        self._clock = clock
-        self._recorder = recorder
-        self._checksums = checksums
+    _transport: Transport
+    _settings: ProtocolSettings
+    _slots: int
+    _clock: Clock
+    _recorder: Recorder
+    _checksums: Checksums
 
     def can_post(self, sending: OutgoingTransfer) -> bool:
         """Whether one more post fits into what may be in flight to this consumer."""
@@ -68,7 +61,6 @@ class Writer:
             sending.layers.computed = self._slots
 
     def _batch(self, destination: DestinationBlocks) -> int:
-        """The number of grains in one post."""
         mapping, meter = destination.mapping, destination.link.meter
         return meter.grains_of_a_post(self._settings, mapping.grain_bytes, mapping.runs_per_grain)
 

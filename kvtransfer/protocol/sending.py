@@ -437,7 +437,6 @@ class OutgoingTransfer:
             self.sums.update(zip(taken.places, taken.pending.wait(), strict=True))
 
     def trace(self, now: float) -> TransferTrace:
-        """Returns the trace of a transfer that ends now."""
         totals = self.totals
         record = TransferRecord(
             request_id=self.request_id or "",

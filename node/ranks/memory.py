@@ -75,7 +75,6 @@ class SharedMemory:
         self.written = step
 
     def behind(self, step: int) -> list[int]:
-        """The ranks that have not copied this step."""
         return [rank for rank in self._ranks if int(self._taken[rank]) < step]
 
     def beat_of(self, rank: int) -> int:

@@ -115,7 +115,6 @@ class HttpExchange:
         return self.tenant.name if self.tenant is not None else ""
 
     def header(self, name: bytes) -> bytes | None:
-        """Returns the first header of this name."""
         return self._by_name.get(name)
 
     async def send(self, message: Message) -> None:

@@ -326,7 +326,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
     return Caller(
         label=exchange.request_id,
         deadline=arrived + (WHEN_IDLE_S if exchange.when_idle else services.config.timeouts.total),
-        cache_salt=tenant.salted if tenant is not None else _unsalted,
+        cache_salt=tenant.salted if tenant is not None else lambda salt: salt,
         session=session[:256] if session else None,
         job_id=(tenant.salted(job_id) if tenant is not None else job_id) if job_id else None,
         is_last_step=is_last_step,
@@ -341,10 +341,6 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
 def _header(exchange: HttpExchange, name: bytes) -> str | None:
     value = exchange.header(name)
     return value.decode("latin-1") if value is not None else None
-
-
-def _unsalted(cache_salt: str | None) -> str | None:
-    return cache_salt
 
 
 def _asked(request: Any, plan: GenerationPlan) -> list[int | None]:

@@ -1,7 +1,5 @@
 """The paths whose bodies are read, and what each does with each field."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 

@@ -226,7 +226,6 @@ class SiblingProcesses(Siblings):
 
 
 def _address(desk: str) -> str:
-    """The abstract address of a desk's report socket."""
     return f"\0{desk}/reports"
 
 

@@ -369,7 +369,6 @@ class Traces(RequestTracer):
         return next((trace.record() for trace in own if trace.request_id.startswith(name)), None)
 
     def list(self, tenant: str | None = None) -> TraceList:
-        """Lists a tenant's traces, or all."""
         return TraceList(
             [trace.summary() for trace in reversed(self._ring) if tenant is None or trace.tenant == tenant]
         )

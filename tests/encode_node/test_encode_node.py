@@ -15,7 +15,7 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.decode_node.node import DecodeRules
 from tandem.encode_node.node import EncodeNode
-from tandem.encode_node.rows import RowsCache, messages_of
+from tandem.encode_node.service import RowsCache, messages_of
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.multi import create_connector

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from tandem.encode_node.rows import RowsCache
-from tandem.encode_node.service import EncodeService
+from tandem.encode_node.service import EncodeService, RowsCache
 from tandem.engine.model.lone_tower import TowerInfo
 from tandem.engine.scheduling.output import EncoderInput
 from tandem.node.config import NodeConfig, NodeTimeouts

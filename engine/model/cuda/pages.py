@@ -48,7 +48,6 @@ def pages_of(host: HostBatch, group: int, window: int | None, block_size: int) -
 
 
 def requests_of(host: HostBatch, first: int, end: int) -> HostBatch:
-    """The part of a batch that has its requests [first, end)."""
     starts = host.query_start[first : end + 1]
     rows = slice(int(starts[0]), int(starts[-1]))
     return HostBatch(

@@ -38,15 +38,11 @@ class RecordedSteps:
 
     def __init__(self, forward: TransformersForward, attention: CpuAttention) -> None:
         self._forward = forward
-        self._attention = attention
+        self.attention = attention
         self._recorded: dict[_Kind, _Recorded] = {}
         self._refused: set[_Kind] = set()
         self._bytes = 0
         self.num_replays = 0
-
-    @property
-    def attention(self) -> CpuAttention:
-        return self._attention
 
     @property
     def num_layers(self) -> int:
@@ -97,7 +93,7 @@ class RecordedSteps:
         """Computes the step, and then again for the recording, which writes the same keys and values to the same slots."""
         logits = self._forward(batch, hooks)
         try:
-            recorded = _Recorded(self._forward, self._attention, batch)
+            recorded = _Recorded(self._forward, self.attention, batch)
         except RuntimeError as error:  # the same work has just succeeded, so it cannot be recorded
             self._refuse(kind, str(error).strip().split("\n", 1)[0])
             return logits
@@ -127,8 +123,6 @@ class RecordedSteps:
 
 
 class _Recorded:
-    """The recording of one kind of step."""
-
     def __init__(self, forward: TransformersForward, attention: CpuAttention, batch: Batch) -> None:
         self._attention, self._adapted = attention, forward.adapted
         self._token_ids, self._positions = batch.token_ids.clone(), batch.positions.clone()

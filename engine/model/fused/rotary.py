@@ -31,10 +31,6 @@ def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[...
     return put_off
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 class RotaryWatch:
     """Replaces transformers' rotary embedding in the modules that call it: at first by a wrapper that watches the real function, to find
     the modules that pass its results to attention unchanged; `put_off` then delays it in these."""
@@ -95,7 +91,7 @@ class RotaryWatch:
                     query_norm = key_norm = None
                 else:
                     for norm, _ in filter(None, found):
-                        replace_forward(norm, _as_it_is)
+                        replace_forward(norm, lambda x: x)
                 _give(module, _putting_off(query_norm, key_norm))
             else:
                 module.__dict__.pop("forward", None)

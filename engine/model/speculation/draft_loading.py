@@ -60,7 +60,7 @@ class LoadedDraftModel:
             self.loaded.use_cache(kv_cache, self.plan, shape),
             num_blocks,
             device,
-            table=_whole_table(groups),
+            table=next(index for index, group in enumerate(groups) if group.keeps_every_token),
             block_size=self.plan.block_size,
             max_model_len=shape.max_model_len,
             draft_vocab=self.loaded.vocab_size,
@@ -131,10 +131,6 @@ def load_draft_model(
         )
     own_plan = plan_cache(loaded.layers, plan.block_size)
     return LoadedDraftModel(source, loaded, own_plan, context_length(config, None))
-
-
-def _whole_table(groups: tuple[KVCacheGroup, ...]) -> int:
-    return next(index for index, group in enumerate(groups) if group.keeps_every_token)
 
 
 def check_vocabularies(target: ModelSource, draft: ModelSource) -> None:

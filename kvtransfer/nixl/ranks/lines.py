@@ -201,8 +201,6 @@ class MessageLine:
 
 
 class RankLine:
-    """Rank 0's end of the line to one rank."""
-
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank = rank
         self._line = MessageLine(sock, FromRank)
