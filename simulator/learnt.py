@@ -79,6 +79,12 @@ def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> LearntCosts:
                 f"no node of {url} has learnt yet what its steps take that {what}: let it serve for some minutes, or use "
                 "`tandem profile`"
             )
+    for role in ENGINE_ROLES:
+        widths = {(node.tensor_parallel, node.pipeline_parallel) for node in nodes if node.role is role}
+        if len(widths) > 1:
+            raise ConfigurationError(
+                f"the {role.value} nodes of {url} are of several widths: give --costs a profile of each"
+            )
     costs = {
         role: _costs_of(
             f"{role.value} nodes of {url}", _of(role, nodes), _of(role, readers), _of(role, writers), page

@@ -196,6 +196,13 @@ def test_an_outlier_moves_nothing() -> None:
     assert node.costs.prompt_s(200, 20_000) == pytest.approx(before.prompt_s(200, 20_000), rel=0.05)
 
 
+def test_steps_for_which_a_clock_stands_still_teach_nothing() -> None:
+    node = Node(ahead=False)
+    node.device.speed = 1e12
+    node.serve(0.2)
+    assert (node.costs.prompts_seen, node.costs.rows_seen) == (0, 0)
+
+
 def test_a_node_that_only_reads_prompts_knows_nothing_of_answers() -> None:
     node = Node(ahead=False, answers=False)
     node.serve(30)
