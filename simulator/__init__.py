@@ -19,10 +19,12 @@ simulated: the costs of steps, transfers and requests come from a file that was 
     planner          searches for the cheapest cluster that keeps the limits
     picture          draws goodput against cost
     what_if          one request in other clusters, for `tandem why`
+    change           what other sizes of the pools would do to the last requests
     commands         what `tandem` finds here: its commands, and what it adds to `tandem why`
     options          the options that several commands share
     show             prints progress and reports
     command          `tandem simulate`
     profile_command  `tandem profile`
     plan_command     `tandem plan`
+    change_command   `tandem what-if`
 """

@@ -93,8 +93,28 @@ def _run_plan(options: argparse.Namespace) -> int:
     return 0 if plan.chosen is not None else 1
 
 
+def _describe_what_if(parser: argparse.ArgumentParser) -> None:
+    from tandem.simulator.change_command import add_arguments
+
+    add_arguments(parser)
+    add_settings(parser, serves=False)
+    add_output(parser)
+
+
+def _run_what_if(options: argparse.Namespace) -> int:
+    from tandem.cluster.commands.router_url import choose_url
+    from tandem.simulator.change_command import run
+
+    options.url = choose_url(options.url)
+    change = run(options, read_settings(options).config, as_json=wants_json(options))
+    if wants_json(options):
+        print_json(change)
+    return 0
+
+
 COMMANDS = (
     Command("profile", "measure what a node's steps take, for `tandem simulate`", MEASURE, _describe_profile, _run_profile),
     Command("simulate", "simulate how a cluster would serve given traffic", MEASURE, _describe_simulate, _run_simulate),
     Command("plan", "how many nodes of each role given traffic needs, and what they cost", MEASURE, _describe_plan, _run_plan),
+    Command("what-if", "what other sizes of the pools would do to the requests of the last minutes", MEASURE, _describe_what_if, _run_what_if),
 )  # fmt: skip

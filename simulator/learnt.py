@@ -54,12 +54,12 @@ class _Cluster(msgspec.Struct):
     nodes: list[_Node]
 
 
-class Learnt(NamedTuple):
+class LearntCosts(NamedTuple):
     costs: dict[Role, CostModel]
     note: str
 
 
-def learnt_costs(url: str, transport: httpx.BaseTransport | None = None) -> Learnt:
+def learnt_costs(url: str, transport: httpx.BaseTransport | None = None) -> LearntCosts:
     """Returns the costs of each role's nodes; of a role that the cluster does not have, from the steps of the other roles. Raises
     ConfigurationError while the nodes have made too few steps."""
     client = ApiClient(url, key_from_environment(), transport)
@@ -70,7 +70,7 @@ def learnt_costs(url: str, transport: httpx.BaseTransport | None = None) -> Lear
         client.close()
 
 
-def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> Learnt:
+def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> LearntCosts:
     readers = [node for node in nodes if node.learnt.prompts_seen >= FEWEST]
     writers = [node for node in nodes if node.learnt.rows_seen >= FEWEST]
     for what, found in (("read prompts", readers), ("write answers", writers)):
@@ -78,6 +78,12 @@ def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> Learnt:
             raise ConfigurationError(
                 f"no node of {url} has learnt yet what its steps take that {what}: let it serve for some minutes, or use "
                 "`tandem profile`"
+            )
+    for role in ENGINE_ROLES:
+        widths = {(node.tensor_parallel, node.pipeline_parallel) for node in nodes if node.role is role}
+        if len(widths) > 1:
+            raise ConfigurationError(
+                f"the {role.value} nodes of {url} are of several widths: give --costs a profile of each"
             )
     costs = {
         role: _costs_of(
@@ -87,7 +93,7 @@ def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> Learnt:
     }
     reading = _said("read prompts", readers, "prompts_seen", "prompts_error", "most_prompt_tokens")
     writing = _said("write answers", writers, "rows_seen", "rows_error", "most_rows")
-    return Learnt(costs, f"{reading}; {writing}")
+    return LearntCosts(costs, f"{reading}; {writing}")
 
 
 def _of(role: Role, nodes: Sequence[_Node]) -> Sequence[_Node]:

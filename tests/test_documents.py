@@ -75,7 +75,7 @@ def test_the_commands_are_ones_that_there_are(name: str) -> None:
     """Between backticks a command may stand without its arguments."""
     helps = make_parser().format_help()
     for command in inline(PAGES[name]):
-        if found := re.match(r"tandem ([a-z]+)", command):
+        if found := re.match(r"tandem ([a-z][a-z-]*)", command):
             assert re.search(rf"^    {found[1]} ", helps, re.MULTILINE), command
 
 

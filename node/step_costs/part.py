@@ -18,6 +18,7 @@ from tandem.node.wings import PartContext, ServicePart
 
 TELL_S = 1.0
 WRITE_S = 60.0
+LEAST_S = 1e-6  # a step that took less was not measured: its clock stood still
 READ_S = 0.05  # between two steps with prompts that are learnt from: learning takes some 60 µs
 
 
@@ -75,17 +76,16 @@ class StepCostsPart(ServicePart):
 
     def _took(self, step: _Work, seconds: float, now: float) -> None:
         rows = step.tokens - step.of_prompts
-        if step.of_images:
-            self._steps = 0  # the vision tower took most of it
-        elif step.of_prompts:
-            self._steps = 0
+        if step.of_images or step.of_prompts or seconds < LEAST_S or rows != self._rows:
+            self._rows, self._steps, self._seconds = rows, 0, 0.0
+        if step.of_images or seconds < LEAST_S:
+            return  # the vision tower took most of it, or it was not measured
+        if step.of_prompts:
             if now >= self._read_at:
                 context, pairs = _apart(step, rows)
                 self._learner.took(step.of_prompts, pairs, rows, context, seconds)
                 self._read_at = now + READ_S
         else:
-            if rows != self._rows:
-                self._rows, self._steps, self._seconds = rows, 0, 0.0
             self._steps, self._seconds = self._steps + 1, self._seconds + seconds
             if step.pairs:
                 context = step.context // READ_EVERY

@@ -31,6 +31,8 @@ WRITES = StepCosts(
     (0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.002, 0.0005, 0.0, 1e-6), rows_seen=70, rows_error=0.06, most_rows=12
 )
 
+BOTH = msgspec.structs.replace(READS, rows_seen=70)
+
 
 def node(role: str, costs: StepCosts | None, **fields: Any) -> dict[str, Any]:
     counters = NodeCounters(
@@ -84,6 +86,12 @@ def test_each_role_has_the_costs_of_its_nodes() -> None:
 )
 def test_a_cluster_that_has_served_too_little_says_so(nodes: list[dict[str, Any]], what: str) -> None:
     with pytest.raises(ConfigurationError, match=f"what its steps take that {what}: let it serve"):
+        learnt_costs(URL, answering(nodes))
+
+
+def test_nodes_of_one_role_and_two_widths_have_no_common_costs() -> None:
+    nodes = [node("aggregated", BOTH), node("aggregated", BOTH, tensor_parallel=2)]
+    with pytest.raises(ConfigurationError, match=r"aggregated nodes of .* are of several widths"):
         learnt_costs(URL, answering(nodes))
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import ModelRunner
@@ -25,6 +26,7 @@ from tandem.wire.requests import NodeCounters, Submit
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.step_costs import StepCosts
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
+from tests.node.test_service import Node as ServingNode
 
 PROMPTS = [(tokens, before) for tokens in (48, 200, 500, 900) for before in (0, 400)]
 BATCHES = [(rows, context) for rows in (1, 3, 8, 14) for context in (100, 600)]
@@ -194,6 +196,13 @@ def test_an_outlier_moves_nothing() -> None:
     assert node.costs.prompt_s(200, 20_000) == pytest.approx(before.prompt_s(200, 20_000), rel=0.05)
 
 
+def test_steps_for_which_a_clock_stands_still_teach_nothing() -> None:
+    node = Node(ahead=False)
+    node.device.speed = 1e12
+    node.serve(0.2)
+    assert (node.costs.prompts_seen, node.costs.rows_seen) == (0, 0)
+
+
 def test_a_node_that_only_reads_prompts_knows_nothing_of_answers() -> None:
     node = Node(ahead=False, answers=False)
     node.serve(30)
@@ -242,3 +251,15 @@ def test_a_broken_file_is_no_costs(tmp_path: Path) -> None:
     assert read(file) is None
     file.write_text("{")
     assert read(file) is None
+
+
+def test_a_serving_node_tells_them_with_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.node.step_costs.part.TELL_S", 0.0)
+    with ServingNode(DecodeRules(Role.DECODE)) as node:
+        node.submit(prompt=40, sampling=SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+        node.outgoing.until_finished("r")
+        costs = node.service.status().totals.step_costs
+    assert costs is not None
+    assert costs.prompts_seen
+    assert costs.rows_seen
+    assert costs.prompt_s(40, 820) > 0

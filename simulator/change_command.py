@@ -1,0 +1,83 @@
+"""`tandem what-if`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.base.errors import ConfigurationError
+from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.config import TandemConfig
+from tandem.router.page_state import PageState
+from tandem.simulator.change import INSIDE, Change, change_of
+from tandem.simulator.learnt import learnt_costs
+from tandem.simulator.options import add_costs, costs_of
+from tandem.simulator.show import progress
+from tandem.wire.nodes import ENGINE_ROLES, Role
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sizes", nargs="+", metavar="ROLE=N", help="nodes of a pool, such as prefill=3; the other pools stay"
+    )
+    parser.add_argument("--url", help="of a router (default: that of the `tandem serve` on this machine)")
+    add_costs(parser, "nodes (default: as this cluster's have learnt)", required=False)
+
+
+def run(options: argparse.Namespace, config: TandemConfig, *, as_json: bool) -> Change:
+    wanted = _sizes(options.sizes)
+    console = Console(stderr=as_json)
+    client = ApiClient(options.url, key_from_environment())
+    try:
+        state = client.read("/ui/state", PageState)
+    finally:
+        client.close()
+    costs = costs_of(options) if options.costs is not None else learnt_costs(options.url).costs
+    with progress(console, "simulating") as on_progress:
+        change = change_of(state, wanted, config, costs, on_progress)
+    if not as_json:
+        _show(console, change)
+    return change
+
+
+def _sizes(given: list[str]) -> Mapping[Role, int]:
+    roles = {role.value: role for role in ENGINE_ROLES}
+    sizes: dict[Role, int] = {}
+    for text in given:
+        name, _, size = text.partition("=")
+        if name not in roles or not size.isdecimal():
+            raise ConfigurationError(
+                f"{text!r} must be a role and its nodes, such as prefill=3: {', '.join(roles)}"
+            )
+        sizes[roles[name]] = int(size)
+    return sizes
+
+
+def _show(console: Console, change: Change) -> None:
+    console.print(
+        f"{change.now} → {change.then}, by the last {change.requests} requests, of {change.seconds:.0f} s"
+    )
+    table = Table(title_justify="left")
+    for name in ("", "now", "simulated", "then", f"{INSIDE:.0f}% between"):
+        table.add_column(name, justify="right" if name else "left")
+    for one in change.expected:
+        table.add_row(
+            one.what,
+            _ms(one.measured),
+            _ms(one.simulated),
+            _ms(one.then),
+            f"{_ms(one.low)} and {_ms(one.high)}",
+        )
+    for role in {**change.busy_now, **change.busy_then}:
+        now, then = (
+            f"{busy[role]:.0%}" if role in busy else "–" for busy in (change.busy_now, change.busy_then)
+        )
+        table.add_row(f"{role} nodes busy", "", now, then, "")
+    console.print(table)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
