@@ -33,6 +33,7 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     label: str  # the HTTP request's id, for logs
     facts: RequestFacts
     deadline: float  # by the dispatcher's clock
+    first_by: float | None = None  # when its first token must come, by the same clock
     session: str | None = None
     trace: TraceNotes | None = None
     arrived: float | None = None  # when the HTTP request arrived; None means now

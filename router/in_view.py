@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tandem.router.member import Member
 from tandem.router.policy.shortlist import Shortlist
-from tandem.router.policy.views import PoolSnapshot, first_by_rendezvous
+from tandem.router.policy.views import PoolSnapshot, best_prefill_rate, first_by_rendezvous
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.pooling import VectorModel
 from tandem.wire.requests import NodeStatus
@@ -196,6 +196,15 @@ class NodesInView:
     def line_wait_s(self) -> float:
         """About how long a prompt that arrives now waits on a node before it is begun."""
         return min((each.line_wait_s() for each in self._shortlists.values()), default=0.0)
+
+    def read_tokens_per_s(self) -> float:
+        """How many tokens all nodes that read prompts read together."""
+        return sum([each.read_tokens_per_s() for each in self._shortlists.values()])
+
+    def reading_s(self, tokens: float) -> float:
+        """How long one of them reads so many tokens."""
+        rates = [rate for each in self._shortlists.values() if (rate := best_prefill_rate(each.readers))]
+        return tokens / max(rates) if rates else 0.0
 
     @property
     def prefill_ids(self) -> frozenset[str]:

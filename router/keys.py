@@ -236,6 +236,13 @@ class KeyRing:
         for tenant in self._tenants:
             tenant.share(siblings)
 
+    def weight_of(self, name: str) -> float:
+        """A key's part of the pools beside others': as its tokens per minute are to theirs. A key without such a quota
+        counts as the largest one."""
+        most = max([each.tokens.per_minute for each in self._tenants if each.tokens is not None], default=1)
+        tenant = self.named(name)
+        return 1.0 if tenant is None or tenant.tokens is None else tenant.tokens.per_minute / most
+
     def named(self, name: str) -> Tenant | None:
         """Returns the account of this name; None also where there are no keys."""
         return next((tenant for tenant in self._tenants if tenant.name == name), None)

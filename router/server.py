@@ -167,7 +167,7 @@ class RouterServer:
         )
         links = NodeLinks(config.inbox_host)
         chooser = Chooser(pool, config.policy, config.local_prefill, config.limits.cached_blocks)
-        dispatcher = Dispatcher(config, links, pool, chooser, metrics)
+        dispatcher = Dispatcher(config, links, pool, chooser, metrics, weight_of=keys.weight_of)
         _measure(metrics, dispatcher)
         metrics.registry.register(LinkCollector(pool, links, tasks, chooser.cached))
         metrics.node_registry.register(NodeCollector(pool))

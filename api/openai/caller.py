@@ -29,6 +29,7 @@ class Caller(msgspec.Struct, frozen=True):
     arrived: float | None = None
     key: str | None = None  # its key's name; None: it needs none
     when_idle: bool = False  # its sequences run while nothing else does
+    first_by: float | None = None  # when its first token must come
 
     def file(self, name: str | None) -> str | None:
         """The path of a file that the caller names. Each key's files are in a folder of its own, so that no key replaces another's."""

@@ -204,6 +204,7 @@ def _plan(
             label=caller.label,
             facts=msgspec.structs.replace(one, sampling=of_choice(one.sampling, index)) if index else one,
             deadline=caller.deadline,
+            first_by=caller.first_by,
             session=caller.session,
             trace=caller.trace,
             arrived=caller.arrived,

@@ -105,6 +105,7 @@ async def _plan(
                     when_idle=caller.when_idle,
                 ),
                 deadline=caller.deadline,
+                first_by=caller.first_by,
                 session=caller.session,
                 trace=caller.trace,
                 arrived=caller.arrived,

@@ -2,6 +2,13 @@
 its failover, and its one end.
 
 admission    how many sequences run at once, which requests wait, and which one is next
+slots        the places of one HTTP request, and its tenant's account
+line         the requests that wait, each tenant's in an order of their own
+tenants      the tenants that use the pools now
+reading      how several tenants share the reading of prompts
+giving_way   which sequences pause so that another tenant comes to its part
+idle_places  the places of what runs when nothing else does
+expected_wait  how long a request would wait, and which are refused for it
 ledger       a request's tokens, merged by index from two nodes, with log-probabilities; its timings and metrics
 life         one request from its first submission to its one end, across attempts
 placement    one attempt on one pair of nodes, and the tables of which request runs where

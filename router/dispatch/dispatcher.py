@@ -10,11 +10,12 @@ from collections.abc import Callable
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import InternalError, TandemError, Unavailable
 from tandem.router.config import RouterConfig
-from tandem.router.dispatch.admission import Admission, Slots
+from tandem.router.dispatch.admission import Admission
 from tandem.router.dispatch.followed import FollowedAnswers
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
+from tandem.router.dispatch.slots import AskedPlaces, Slots
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Chooser
@@ -50,15 +51,17 @@ class Dispatcher:
         chooser: Chooser,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
+        weight_of: Callable[[str], float] = lambda tenant: 1.0,
     ) -> None:
         """`clock` is not the event loop's own clock, whose resolution may be a millisecond. All of dispatch
-        uses it."""
+        uses it. `weight_of`: a tenant's, by its name."""
         self.config = config
         self.metrics = metrics
         self._links = links
         self._pool = pool
         self.placement: Placement[RequestLife] = Placement(config, links, pool, chooser, metrics, clock)
         self._clock = clock
+        self._weight_of = weight_of
         self.followed = FollowedAnswers()
         # Hear of each request for an answer when it has ended.
         self.on_answered: set[Callable[[list[RequestLife]], None]] = set()
@@ -84,7 +87,8 @@ class Dispatcher:
             lambda: pool.is_paused,
             by_priority=config.by_priority,
             admit_within_s=config.admit_within,
-            wait_at_nodes=pool.view.line_wait_s,
+            readers=pool.view,
+            weight_of=self._weight_of,
         )
 
     def report_to_siblings(self, reports: SentReports | None) -> None:
@@ -164,15 +168,19 @@ class Dispatcher:
         return generation
 
     async def _places_for(self, specs: list[SequenceSpec], tenant: str) -> Slots:
-        facts = specs[0].facts
+        first, facts = specs[0], specs[0].facts
         line = self.admission if facts.pooling is None else self.vectors
-        tokens = max(map(self.placement.expected_tokens, specs))
-        if facts.when_idle:
-            return line.acquire_idle(len(specs), tokens)
-        background = specs[0].keep is not None
-        return await line.acquire(
-            tenant, len(specs), specs[0].deadline, tokens, facts.priority, background=background
+        asked = AskedPlaces(
+            len(specs),
+            max(map(self.placement.expected_tokens, specs)),
+            sum([len(spec.facts.prompt_token_ids) for spec in specs]) / len(specs),
+            facts.priority,
+            first.keep is not None,
+            first.first_by,
         )
+        if facts.when_idle:
+            return line.acquire_idle(asked)
+        return await line.acquire(tenant, asked, first.deadline)
 
     def idle_room(self) -> int:
         """How many further sequences could run because nothing else needs their places."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
-from tandem.router.dispatch.admission import Slots
 from tandem.router.dispatch.life import RequestLife
+from tandem.router.dispatch.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ class Generation:
         self._on_all_ended = on_all_ended
         self._running = len(self.lives)
         self._unplaced = dict.fromkeys(self.lives)  # lives without a place, which have not begun
+        self._unread: set[RequestLife] = set()  # those whose prompt is to be read in their place
+        for life in self.lives:
+            life.on_read = self._on_read
         self._places = 0  # places on which no life has begun
         self._starting: asyncio.Handle | None = None
         self._late: asyncio.TimerHandle | None = None
@@ -55,7 +58,7 @@ class Generation:
         """Starts the first life, and the others as their places come. Raises the first life's error; then
         none has begun and all places are given back."""
         self._places = self._slots.held
-        self._slots.listen(self._on_place, self._on_refused, self._on_give_way)
+        self._slots.listen(self._on_place, self._on_refused, self._on_give_way, self._answered)
         started = False
         try:
             self._next().start()
@@ -74,20 +77,31 @@ class Generation:
         life = next(iter(self._unplaced))
         del self._unplaced[life]
         self._places -= 1
+        self._unread.add(life)
         self._slots.begin_one()
         return life
+
+    def _on_read(self, life: RequestLife, computed: int) -> None:
+        if life in self._unread:
+            self._unread.remove(life)
+            self._slots.read_one(computed)
+
+    def _answered(self) -> int:
+        return sum([len(life.ledger.tokens) for life in self.lives])
 
     def _on_place(self) -> None:
         self._places += 1
         self._start_soon()
 
-    def _on_give_way(self) -> bool:
-        """Pauses the latest of its sequences that can pause, for another tenant."""
+    def _on_give_way(self, unread: bool) -> bool:
+        """Pauses the latest of its sequences that can pause, or of those whose prompt is `unread`, for another tenant."""
         for life in reversed(self.lives):
-            if life not in self._unplaced and life.can_pause:
+            is_unread = life in self._unread
+            if life not in self._unplaced and is_unread >= unread and life.can_pause:
                 life.pause()
                 self._unplaced[life] = None
-                self._slots.pause_one()
+                self._unread.discard(life)
+                self._slots.pause_one(unread=is_unread)
                 return True
         return False
 
@@ -147,10 +161,15 @@ class Generation:
             return False
 
     def _on_end(self, life: RequestLife) -> None:
+        if self._running == 1:
+            self._slots.settle()
         if life in self._unplaced:
             del self._unplaced[life]
             self._slots.drop_one()
         else:
+            if life in self._unread:
+                self._unread.remove(life)
+                self._slots.read_one(None)
             self._slots.release_one()
         if not self._unplaced and self._late is not None:
             self._late.cancel()

@@ -44,7 +44,7 @@ class TokensDiffer(TransferError):
 _NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
 
 
-def _hears_nothing(life: RequestLife) -> None:
+def _hears_nothing(life: RequestLife, computed: int = 0) -> None:
     pass
 
 
@@ -71,6 +71,8 @@ class RequestLife:
         self._clock = placement.clock
         self._on_news = on_news
         self._on_end = on_end
+        # Called with each attempt's first token, and how many tokens of the prompt were computed for it.
+        self.on_read: Callable[[RequestLife, int], None] = _hears_nothing
         self.spec = spec
         self._hashes = hashes
         self.ledger = TokenLedger(wants_logprobs=spec.facts.sampling.logprobs is not None)
@@ -237,6 +239,7 @@ class RequestLife:
             attempt.first_token_at = now
             computed = len(self.spec.facts.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
             self._placement.on_first_token(attempt, computed, self.timings.node_wait_s)
+            self.on_read(self, computed)
 
     # --- failures ---------------------------------------------------------------------------------------------
 
@@ -548,7 +551,7 @@ class RequestLife:
         on_end, on_news = self._on_end, self._on_news
         # The owner refers to this life. Dropping the callbacks breaks that cycle, so that both are freed with
         # the last reference instead of by the garbage collector.
-        self._on_end = self._on_news = _hears_nothing
+        self._on_end = self._on_news = self.on_read = _hears_nothing
         on_end(self)
         on_news(self)
 

@@ -18,7 +18,7 @@ from tandem.base.errors import (
     Unavailable,
     UnknownModel,
 )
-from tandem.router.dispatch.admission import QueueFull
+from tandem.router.dispatch.expected_wait import QueueFull
 from tandem.router.keys import QuotaExceeded
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.api.openai.answer import LoopTurn
-from tandem.base.errors import Cancelled, TandemError
+from tandem.base.errors import Cancelled, InvalidRequest, TandemError
 from tandem.router.http.errors import (
     Forbidden,
     Unauthorized,
@@ -116,6 +117,22 @@ class HttpExchange:
 
     def header(self, name: bytes) -> bytes | None:
         return self._by_name.get(name)
+
+    def first_by(self, arrived: float) -> float | None:
+        """When the client wants the first token: `X-Tandem-Deadline` seconds after its request arrived."""
+        asked = self.header(b"x-tandem-deadline")
+        if asked is None:
+            return None
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            wrong = asked[:100].decode("latin-1")
+            raise InvalidRequest(
+                f"X-Tandem-Deadline must be a number of seconds above 0, not {wrong!r}", "x-tandem-deadline"
+            )
+        return arrived + seconds
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -335,6 +335,7 @@ def caller_of(services: Services, exchange: HttpExchange, request: object, arriv
         arrived=arrived,
         key=tenant.name if tenant is not None else None,
         when_idle=exchange.when_idle,
+        first_by=exchange.first_by(arrived),
     )
 
 

@@ -11,7 +11,7 @@ are idle), the nodes that have most of the prompt cached, and the node with the 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 from math import log2
 from typing import Protocol
@@ -262,6 +262,17 @@ class Shortlist:
 
     def every_node(self, handover_s: float | None) -> PoolSnapshot:
         return PoolSnapshot(tuple(self.prefill.views.values()), tuple(self.decode.views.values()), handover_s)
+
+    @property
+    def readers(self) -> Collection[NodeView]:
+        """The nodes that read prompts, which decode, too, where there are no others."""
+        return (self.prefill if self.prefill.views else self.decode).views.values()
+
+    def read_tokens_per_s(self) -> float:
+        """How many tokens the readers read together. One that is not measured counts as the others do."""
+        rates = [view.rates.line_tokens_per_s or view.rates.prefill_tokens_per_s for view in self.readers]
+        known = [rate for rate in rates if rate]
+        return sum(known) / len(known) * len(rates) if known else 0.0
 
     def line_wait_s(self) -> float:
         """The shortest wait until a prompt that arrives now is begun, at a prefill node, or, if there is

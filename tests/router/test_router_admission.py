@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.base.errors import DeadlineExceeded
-from tandem.router.dispatch.admission import MOST_PASSED_OVER, Admission, QueueFull, Slots
+from tandem.router.dispatch.admission import MOST_PASSED_OVER, Admission
+from tandem.router.dispatch.expected_wait import QueueFull
+from tandem.router.dispatch.slots import AskedPlaces, Slots
 from tandem.router.metrics import RouterMetrics
 from tests.loops import in_loop
 
@@ -28,6 +30,7 @@ class Place:
     ) -> None:
         self.capacity = capacity
         self.wait_at_nodes = 0.0
+        self.reads_per_s = 0.0
         self.clock = asyncio.get_running_loop().time
         self.released = 0
         self.metrics = RouterMetrics()
@@ -40,15 +43,26 @@ class Place:
             self._on_release,
             by_priority=by_priority,
             admit_within_s=admit_within_s,
-            wait_at_nodes=lambda: self.wait_at_nodes,
+            readers=self,
         )
 
     def _on_release(self) -> None:
         self.released += 1
 
+    def line_wait_s(self) -> float:
+        return self.wait_at_nodes
+
+    def read_tokens_per_s(self) -> float:
+        return self.reads_per_s
+
+    def reading_s(self, tokens: float) -> float:
+        return tokens / self.reads_per_s if self.reads_per_s else 0.0
+
     def ask(self, tenant: str = "", count: int = 1, priority: int = 0) -> asyncio.Task[Slots]:
-        deadline = self.clock() + SOON
-        return asyncio.create_task(self.admission.acquire(tenant, count, deadline, priority=priority))
+        return self.acquire(tenant, AskedPlaces(count, priority=priority))
+
+    def acquire(self, tenant: str, asked: AskedPlaces) -> asyncio.Task[Slots]:
+        return asyncio.create_task(self.admission.acquire(tenant, asked, self.clock() + SOON))
 
 
 async def settle() -> None:
@@ -166,7 +180,7 @@ async def test_waiting_has_an_end() -> None:
         await place.ask()
     assert refusal.value.retry_after_s >= 1
     with pytest.raises(DeadlineExceeded):  # its own
-        await place.admission.acquire("", 1, place.clock() + 0.01)
+        await place.admission.acquire("", AskedPlaces(), place.clock() + 0.01)
     assert place.admission.queued == 0
     slots.release_all()
     (await place.ask()).release_all()
@@ -175,8 +189,8 @@ async def test_waiting_has_an_end() -> None:
 class Blocks(Place):
     """An admission that counts KV tokens, not places."""
 
-    def __init__(self, tokens: int, **settings: float) -> None:
-        super().__init__(1000, **settings)
+    def __init__(self, tokens: int) -> None:
+        super().__init__(1000)
         self.free = tokens
         self.admission = Admission(
             lambda: self.capacity,
@@ -189,12 +203,12 @@ class Blocks(Place):
         )
 
     def want(self, tokens: int, tenant: str = "", count: int = 1) -> asyncio.Task[Slots]:
-        return asyncio.create_task(self.admission.acquire(tenant, count, self.clock() + SOON, tokens))
+        return self.acquire(tenant, AskedPlaces(count, tokens))
 
     def begin(self, slots: Slots) -> None:
         """The request's node reports its blocks as taken."""
         slots.begin_one()
-        self.free -= slots.tokens
+        self.free -= slots.kv_tokens
 
 
 async def test_a_sequence_is_let_in_when_a_node_has_its_blocks() -> None:
@@ -245,9 +259,9 @@ async def test_a_wait_that_would_be_too_long_is_refused_at_the_door() -> None:
     place = Place(1, queued=100, timeout_s=0.05)
     running, line = await place.ask(), [place.ask() for _ in range(2)]
     await settle()
-    place.admission._between_ends.observe(1.0)  # as measured: one end per second
+    place.admission.waits.between_ends.observe(1.0)  # as measured: one end per second
     with pytest.raises(QueueFull, match="about 3 s") as refusal:
-        await place.admission.acquire("", 1, place.clock() + SOON)
+        await place.ask()
     assert refusal.value.retry_after_s == 3
     running.release_all()
     (await line[0]).release_all()
@@ -379,8 +393,8 @@ def test_how_long_the_first_in_line_has_waited_is_known() -> None:
         clock = [100.0]
         admission = Admission(lambda: 1, 10, 60.0, lambda: clock[0], RouterMetrics(), lambda: None)
         assert admission.oldest_wait_s() == 0.0
-        first = await admission.acquire("a", 1, 200.0)
-        waiting = [asyncio.create_task(admission.acquire(name, 1, 200.0)) for name in ("a", "b")]
+        first = await admission.acquire("a", AskedPlaces(), 200.0)
+        waiting = [asyncio.create_task(admission.acquire(name, AskedPlaces(), 200.0)) for name in ("a", "b")]
         await asyncio.sleep(0)
         clock[0] += 7.0
         assert admission.oldest_wait_s() == 7.0
@@ -405,7 +419,7 @@ class Sequences:
     def _on_place(self) -> None:
         self.given += 1
 
-    def _on_give_way(self) -> bool:
+    def _on_give_way(self, unread: bool) -> bool:
         self.paused += 1
         self.slots.pause_one()
         return True
@@ -462,8 +476,7 @@ async def test_background_answers_of_one_key_leave_as_many_places_as_they_have()
     place = Place(4, queued=20)
 
     def ask_in_background(key: str) -> asyncio.Task[Slots]:
-        deadline = place.clock() + SOON
-        return asyncio.create_task(place.admission.acquire(key, 1, deadline, background=True))
+        return place.acquire(key, AskedPlaces(background=True))
 
     answers = [ask_in_background("greedy") for _ in range(4)]
     await settle()

@@ -14,6 +14,7 @@ from tandem.router.config import Limits, Timeouts
 from tandem.router.dispatch.admission import Admission
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.placement import Alarms
+from tandem.router.dispatch.slots import AskedPlaces
 from tandem.router.metrics import RouterMetrics
 from tests.router.conftest import StartRouter
 
@@ -113,6 +114,7 @@ def test_sequences_without_a_place_end_at_their_deadline_by_the_routers_clock(ah
     class Life:
         def __init__(self, deadline: float, on_end: Any) -> None:
             self.spec, self._on_end, self.ended = SimpleNamespace(deadline=deadline), on_end, False
+            self.ledger = SimpleNamespace(tokens=[])
 
         def start(self) -> None:
             pass
@@ -125,7 +127,7 @@ def test_sequences_without_a_place_end_at_their_deadline_by_the_routers_clock(ah
         loop = asyncio.get_running_loop()
         admission = Admission(lambda: 1, 10, 60.0, clock, RouterMetrics(), lambda: None)
         deadline = clock() + 0.05
-        slots = await admission.acquire("", 2, deadline)
+        slots = await admission.acquire("", AskedPlaces(2), deadline)
         specs = cast("Any", [deadline, deadline])
         make = cast("Any", lambda deadline, on_news, on_end: Life(deadline, on_end))
         Generation(make, specs, slots, eager=False, clock=clock).start()

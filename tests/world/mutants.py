@@ -25,10 +25,10 @@ from tandem.kvtransfer.protocol.producer import Producer
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.side import Outcome
-from tandem.router.dispatch.admission import Slots
 from tandem.router.dispatch.ledger import TokenLedger
 from tandem.router.dispatch.life import RequestLife
 from tandem.router.dispatch.placement import Placement
+from tandem.router.dispatch.slots import Slots
 from tandem.router.pool import NodePool
 from tandem.wire.requests import TransferRole
 from tests.world import control
@@ -220,7 +220,7 @@ def _leases_never_end(right: Any) -> Any:
 
 
 def _place_not_given_back(right: Any) -> Any:
-    return lambda self: self._admission.leave(self, self.wanted)
+    return lambda self: self._owner.leave(self, self.wanted)
 
 
 def _silence_is_proof(right: Any) -> Any:
