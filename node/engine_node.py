@@ -190,6 +190,7 @@ class EngineNode(Node[NodeService]):
             else LoadFailurePolicy.RECOMPUTE,
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
+            has_encoder=info.encoder is not None,
         )
 
     def _news(self, engine: NodeEngine, tell: TellNews, publishers: list[Publish]) -> CacheNewsSender | None:

@@ -48,6 +48,7 @@ from tandem.node.loop import (
     RouterLost,
     SetAdapters,
 )
+from tandem.node.openings import with_opening
 from tandem.node.requests import (
     LiveRequests,
     RoleRules,
@@ -378,6 +379,8 @@ class NodeService(NodeLifecycle):
             raise Overloaded(
                 "hidden_states: the folder takes files more slowly than they come; try again later"
             )
+        if (rules := self._engine.info.encoder) is not None:
+            submit = with_opening(submit, rules)
         now = self._clock()
         if submit.lora is not None and self._adapters is not None:
             self._adapters.asked_for(submit.lora, now)

@@ -149,6 +149,14 @@ WINGS: dict[str, Wing] = {
     "gguf": Wing(
         ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
     ),
+    "encoder and decoder": Wing(
+        ("engine/model/crossed/",),
+        (
+            "tests/engine/model/test_crossed.py",
+            "tests/engine/model/tiny_crossed.py",
+            "tests/integration/test_crossed_served.py",
+        ),
+    ),
     "images": Wing(
         ("engine/model/vision/", "engine/scheduling/encoding/"),
         (

@@ -16,6 +16,7 @@ general, probe, check, attention/, transformers_forward
 own_attention/  layers of the general path that attend by their own code; own_layers is their contract
 latents/        layers of the general path that keep one latent for all heads; compressed is their contract
 recurrent/      layers of the general path that keep a state instead of keys and values; states is their contract
+crossed/        models with an encoder and a decoder
 quantized/      quantized matrices; fused layers know theirs as kernel_linear
 gguf/           GGUF files
 vision/         vision towers; encoder nodes know them by lone_tower

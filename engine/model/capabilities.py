@@ -84,6 +84,11 @@ class Capability:
     def on_general_path(self, why: str) -> None:
         """transformers will compute the model, for this reason. Raises a ConfigurationError if it must not."""
 
+    def load(self) -> LoadedModel | None:
+        """Loads a model that is more than one decoder; None if the general path loads it. Its own methods up to `planned` are not called
+        for a model that a capability has loaded. General path only."""
+        return None
+
     def check(self, model: PreTrainedModel) -> None:
         """The model is loaded; raises a ConfigurationError if its attention cannot be found as it is. General path only."""
 

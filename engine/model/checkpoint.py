@@ -9,11 +9,14 @@ import torch
 from safetensors import safe_open
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.wings import find_wing
 from tandem.engine.model.plain_config import PlainConfig, read_plain_config
 from tandem.engine.model.source import ModelSource
 from tandem.engine.model.weight_formats import config_of, weight_format
 
 log = logging.getLogger(__name__)
+
+CROSSED = "tandem.engine.model.crossed.capability"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SERVED_LAYER_TYPES = {
@@ -50,8 +53,8 @@ def read_config(source: ModelSource) -> Any:
     if isinstance(config, PlainConfig):
         return config
     kind = config.model_type
-    if config.is_encoder_decoder:
-        raise _refusal(kind, "it is an encoder-decoder, and only decoders are served")
+    if config.is_encoder_decoder and find_wing(CROSSED) is None:
+        raise _refusal(kind, "it has an encoder, and this installation has no engine/model/crossed")
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     unknown = kinds - _SERVED_LAYER_TYPES

@@ -15,6 +15,8 @@ def context_length(config: Any, wanted: int | None) -> int:
     text = config.get_text_config()
     trained: int | None = getattr(text, "max_position_embeddings", None)
     trained = _yarn_range(text, trained) or trained
+    if getattr(text, "is_encoder_decoder", False) and (each := trained or getattr(text, "n_positions", None)):
+        trained = 2 * each  # what the encoder reads, and what the decoder writes
     constant = _constant_rotary_range(text)
     if constant is not None and trained is not None and constant < trained:
         log.warning(

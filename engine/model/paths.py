@@ -106,6 +106,8 @@ def _native_layers(config: Any) -> tuple[AttentionLayer, ...]:
 
 def load_general(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> LoadedModel:
     """Loads the model with transformers. With a shard, all ranks must load at the same time."""
+    if (loaded := first_of(each.load() for each in capabilities)) is not None:
+        return loaded
     # Imported here because the import takes seconds, which the native path does not need.
     from tandem.engine.model.general import holds_head
     from tandem.engine.model.probe import probe_attention

@@ -37,6 +37,14 @@ class ModelWork(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
 
 
+class EncoderRules(msgspec.Struct, frozen=True):
+    """A model whose encoder reads the whole prompt, before a decoder writes the answer."""
+
+    opening: tuple[int, ...]  # the decoder's first tokens, which every request has after its prompt
+    longest_prompt: int  # in tokens, without the opening
+    longest_answer: int
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the rest of the engine must know about a loaded model."""
 
@@ -56,6 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vectors: VectorModel | None = None  # None: the model makes no vectors
     images: ImageRules | None = None  # None: the model reads no images
     image_row_size: int = 0  # numbers in a row of its vision tower
+    encoder: EncoderRules | None = None  # None: no encoder reads its prompts
     # Drafts are made from hidden states (EAGLE), so the token before the first new one must be computed here.
     reads_hidden: bool = False
     embed_size: int = 0  # numbers in a row that may replace a token's embedding; 0: no rows may
@@ -244,6 +253,10 @@ class Batch:
     # int64 [3, T]: time, row and column of each token. It replaces `positions` when the batch has images and the model counts
     # their positions so.
     rope_positions: torch.Tensor | None = None
+    # int64 [R], in host memory: how many leading tokens of each request an encoder reads; None for a model without one.
+    encoder_lens: np.ndarray | None = None
+    # [E, width]: what the encoder made of the batch's rows among them, in order; None if there are none.
+    encoder_states: torch.Tensor | None = None
     # The arrays that the tensors were made from, for planning on the host. A batch made by hand may lack it.
     host: HostBatch | None = None
     # Whether a recorded step computes it, as rank 0 has told all ranks; None: the forward pass chooses.

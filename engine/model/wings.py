@@ -12,6 +12,7 @@ ROWS = (
     "tandem.engine.model.wide.capability",
     "tandem.engine.model.lora.capability",
     "tandem.engine.model.vision.capability",
+    "tandem.engine.model.crossed.capability",
     "tandem.engine.model.vectors.capability",
     "tandem.engine.model.speculation.capability",
     "tandem.engine.model.hidden_states.capability",

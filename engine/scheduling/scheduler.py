@@ -69,9 +69,11 @@ class Scheduler:
         *,
         reads_images: bool = False,
         reads_hidden: bool = False,
+        has_encoder: bool = False,
     ) -> None:
         """`reads_images` says that the model reads images. `reads_hidden` says that drafts are made from hidden states (EAGLE): a
-        prefix hit then leaves its last block to be computed. Raises a ConfigurationError for a budget that cannot hold an uncut
+        prefix hit then leaves its last block to be computed. `has_encoder` says that a token's KV depends on the whole prompt, so that
+        no other prompt's blocks are right for it. Raises a ConfigurationError for a budget that cannot hold an uncut
         prompt."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
@@ -79,7 +81,7 @@ class Scheduler:
         # A chunk must end where a checkpoint is kept, so without chunked prefill there are no checkpoints.
         checkpoint_tokens = cache.checkpoint_tokens if config.chunked_prefill else 0
         # With recurrent layers, a prefix's keys and values are useless without a checkpoint of the state after it.
-        caching = cache.prefix_caching and (checkpoint_tokens > 0 or not keeps_states)
+        caching = cache.prefix_caching and (checkpoint_tokens > 0 or not keeps_states) and not has_encoder
         kv_cache = KVCacheManager(
             groups,
             num_blocks,
@@ -103,8 +105,9 @@ class Scheduler:
             if kv_cache.checkpoints is not None:
                 kv_cache.checkpoints.wanted = connector.wants_checkpoints
         pins = make_pins(config, clock, kv_cache.free, totals)
-        if pins is not None and keeps_states:
-            # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks.
+        if pins is not None and (keeps_states or has_encoder):
+            # With recurrent layers a prompt begins from a checkpoint, and no request owns a checkpoint's blocks. With an encoder it begins
+            # from nothing.
             pins.close()
         policy = pins.policy if pins is not None else make_policy(config.policy)
         self.state = SchedulerState(

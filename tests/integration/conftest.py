@@ -46,6 +46,7 @@ OWN_CLUSTERS = {
     "test_encoder_nodes.py",
     "test_guides_run.py",
     "test_head_away.py",
+    "test_crossed_served.py",
     "test_images_served.py",
     "test_killed_controllers.py",
     "test_monitoring.py",

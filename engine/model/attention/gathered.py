@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tandem.engine.cache.group_manager import KVCacheGroup
@@ -197,28 +198,37 @@ class GatheredCache:
         return reads
 
     def _decode_run(self, batch: Batch, group: int, start: int, end: int) -> Reads:
-        size = self.plan.block_size
-        device = self.tensor.device
         contexts = batch.host_context_lens[start:end].astype(np.int64)
         first_key = np.maximum(0, self.plan.groups[group].first_read(contexts - 1))
+        return self.reads_between(batch.block_tables[group][start:end], start, end, first_key, contexts)
+
+    def reads_between(
+        self,
+        table: torch.Tensor,  # [requests, columns]
+        start: int,
+        end: int,
+        first_key: npt.NDArray[np.int64],
+        end_key: npt.NDArray[np.int64],
+    ) -> Reads:
+        """Rows [start, end) are one of each request, and read its keys from `first_key` on, before `end_key`."""
+        size = self.plan.block_size
+        device = self.tensor.device
         first_column = first_key // size
-        last_column = (contexts - 1) // size
+        last_column = (end_key - 1) // size
         if end - start == 1:
-            blocks = self.rows_of(
-                batch.block_tables[group][start : start + 1, first_column[0] : last_column[0] + 1]
-            )
+            blocks = self.rows_of(table[:, first_column[0] : last_column[0] + 1])
             skip = int(first_key[0] - first_column[0] * size)
-            return Reads(start, end, 1, 1, blocks, skip, int(contexts[0] - first_key[0]), None, False)
+            return Reads(start, end, 1, 1, blocks, skip, int(end_key[0] - first_key[0]), None, False)
         width = int((last_column - first_column).max()) + 1
         columns = first_column[:, None] + np.arange(width)
         # Columns beyond a request's last one read the null block, and are masked.
         picked = to_device(np.minimum(columns, last_column[:, None]), device)
-        table = torch.gather(batch.block_tables[group][start:end].long(), 1, picked)
+        table = torch.gather(table.long(), 1, picked)
         table.masked_fill_(to_device(columns > last_column[:, None], device), 0)
         position = (first_column * size)[:, None] + np.arange(width * size)
-        visible = (position >= first_key[:, None]) & (position < contexts[:, None])
+        visible = (position >= first_key[:, None]) & (position < end_key[:, None])
         mask = None if visible.all() else to_device(visible, device)[:, None, None, :]
-        tail = np.arange(size)[None, :] >= (contexts - last_column * size)[:, None]
+        tail = np.arange(size)[None, :] >= (end_key - last_column * size)[:, None]
         return Reads(
             start,
             end,

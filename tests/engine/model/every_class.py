@@ -310,6 +310,23 @@ compares, and the unit tests do so for some of them.
 
 {counts}
 
+## Encoder and decoder
+
+These types have an encoder that reads the whole prompt before a decoder writes the answer: `bart`, `blenderbot`, `blenderbot-small`, `marian`,
+`mbart`, `mt5`, `pegasus`, `plbart`, `t5`, `umt5`. Each was compared with `generate` in the same way (`tests/engine/model/test_crossed.py`). Other
+types are refused by name; Whisper is, because Tandem's API takes no audio.
+
+- Ask `/v1/completions`: the prompt is what the encoder reads, with the special tokens of its tokenizer. The decoder begins with
+  `decoder_start_token_id`, and `forced_bos_token_id` if the model's `generation_config.json` has one; the answer is what follows. A chat is
+  refused with 400, unless you give the model a chat template, whose text the encoder then reads.
+- A prompt and an answer may each be as long as the model's positions; `--max-model-len` limits both together. An answer that reaches the end
+  finishes with `length`.
+- A prompt's blocks keep what cross-attention reads, in as many bytes as self-attention keeps of the answer's tokens. They are handed over from
+  prefill to decode nodes; the encoder runs on the node that reads the prompt, over all of it at once, whatever the size of a chunk.
+- There is no prefix cache for them: what the encoder makes of a token depends on the tokens after it. Settings of `generate` beside those above,
+  such as `num_beams` and `no_repeat_ngram_size`, are not read. Adapters, vectors, hidden states, draft models, log-probabilities of the prompt, an
+  FP8 cache, several ranks and GPUs are refused.
+
 ## By family
 
 What most people ask for. A family is served when all its text classes are; `-` in the last column stands for text alone.

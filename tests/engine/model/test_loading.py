@@ -242,12 +242,6 @@ def refused_config(tmp_path: Path, config: Any) -> str:
     return refusal(tmp_path / "refused")
 
 
-def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
-    message = refused_config(tmp_path, transformers.T5Config())
-    assert "t5 cannot be served" in message
-    assert "encoder-decoder" in message
-
-
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(
         num_hidden_layers=2, layer_types=["minimax_m3_sparse", "full_attention"]

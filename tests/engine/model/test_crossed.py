@@ -1,0 +1,151 @@
+"""Models with an encoder: greedy tokens equal transformers' `generate`, however the work is cut up, lost, or moved."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tandem.base.errors import ConfigurationError
+from tandem.engine.config import CacheConfig, Reserve, SchedulerConfig
+from tandem.engine.core import Engine
+from tandem.engine.model.torch_runner import TorchRunner
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.wire.sampling import SamplingParams
+from tests.engine.made_requests import made_request
+from tests.engine.model import tiny_crossed
+from tests.engine.model.driver import Driver, load
+from tests.more import more
+
+NUM_TOKENS = 10
+LENGTHS = (1, 5, 23, 37, 16)
+QUICK = ("bart-forced", "t5")
+
+
+@dataclasses.dataclass
+class Case:
+    path: Path
+    runner: TorchRunner
+    prompts: list[list[int]]  # with the opening
+    answers: list[list[int]]
+    logprobs: list[list[float]]
+
+    def driver(self, seed: int, runner: TorchRunner | None = None) -> Driver:
+        return Driver(runner or self.runner, seed)
+
+
+@pytest.fixture(
+    scope="module", params=[*QUICK, *more(name for name in tiny_crossed.CONFIGS if name not in QUICK)]
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tiny_crossed.save(request.param, tmp_path_factory.mktemp("models"))
+    draw = random.Random(request.param)
+    prompts = [[draw.randrange(3, tiny_crossed.VOCAB) for _ in range(length)] for length in LENGTHS]
+    runner = load(path)
+    assert runner.info.encoder is not None
+    opening = list(runner.info.encoder.opening)
+    answers = tiny_crossed.reference(path, prompts, NUM_TOKENS)
+    return Case(
+        path,
+        runner,
+        [prompt + opening for prompt in prompts],
+        [answer.tokens for answer in answers],
+        [answer.logprobs for answer in answers],
+    )
+
+
+def test_a_token_that_generation_forces_belongs_to_the_opening(tmp_path: Path) -> None:
+    rules = load(tiny_crossed.save("bart-forced", tmp_path)).info.encoder
+    assert rules is not None
+    assert rules.opening == (2, 5)
+
+
+def test_mixed_batches_in_random_chunks(case: Case) -> None:
+    case.driver(1).expect(case.prompts, case.answers, case.logprobs)
+
+
+def test_requests_come_go_and_are_preempted_at_random(case: Case) -> None:
+    answers = case.driver(7).live(case.prompts, NUM_TOKENS)
+    assert [answers[str(index)] for index in range(len(case.prompts))] == case.answers
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: int) -> None:
+    prefill, decode = case.driver(1), case.driver(2, load(case.path))
+    for index in (2, 3):
+        prefill.add(f"r{index}", case.prompts[index])
+    prefill.generate(after, max_chunk=9)
+    for index in (2, 3):
+        decode.adopt(f"r{index}", prefill)
+    assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
+    for driver in (prefill, decode):
+        for name in list(driver.requests):
+            driver.finish(name)
+        driver.step({})
+
+
+def test_drafts_change_no_token(case: Case) -> None:
+    driver = Driver(load(case.path, num_speculative_tokens=4), 5)
+    driver.expect(case.prompts, case.answers, [])
+    assert driver.num_accepted >= 0
+
+
+def test_an_unknown_type_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    transformers.WhisperConfig().save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigurationError, match="type whisper cannot be served: of the models with an encoder"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_loras": 1}, "scheduler.max_loras"),
+        ({"pooling": "last"}, "model.pooling"),
+        ({"kept": "fp8"}, "cache.dtype"),
+    ],
+)
+def test_what_reads_only_decoders_is_refused_with_the_setting(
+    settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"has an encoder, and is not served with {named}"):
+        load(tiny_crossed.save("bart", tmp_path), **settings)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_short_of_blocks_preempts_aborts_and_gives_every_block_back(
+    case: Case, ahead: bool
+) -> None:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, reserve=Reserve.NONE)
+    info = case.runner.info
+    scheduler = Scheduler(
+        config, CacheConfig(block_size=4), info.groups, 26, info.max_model_len, has_encoder=True
+    )
+    engine = Engine(scheduler, case.runner, None, ahead=ahead)
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    answers: dict[str, list[int]] = {}
+    for turn in range(2):
+        for index, prompt in enumerate(case.prompts):
+            engine.add_request(made_request(f"{turn}.{index}", prompt, sampling))
+        engine.add_request(made_request(f"aborted {turn}", case.prompts[turn + 2], sampling))
+    steps = 0
+    while scheduler.has_unfinished_requests():
+        for update in engine.step().updates:
+            assert update.error is None
+            answers.setdefault(update.request_id, []).extend(update.token_ids)
+        scheduler.check_integrity()
+        steps += 1
+        engine.abort_requests([f"aborted {steps // 9}"])
+    engine.step()
+    for turn in range(2):
+        assert [answers[f"{turn}.{index}"] for index in range(len(case.prompts))] == case.answers
+    stats = scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.free_blocks == stats.total_blocks
+    assert stats.prompt_tokens_cached == 0  # the rows of a prompt depend on its end
+    case.runner.forget_requests()
