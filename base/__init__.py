@@ -8,6 +8,7 @@ Floor 0: imports nothing of ours.
     logs        a process's log, for people or for machines
     tasks       background tasks, whose end is always noticed
     progress    the latest step of a long task, and how long ago it came
+    flags       flags of commands, a line each
     wings       parts that can be deleted, each known by the name of its module
     shares      what several owners use, and how much of it one of them may hold
 """

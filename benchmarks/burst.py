@@ -41,6 +41,7 @@ from benchmarks.lib.servers import (
 )
 from benchmarks.lib.tables import Floor, at_least, at_most, table_of
 from tandem.base.errors import ConfigurationError, TandemError
+from tandem.base.flags import adder
 from tandem.cluster.saving import results_folder
 from tandem.loadgen.api import RequestShape
 from tandem.loadgen.load import LoadStream, poisson
@@ -231,17 +232,13 @@ class Bursts(msgspec.Struct):
 def _parse() -> argparse.Namespace:
     parser = parser_of(__doc__, out="results/burst")
     add_system_flags(parser)
-    parser.add_argument("--quick", action="store_true", help="a burst of 20 s: two minutes a system")
-    parser.add_argument("--input", type=int, default=512, metavar="TOKENS", help="(%(default)s)")
-    parser.add_argument("--slo", default="ttft=2s,itl=200ms", metavar="LIMITS", help="(%(default)s)")
-    parser.add_argument(
-        "--within",
-        type=float,
-        default=0.4,
-        metavar="X",
-        help="of the time to the first token: as long may a request wait, or it is turned away (%(default)g)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    add = adder(parser)
+    add("--quick", None, False, "a burst of 20 s: two minutes a system")
+    add("--input", "TOKENS", 512, "(%(default)s)")
+    add("--slo", "LIMITS", "ttft=2s,itl=200ms", "(%(default)s)")
+    within = "of the time to the first token: as long may a request wait, or it is turned away (%(default)g)"
+    add("--within", "X", 0.4, within)
+    add("--seed", "N", 0, "(%(default)s)")
     options = parser.parse_args()
     if options.within <= 0:
         parser.error(f"--within must be above 0, not {options.within:g}")

@@ -35,6 +35,7 @@ from benchmarks.side_by_side.outcome import (
     shown,
 )
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.base.flags import adder
 from tandem.cluster.saving import results_folder
 from tandem.cluster.trace.account import handover
 from tandem.cluster.trace.command import TraceClient
@@ -123,11 +124,10 @@ def main() -> int:
     parser = parser_of(__doc__, out="results/disaggregation")
     add_system_flags(parser)
     parser.add_argument("--runs", type=int, metavar="N", help="(3; 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="fewer requests: minutes, not an hour")
-    parser.add_argument(
-        "--slo", default="ttft=1s,itl=100ms", metavar="LIMITS", help="of the goodput (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    add = adder(parser)
+    add("--quick", None, False, "fewer requests: minutes, not an hour")
+    add("--slo", "LIMITS", "ttft=1s,itl=100ms", "of the goodput (%(default)s)")
+    add("--seed", "N", 0, "(%(default)s)")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
     runs = options.runs if options.runs is not None else (1 if options.quick else 3)

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.gpu_parts import PARTS, STAGES, Left, Setting
 from benchmarks.gpu_report import Report, rows_of
+from tandem.base.flags import adder
 
 _STATE = "how it ended"
 _LEFT_OUT = 3  # the status of a part that cannot run here
@@ -69,12 +70,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--stage", choices=sorted(STAGES), help="a third of the parts: ten minutes on one card"
     )
-    parser.add_argument("--only", help=f"these parts, with commas: {', '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, help="a file to which a line of JSON is appended for each row")
-    parser.add_argument(
-        "--model", type=Path, help="a local model folder, measured and compared with transformers, too"
-    )
-    parser.add_argument("--models", type=Path, help="a folder where random models are made and stay")
+    add = adder(parser)
+    add("--only", None, str, f"these parts, with commas: {', '.join(PARTS)}")
+    add("--out", None, Path, "a file to which a line of JSON is appended for each row")
+    add("--model", None, Path, "a local model folder, measured and compared with transformers, too")
+    add("--models", None, Path, "a folder where random models are made and stay")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the benchmark itself")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU: tries the benchmark itself")

@@ -41,6 +41,7 @@ from benchmarks.lib.servers import (
 )
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
+from tandem.base.flags import adder
 from tandem.cluster.saving import results_folder
 from tandem.loadgen.api import RequestShape
 from tandem.loadgen.metrics import percentile
@@ -79,16 +80,11 @@ class ImagesFigures(msgspec.Struct, frozen=True):
 
 def main() -> int:
     parser = parser_of(__doc__, out="results/images")
-    parser.add_argument(
-        "--texts", type=int, default=24, metavar="N", help="alone, and as many beside images (%(default)s)"
-    )
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="a text (%(default)g)")
-    parser.add_argument(
-        "--senders", type=int, default=1, metavar="N", help="clients that send images (%(default)s)"
-    )
-    parser.add_argument(
-        "--apart", action="store_true", help="a prefill and a decode node, not an aggregated one"
-    )
+    add = adder(parser)
+    add("--texts", "N", 24, "alone, and as many beside images (%(default)s)")
+    add("--every", "S", 1.0, "a text (%(default)g)")
+    add("--senders", "N", 1, "clients that send images (%(default)s)")
+    add("--apart", None, False, "a prefill and a decode node, not an aggregated one")
     options = parser.parse_args()
     folder, found = results_folder(options.out), []
     adopt_orphans()

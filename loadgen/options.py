@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import enum
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.flags import adder
 from tandem.loadgen.api import ApiEndpoint
 from tandem.loadgen.metrics import ServiceLevel, parse_service_level
 
@@ -103,7 +102,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = _adder(parser, "server")
+    add = adder(parser.add_argument_group("server"))
     add(
         "--url", None, str,
         "any OpenAI-compatible server (default: the `tandem serve` that runs on this machine, whatever its port); put its key "
@@ -113,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", None, ApiEndpoint.COMPLETIONS, "(%(default)s)")
     add("--timeout", "S", 600.0, "seconds for one request (%(default)s)")
 
-    add = _adder(parser, "what is asked")
+    add = adder(parser.add_argument_group("what is asked"))
     add(
         "--tokenizer",
         "FOLDER",
@@ -139,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop-at-eos", None, False, "let answers end by themselves; otherwise ignore_eos is sent")
     add("--seed", "N", 0, "for prompts, lengths and arrivals (%(default)s)")
 
-    add = _adder(parser, "when it is asked")
+    add = adder(parser.add_argument_group("when it is asked"))
     add(
         "--concurrency",
         "N",
@@ -151,32 +150,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     share_nothing = "unmeasured requests before the run, which share nothing with the measured ones"
     add("--warmup", "N", int, f"{share_nothing} (as many as users)")
 
-    add = _adder(parser, "what is shown")
+    add = adder(parser.add_argument_group("what is shown"))
     limits = "report goodput under these limits, such as ttft=200ms,itl=50ms (ttft, tpot, itl, e2e)"
     add("--slo", "LIMITS", service_level, limits)
     add("--json", "FILE", Path, "the whole report as JSON; - for standard output")
     add("--plot", "FILE", Path, "distributions and throughput, as .png or .svg")
     in_the_middle = "trace a request in the middle of the run: show where its time went, and draw it"
     add("--timeline", "FILE", Path, f"{in_the_middle} as .png or .svg (Tandem only)")
-
-
-def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[[str, str | None, Any, str], None]:
-    """Returns what adds one flag to a new group. Its third argument is the default, whose type is the flag's, or what makes a value, if
-    there is no default."""
-    group = parser.add_argument_group(title)
-
-    def add(name: str, metavar: str | None, value: Any, says: str) -> None:
-        if isinstance(value, bool):
-            group.add_argument(name, action="store_true", help=says)
-        elif isinstance(value, enum.Enum):
-            choices = [choice.value for choice in type(value)]
-            group.add_argument(name, choices=choices, default=value.value, help=says)
-        elif callable(value):
-            group.add_argument(name, type=value, metavar=metavar, help=says)
-        else:
-            group.add_argument(name, type=type(value), default=value, metavar=metavar, help=says)
-
-    return add
 
 
 def service_level(text: str) -> ServiceLevel:

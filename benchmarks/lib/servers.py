@@ -16,6 +16,7 @@ import msgspec
 
 from benchmarks.lib.processes import Family, free_port
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.base.flags import adder
 from tandem.cluster.models.store import prepare_model
 from tandem.loadgen.api import Api, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
@@ -137,11 +138,10 @@ def tandem_with_vllm(model: Path, vllm: Path) -> System:
 
 
 def add_system_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2", metavar="NAME", help="(%(default)s)")
-    parser.add_argument(
-        "--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM: measure it, too"
-    )
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the scripts that start vLLM")
+    add = adder(parser)
+    add("--model", "NAME", "smollm2", "(%(default)s)")
+    add("--vllm", "DIR", Path, "a virtual environment with vLLM: measure it, too")
+    add("--peers", "FOLDER", Path, "the scripts that start vLLM")
     parser.add_argument("--systems", nargs="+", metavar="KEY", help="only these (all that there are)")
 
 

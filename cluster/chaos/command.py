@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, TandemError, Unavailable
+from tandem.base.flags import adder
 from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.chaos.conductor import Conductor
 from tandem.cluster.chaos.plan import (
@@ -56,50 +57,33 @@ _FINISHED = re.compile(r'^tandem_request_success_total\{finished_reason="(\w+)"[
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     rules = ChaosRules()
     add_address(parser)
-    parser.add_argument(
-        "--minutes", type=float, default=rules.minutes, metavar="M", help="how long (%(default)g)"
-    )
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=rules.every_s,
-        metavar="S",
-        help="seconds between two blows (%(default)g)",
-    )
+    add = adder(parser)
+    add("--minutes", "M", rules.minutes, "how long (%(default)g)")
+    add("--every", "S", rules.every_s, "seconds between two blows (%(default)g)")
     parser.add_argument(
         "--blow", choices=[blow.value for blow in Blow], action="append", help="kill or stop (default: both)"
     )
-    parser.add_argument(
-        "--stop", type=float, default=rules.stop_s, metavar="S", help="how long a stop lasts (%(default)g s)"
-    )
+    add("--stop", "S", rules.stop_s, "how long a stop lasts (%(default)g s)")
     parser.add_argument(
         "--to", choices=[kind.value for kind in ProcessKind], action="append", metavar="KIND",
         help="prefill, decode, aggregated, encode, router or controller; may be repeated (default: nodes and the controller, and "
         "routers where there are several)",
     )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, default=rules.seed, metavar="N", help="the same seed, the same plan"
-    )
+    add("--seed", "N", rules.seed, "the same seed, the same plan")
     parser.add_argument(
         "--traffic", choices=("probes", "own"), default="probes",
         help="probes: requests of its own, whose answers it knows; own: only what the cluster is asked anyway (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--users", type=int, default=4, metavar="N", help="probes at once (%(default)s)")
-    parser.add_argument(
+    add("--users", "N", 4, "probes at once (%(default)s)")
+    add(
         "--url",
-        help="the router that is asked (default: the cluster's own, which must be reachable from here)",
+        None,
+        str,
+        "the router that is asked (default: the cluster's own, which must be reachable from here)",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("results/chaos"),
-        metavar="FOLDER",
-        help="for the report (%(default)s)",
-    )
-    parser.add_argument(
-        "--yes",
-        action="store_true",
-        help="do it, to the cluster of --address; without this it only says what it would do",
+    add("--out", "FOLDER", Path("results/chaos"), "for the report (%(default)s)")
+    add(
+        "--yes", None, False, "do it, to the cluster of --address; without this it only says what it would do"
     )
     add_output(parser)
 

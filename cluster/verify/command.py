@@ -14,6 +14,7 @@ import msgspec
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, TandemError
+from tandem.base.flags import adder
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.output import add_output, print_found
@@ -112,20 +113,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--url", action="append", default=[], metavar="URL",
         help="a server; twice, to compare two, or one with itself",
     )  # fmt: skip
-    parser.add_argument(
-        "--request", type=Path, metavar="BODY",
-        help="FILE is the receipt of the answer to this request, which is made again at one server",
-    )  # fmt: skip
-    parser.add_argument(
-        "--at-once", type=int, default=4, metavar="N",
-        help="requests at once at each server: they are each other's company (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-tokens", type=int, default=32, metavar="N", help="of each answer of the built-in set (%(default)s)"
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds for one answer (%(default)g)"
+    add = adder(parser)
+    add(
+        "--request",
+        "BODY",
+        Path,
+        "FILE is the receipt of the answer to this request, which is made again at one server",
     )
+    add("--at-once", "N", 4, "requests at once at each server: they are each other's company (%(default)s)")
+    add("--max-tokens", "N", 32, "of each answer of the built-in set (%(default)s)")
+    add("--timeout", "S", 300.0, "seconds for one answer (%(default)g)")
     add_output(parser)
 
 

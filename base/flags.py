@@ -1,0 +1,26 @@
+"""Flags of commands, a line each."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Callable
+from typing import Any
+
+
+def adder(group: argparse._ActionsContainer) -> Callable[[str, str | None, Any, str], None]:
+    """Returns what adds one flag to this parser or group. Its third argument is the default, whose type is the flag's, or what makes a
+    value, if there is no default."""
+
+    def add(name: str, metavar: str | None, value: Any, says: str) -> None:
+        if isinstance(value, bool):
+            group.add_argument(name, action="store_true", help=says)
+        elif isinstance(value, enum.Enum):
+            choices = [choice.value for choice in type(value)]
+            group.add_argument(name, choices=choices, default=value.value, help=says)
+        elif callable(value):
+            group.add_argument(name, type=value, metavar=metavar, help=says)
+        else:
+            group.add_argument(name, type=type(value), default=value, metavar=metavar, help=says)
+
+    return add
