@@ -43,12 +43,10 @@ def test_commands_simulate_with_what_the_nodes_have_learnt(
     assert main(["what-if", "aggregated=2", "--url", url, "-o", "json"]) == 0
     change = printed(capsys.readouterr().out)
     assert (change["now"], change["then"], change["requests"]) == ("1 aggregated", "2 aggregated", 60)
-    print(change)
     for figure in change["expected"]:
         assert 0.5 < figure["simulated"] / figure["measured"] < 2
     given = ["--rate", "1", "--duration", "20", "--input", "100", "--output", "20", "--aggregated", "1"]
     assert main(["simulate", "--costs", url, *given, "-o", "json"]) == 0
     said = capsys.readouterr()
     assert printed(said.out)["report"]["served"] > 0
-    print(said.err)
     assert "costs that the nodes have learnt" in said.err
