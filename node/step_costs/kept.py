@@ -16,7 +16,7 @@ from tandem.engine.model.runner import ModelInfo
 from tandem.machine.digests import cache_folder
 from tandem.machine.resources import usable_cores
 from tandem.node.config import NodeConfig
-from tandem.wire.step_costs import StepCosts
+from tandem.wire.step_costs import TERMS, StepCosts
 
 _CPUS = Path("/proc/cpuinfo")
 
@@ -47,7 +47,8 @@ def _processor(device: str) -> str:
 def read(file: Path | None) -> StepCosts | None:
     with suppress(OSError, msgspec.MsgspecError):
         if file is not None:
-            return msgspec.json.decode(file.read_bytes(), type=StepCosts)
+            costs = msgspec.json.decode(file.read_bytes(), type=StepCosts)
+            return costs if len(costs.coefficients) == TERMS else None  # another version's
     return None
 
 

@@ -17,9 +17,9 @@ from tandem.wire.step_costs import ALONE, TERMS, StepCosts, terms_of
 
 KEEP = 0.95  # of what earlier measurements of this size count, with each new one
 MOST_SIZES = 400  # those that were measured last
-SETTLED = (
-    30  # measurements of a kind after which its shape is trusted: the pace follows, and outliers are cut
-)
+# Measurements of a kind after which its shape is trusted: the pace follows, and outliers are cut
+SETTLED = 30
+LEAST_S = 1e-6  # a step that took less was not measured: its clock stood still
 PACE_OF = 15  # measurements whose median is the pace: half of them may be outliers
 ERROR_GAIN = 0.05  # the weight of the newest measurement
 MOST_OFF = 2.0  # an outlier counts to the shape as this many times what was expected, or as such a part of it
@@ -95,9 +95,9 @@ class StepLearner:
         for context in _CONTEXTS * _TIMES:
             for tokens in _PROMPTS if kept.prompts_seen else ():
                 pairs = tokens * context + tokens * (tokens + 1) // 2
-                self._add(tokens, pairs, 0, 0, kept.prompt_s(tokens, pairs))
+                self._add(tokens, pairs, 0, 0, max(kept.prompt_s(tokens, pairs), LEAST_S))
             for rows in _ROWS if kept.rows_seen else ():
-                self._add(0, 0, rows, rows * context, kept.rows_s(rows, rows * context))
+                self._add(0, 0, rows, rows * context, max(kept.rows_s(rows, rows * context), LEAST_S))
 
     def took(self, tokens: int, pairs: int, rows: int, context: int, seconds: float) -> None:
         """A step has read `tokens` of prompts, each with what it reads a pair of `pairs`, and written to `rows` answers with so much
@@ -107,12 +107,12 @@ class StepLearner:
             max(self._most_rows, rows),
         )
         reads = bool(tokens)
-        is_settled = min(self._seen.values()) > SETTLED
+        is_settled = self._seen[reads] >= SETTLED
         expected = self._shape.expect(
             terms_of(tokens, pairs, rows, context), SOLVE_EVERY if is_settled else 1
         )
         cut = usual = seconds / self._pace
-        if self._seen[reads] >= SETTLED and expected > 0:
+        if is_settled and expected > 0:
             self._errors[reads] += ERROR_GAIN * (min(abs(expected / usual - 1), 1.0) - self._errors[reads])
             self._ratios.append(seconds / expected)
             usual = seconds / self._pace

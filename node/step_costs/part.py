@@ -13,12 +13,11 @@ from tandem.engine.core import Engine
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.state import READ_EVERY
 from tandem.node.step_costs.kept import file_of, read, write
-from tandem.node.step_costs.learner import StepLearner
+from tandem.node.step_costs.learner import LEAST_S, StepLearner
 from tandem.node.wings import PartContext, ServicePart
 
 TELL_S = 1.0
 WRITE_S = 60.0
-LEAST_S = 1e-6  # a step that took less was not measured: its clock stood still
 READ_S = 0.05  # between two steps with prompts that are learnt from: learning takes some 60 µs
 
 
