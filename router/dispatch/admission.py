@@ -115,10 +115,6 @@ class Admission:
         return self._line.queued
 
     @property
-    def has_waiting(self) -> bool:
-        return bool(self._line or self.idle_work)
-
-    @property
     def capacity(self) -> int:
         return self._capacity()
 
@@ -242,6 +238,13 @@ class Admission:
             return
         self._line.rejoin(slots)
         self._free(slots, 1)
+
+    def on_pool_change(self) -> None:
+        """A status came, or a node."""
+        if self._line or self.idle_work:
+            self.pump()
+        else:
+            self._reading.look()
 
     def on_sent(self) -> None:
         if self._line:

@@ -71,13 +71,18 @@ class ReadingShares:
         return promised > 0 or (unread > self._most_unread and self._readers.line_wait_s() > AHEAD_S)
 
     def look(self) -> None:
-        """While several tenants are here: charges what was computed for them, and looks how fast nodes read. Not
-        with every token."""
+        """While several tenants are here: charges what was computed for them, looks how fast nodes read, and takes back
+        what is too much. Not with every token."""
         if not self._accounts.are_several or (now := self._clock()) < self._looked_at + BETWEEN_LOOKS_S:
             return
         self._looked_at = now
         self._accounts.settle()
         self._most_unread = self._readers.read_tokens_per_s() * AHEAD_S
+        # Without a line, too: all that came before a rate was known is in nodes' lines, one tenant's behind another's.
+        least = min(self._accounts.here.values(), key=lambda account: account.time, default=None)
+        first = next((slots for slots in least.requests if slots.unread), None) if least is not None else None
+        if first is not None and self._most_unread > 0:
+            take_back_prompts(first, self._accounts, self._most_unread)
 
     def take_back(self, waiting: Slots) -> bool:
         """What was sent while nothing was held back may be far too much, and a node may be reading a long prompt. Returns

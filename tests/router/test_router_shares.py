@@ -42,6 +42,7 @@ class Pool:
         self.lines: list[list[Sequence]] = [[] for _ in range(nodes)]
         self.queued = [0.0] * nodes
         self.reads: list[tuple[float, str, float]] = []  # when, whose, how many tokens were computed
+        self.is_measured = True
         self.idle_s = 0.0  # a node had nothing to read although prompts waited
         self.tasks: list[asyncio.Task[None]] = []
         self.wakes = [asyncio.Event() for _ in range(nodes)]
@@ -64,7 +65,7 @@ class Pool:
         return min(self.queued) / READS_PER_S
 
     def read_tokens_per_s(self) -> float:
-        return READS_PER_S * len(self.lines)
+        return READS_PER_S * len(self.lines) if self.is_measured else 0.0
 
     def reading_s(self, tokens: float) -> float:
         return tokens / READS_PER_S
@@ -75,8 +76,7 @@ class Pool:
         """Nodes' statuses come."""
         while True:
             await asyncio.sleep(0.25)
-            if self.admission.has_waiting:
-                self.admission.pump()
+            self.admission.on_pool_change()
 
     async def _read(self, node: int) -> None:
         while True:
@@ -216,6 +216,22 @@ async def test_one_request_beside_a_flood_is_read_within_a_second() -> None:
     assert pool.line_wait_s() > 20, "alone again, it has everything"
     await pool.end()
     assert pool.idle_s == 0.0
+
+
+@on_virtual_time
+async def test_what_was_sent_before_a_rate_was_known_comes_back() -> None:
+    pool = Pool()
+    pool.is_measured = False
+    pool.keep_asking("flood", 100, lambda: 500)
+    await asyncio.sleep(0)
+    asked = pool.loop.create_task(pool.ask("other", 20))
+    await asyncio.sleep(2)
+    assert pool.admission.queued == 0
+    pool.is_measured = True
+    began = pool.loop.time()
+    await asked
+    assert pool.loop.time() - began < 1.5
+    await pool.end()
 
 
 @on_virtual_time
