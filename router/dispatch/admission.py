@@ -115,10 +115,6 @@ class Admission:
         return self._line.queued
 
     @property
-    def has_waiting(self) -> bool:
-        return bool(self._line or self.idle_work)
-
-    @property
     def capacity(self) -> int:
         return self._capacity()
 
@@ -243,6 +239,13 @@ class Admission:
         self._line.rejoin(slots)
         self._free(slots, 1)
 
+    def on_pool_change(self) -> None:
+        """A status came, or a node."""
+        if self._line or self.idle_work:
+            self.pump()
+        else:
+            self._reading.look()
+
     def on_sent(self) -> None:
         if self._line:
             self._pump_soon()
@@ -250,7 +253,7 @@ class Admission:
     def _grant(self, slots: Slots) -> None:
         self.held += 1
         slots.account.add(slots, 1)
-        slots.was_free = not self._reading.holds_back
+        slots.was_free, slots.granted_at = not self._reading.holds_back, self._clock()
         slots.grant()
 
     def _free(self, slots: Slots, count: int) -> None:

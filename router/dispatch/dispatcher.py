@@ -345,7 +345,5 @@ class Dispatcher:
     def on_pool_change(self) -> None:
         if waiting := self.placement.waiting:
             self._tell(waiting, RequestLife.try_again)
-        if self.admission.has_waiting:
-            self.admission.pump()
-        if self.vectors.has_waiting:
-            self.vectors.pump()
+        self.admission.on_pool_change()
+        self.vectors.on_pool_change()

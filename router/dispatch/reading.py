@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from tandem.router.dispatch.giving_way import take_back_prompts
+from tandem.router.dispatch.giving_way import take_back_one_read, take_back_prompts
 from tandem.router.dispatch.slots import Slots
 from tandem.router.dispatch.tenants import TenantAccounts
 
@@ -60,24 +60,33 @@ class ReadingShares:
 
     def are_full(self, promised: int) -> bool:
         """Whether several tenants want to be read, and each node has enough for AHEAD_S. A node with less gets a prompt,
-        however much the others have, one at a time: no node has what is `promised` in its line yet."""
+        however much the others have. One at a time, so that they come to nodes in the order of their turns: what is `promised`
+        is in no node's line yet."""
         if not self._accounts.are_several:
             return False
         self.look()
-        if not 0.0 < self._most_unread < self._accounts.unread_tokens:
+        if not self.holds_back:
             return False
-        return promised > 0 or self._readers.line_wait_s() > AHEAD_S
+        unread = self._accounts.unread_tokens
+        return promised > 0 or (unread > self._most_unread and self._readers.line_wait_s() > AHEAD_S)
 
     def look(self) -> None:
-        """While several tenants are here: charges what was computed for them, and looks how fast nodes read. Not
-        with every token."""
+        """While several tenants are here: charges what was computed for them, looks how fast nodes read, and takes back
+        what is too much. Not with every token."""
         if not self._accounts.are_several or (now := self._clock()) < self._looked_at + BETWEEN_LOOKS_S:
             return
         self._looked_at = now
         self._accounts.settle()
         self._most_unread = self._readers.read_tokens_per_s() * AHEAD_S
+        # Without a line, too: all that came before a rate was known is in nodes' lines, one tenant's behind another's.
+        least = min(self._accounts.here.values(), key=lambda account: account.time, default=None)
+        first = next((slots for slots in least.requests if slots.unread), None) if least is not None else None
+        if first is not None and self._most_unread > 0:
+            take_back_prompts(first, self._accounts, self._most_unread)
 
     def take_back(self, waiting: Slots) -> bool:
-        """What was sent while nothing was held back may be far too much. Returns whether some of it came back, for the
-        first request in line."""
-        return take_back_prompts(waiting, self._accounts, self._most_unread)
+        """What was sent while nothing was held back may be far too much, and a node may be reading a long prompt. Returns
+        whether some of it came back, for the first request in line."""
+        return take_back_prompts(waiting, self._accounts, self._most_unread) or take_back_one_read(
+            waiting, self._accounts, self._clock(), self._readers.reading_s
+        )

@@ -19,6 +19,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.simulator.clock import VirtualLoop
 
 READS_PER_S = 1000.0
+CHUNK = 100
 
 
 def on_virtual_time(scenario: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -41,6 +42,7 @@ class Pool:
         self.lines: list[list[Sequence]] = [[] for _ in range(nodes)]
         self.queued = [0.0] * nodes
         self.reads: list[tuple[float, str, float]] = []  # when, whose, how many tokens were computed
+        self.is_measured = True
         self.idle_s = 0.0  # a node had nothing to read although prompts waited
         self.tasks: list[asyncio.Task[None]] = []
         self.wakes = [asyncio.Event() for _ in range(nodes)]
@@ -55,6 +57,7 @@ class Pool:
             weight_of=lambda name: (weights or {}).get(name, 1.0),
         )
         self.tasks += [self.loop.create_task(self._read(node)) for node in range(nodes)]
+        self.tasks.append(self.loop.create_task(self._report()))
 
     # --- as the router knows the nodes
 
@@ -62,12 +65,18 @@ class Pool:
         return min(self.queued) / READS_PER_S
 
     def read_tokens_per_s(self) -> float:
-        return READS_PER_S * len(self.lines)
+        return READS_PER_S * len(self.lines) if self.is_measured else 0.0
 
     def reading_s(self, tokens: float) -> float:
         return tokens / READS_PER_S
 
     # --- nodes and clients
+
+    async def _report(self) -> None:
+        """Nodes' statuses come."""
+        while True:
+            await asyncio.sleep(0.25)
+            self.admission.on_pool_change()
 
     async def _read(self, node: int) -> None:
         while True:
@@ -78,11 +87,14 @@ class Pool:
                 if self.admission.queued:
                     self.idle_s += self.loop.time() - began
             sequence = self.lines[node][0]
-            sequence.is_begun = True
-            await asyncio.sleep(sequence.computed / READS_PER_S)
+            step = min(CHUNK, sequence.left)
+            await asyncio.sleep(step / READS_PER_S)
+            self.reads.append((self.loop.time(), sequence.tenant, step))
+            sequence.left -= step
+            if sequence.left or sequence not in self.lines[node]:
+                continue  # what is read of it is cached
             self.lines[node].remove(sequence)
             self.queued[node] -= sequence.tokens
-            self.reads.append((self.loop.time(), sequence.tenant, sequence.computed))
             sequence.slots.read_one(int(sequence.computed))
             sequence.is_read = True
             sequence.read.set()
@@ -116,29 +128,30 @@ class Pool:
 class Sequence:
     def __init__(self, pool: Pool, tenant: str, slots: Slots, tokens: int, computed: float) -> None:
         self.pool, self.tenant, self.slots = pool, tenant, slots
-        self.tokens, self.computed = tokens, computed
+        self.tokens, self.computed, self.left = tokens, computed, computed
         self.read = asyncio.Event()
-        self.is_begun = self.is_read = False
+        self.is_read = False
         self.pauses = 0
         slots.listen(self.start, lambda error: None, self.give_way)
         self.start()
 
     def start(self) -> None:
         self.slots.begin_one()
+        self.computed = self.left
         node = min(range(len(self.pool.lines)), key=self.pool.queued.__getitem__)
         self.pool.lines[node].append(self)
         self.pool.queued[node] += self.tokens
         self.pool.wakes[node].set()
 
     def give_way(self, unread: bool) -> bool:
-        if self.is_begun:
+        if self.is_read or not self.left:
             return False
         self.pauses += 1
         for node, line in enumerate(self.pool.lines):
             if self in line:
                 line.remove(self)
                 self.pool.queued[node] -= self.tokens
-        self.slots.pause_one(unread=not self.is_read)
+        self.slots.pause_one(unread=True)
         return True
 
 
@@ -203,6 +216,40 @@ async def test_one_request_beside_a_flood_is_read_within_a_second() -> None:
     assert pool.line_wait_s() > 20, "alone again, it has everything"
     await pool.end()
     assert pool.idle_s == 0.0
+
+
+@on_virtual_time
+async def test_what_was_sent_before_a_rate_was_known_comes_back() -> None:
+    pool = Pool()
+    pool.is_measured = False
+    pool.keep_asking("flood", 100, lambda: 500)
+    await asyncio.sleep(0)
+    asked = pool.loop.create_task(pool.ask("other", 20))
+    await asyncio.sleep(2)
+    assert pool.admission.queued == 0
+    pool.is_measured = True
+    began = pool.loop.time()
+    await asked
+    assert pool.loop.time() - began < 1.5
+    await pool.end()
+
+
+@on_virtual_time
+async def test_a_long_prompt_lets_a_short_one_in_and_comes_to_its_end() -> None:
+    pool = Pool()
+    pool.keep_asking("flood", 3, lambda: 20_000)
+    await asyncio.sleep(2)
+    waits = []
+    while pool.loop.time() < 40:
+        began = pool.loop.time()
+        await pool.ask("other", 20)
+        waits.append(pool.loop.time() - began)
+        await asyncio.sleep(0.2)
+    assert max(waits) < 2.0
+    assert pool.computed("flood", 0, 40) > 37_000, "nothing is computed twice, and nodes are never idle"
+    flood = pool.admission._accounts.of("flood")
+    assert flood.time - flood.unread_tokens == pytest.approx(pool.computed("flood", 0, 40), rel=0.15)
+    await pool.end()
 
 
 @on_virtual_time
