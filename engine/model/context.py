@@ -15,8 +15,11 @@ def context_length(config: Any, wanted: int | None) -> int:
     text = config.get_text_config()
     trained: int | None = getattr(text, "max_position_embeddings", None)
     trained = _yarn_range(text, trained) or trained
-    if getattr(text, "is_encoder_decoder", False) and (each := trained or getattr(text, "n_positions", None)):
-        trained = 2 * each  # what the encoder reads, and what the decoder writes
+    if getattr(text, "is_encoder_decoder", False):
+        # What the encoder reads, and what the decoder writes. T5's positions have no end: it may be asked for more than it was trained for.
+        if trained is None and (each := getattr(text, "n_positions", None)):
+            wanted = wanted or 2 * each
+        trained = trained and 2 * trained
     constant = _constant_rotary_range(text)
     if constant is not None and trained is not None and constant < trained:
         log.warning(

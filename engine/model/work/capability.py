@@ -44,8 +44,9 @@ _OTHER_TOWERS = re.compile(r"(^|\.)(vision|visual|audio|connector|multi_modal)")
 
 
 def work_of(source: ModelSource, config: Any, info: ModelInfo) -> ModelWork | None:
-    """Returns None if the files do not say: GGUF files, and weights that are packed in fewer bits."""
-    if source.gguf_file is not None or getattr(config, "quantization_config", None):
+    """Returns None if the files do not say: GGUF files, weights that are packed in fewer bits, and an encoder and a decoder, of which a
+    token goes through one."""
+    if source.gguf_file is not None or getattr(config, "quantization_config", None) or info.encoder:
         return None
     try:
         shapes = [one for file in weight_files(source) for one in _shapes(file)]

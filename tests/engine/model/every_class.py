@@ -319,8 +319,8 @@ types are refused by name; Whisper is, because Tandem's API takes no audio.
 - Ask `/v1/completions`: the prompt is what the encoder reads, with the special tokens of its tokenizer. The decoder begins with
   `decoder_start_token_id`, and `forced_bos_token_id` if the model's `generation_config.json` has one; the answer is what follows. A chat is
   refused with 400, unless you give the model a chat template, whose text the encoder then reads.
-- A prompt and an answer may each be as long as the model's positions; `--max-model-len` limits both together. An answer that reaches the end
-  finishes with `length`.
+- A prompt and an answer may each be as long as the model's positions; `--max-model-len` limits both together, and for T5, whose positions have no
+  end, may be more than it was trained for. An answer that reaches the end finishes with `length`.
 - A prompt's blocks keep what cross-attention reads, in as many bytes as self-attention keeps of the answer's tokens. They are handed over from
   prefill to decode nodes; the encoder runs on the node that reads the prompt, over all of it at once, whatever the size of a chunk.
 - There is no prefix cache for them: what the encoder makes of a token depends on the tokens after it. Settings of `generate` beside those above,

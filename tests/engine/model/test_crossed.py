@@ -88,10 +88,38 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, after: in
         driver.step({})
 
 
+def test_a_request_goes_on_elsewhere_from_the_tokens_that_it_has(case: Case) -> None:
+    driver = case.driver(4)
+    for index in (1, 2):
+        driver.add(f"r{index}", case.prompts[index], output=case.answers[index][:6])
+    assert list(driver.generate(NUM_TOKENS, max_chunk=7).values()) == [case.answers[1], case.answers[2]]
+    for name in list(driver.requests):
+        driver.finish(name)
+    driver.step({})
+    assert case.runner.info.work is None  # a token goes through one of two halves
+
+
 def test_drafts_change_no_token(case: Case) -> None:
     driver = Driver(load(case.path, num_speculative_tokens=4), 5)
     driver.expect(case.prompts, case.answers, [])
     assert driver.num_accepted >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "context", "longest"),
+    [("bart", None, 128, 64), ("bart", 100, 100, 64), ("t5", None, 128, 128), ("t5", 300, 300, 300)],
+)
+def test_both_sides_have_the_models_positions(
+    name: str, wanted: int | None, context: int, longest: int, tmp_path: Path
+) -> None:
+    info = load(tiny_crossed.save(name, tmp_path), max_model_len=wanted).info
+    assert info.encoder is not None
+    assert (info.max_model_len, info.encoder.longest_prompt) == (context, longest)
+
+
+def test_more_positions_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="the model's context is 128 tokens"):
+        load(tiny_crossed.save("bart", tmp_path), max_model_len=129)
 
 
 def test_an_unknown_type_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
