@@ -253,7 +253,7 @@ class Admission:
     def _grant(self, slots: Slots) -> None:
         self.held += 1
         slots.account.add(slots, 1)
-        slots.was_free, slots.granted_at = not self._reading.holds_back, self._clock()
+        slots.was_free = not self._reading.holds_back
         slots.grant()
 
     def _free(self, slots: Slots, count: int) -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tandem.router.dispatch.slots import Slots
 from tandem.router.dispatch.tenants import TenantAccounts
-
-READS_ON_S = 1.0
-LONG_S = 1.0  # a prompt that takes less is read to its end
 
 
 def pause_for(waiting: Slots, accounts: TenantAccounts, *, for_a_place: bool) -> bool:
@@ -32,32 +27,6 @@ def pause_for(waiting: Slots, accounts: TenantAccounts, *, for_a_place: bool) ->
             if wanted <= 0:
                 return True
     return paused
-
-
-def take_back_one_read(
-    waiting: Slots, accounts: TenantAccounts, now: float, reading_s: Callable[[float], float]
-) -> bool:
-    """Pauses a sequence whose long prompt a node is reading, for a shorter one of a tenant that had less and has none on any
-    node. It goes on from what is cached of it, and its tenant pays for what it has taken. Returns whether it did. Each is
-    read for READS_ON_S before it pauses again, so it comes to its end."""
-    if waiting.account.unread_tokens > 0 or reading_s(waiting.uncached_tokens) >= LONG_S:
-        return False
-    for other in accounts.here.values():
-        if other.time <= waiting.account.time:
-            continue
-        for slots in other.requests:
-            read_s, took_s = now - slots.granted_at, reading_s(slots.uncached_tokens)
-            if (
-                slots.unread
-                and slots.priority >= waiting.priority
-                and read_s >= READS_ON_S
-                and took_s >= LONG_S
-                and slots.give_way(unread=True)
-            ):
-                slots.was_interrupted = True
-                other.charge(slots.uncached_tokens * min(1.0, read_s / took_s))
-                return True
-    return False
 
 
 def take_back_prompts(waiting: Slots, accounts: TenantAccounts, most_unread: float) -> bool:

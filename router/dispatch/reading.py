@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-from tandem.router.dispatch.giving_way import take_back_one_read, take_back_prompts
+from tandem.router.dispatch.giving_way import take_back_prompts
 from tandem.router.dispatch.slots import Slots
 from tandem.router.dispatch.tenants import TenantAccounts
 
@@ -85,8 +85,6 @@ class ReadingShares:
             take_back_prompts(first, self._accounts, self._most_unread)
 
     def take_back(self, waiting: Slots) -> bool:
-        """What was sent while nothing was held back may be far too much, and a node may be reading a long prompt. Returns
-        whether some of it came back, for the first request in line."""
-        return take_back_prompts(waiting, self._accounts, self._most_unread) or take_back_one_read(
-            waiting, self._accounts, self._clock(), self._readers.reading_s
-        )
+        """What was sent while nothing was held back may be far too much. Returns whether some of it came back, for the
+        first request in line."""
+        return take_back_prompts(waiting, self._accounts, self._most_unread)

@@ -108,10 +108,6 @@ class Slots:
         self.passed = 0  # how often others were admitted before it because their blocks were free
         self.unbegun = 0  # held places on which no sequence has begun
         self.unread = 0  # held places on which no prompt was read
-        self.granted_at = 0.0  # when the last place came
-        self.was_interrupted = (
-            False  # a node had begun to read: the rest says little of what is cached of its prompts
-        )
         self.was_free = False  # the last place came while nothing was held back
         self._charged = 0  # tokens of its answers
         self.first: asyncio.Future[None] | None = None  # set with the first place; `acquire` waits for it
@@ -195,7 +191,7 @@ class Slots:
         self._forget_unread(1)
         if computed is not None:
             self.account.charge(computed - self.uncached_tokens)
-            if self._prompt_tokens > 0 and not self.was_interrupted:
+            if self._prompt_tokens > 0:
                 self.account.uncached.observe(min(1.0, computed / self._prompt_tokens))
         self._owner.on_sent()
 

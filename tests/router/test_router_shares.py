@@ -235,24 +235,6 @@ async def test_what_was_sent_before_a_rate_was_known_comes_back() -> None:
 
 
 @on_virtual_time
-async def test_a_long_prompt_lets_a_short_one_in_and_comes_to_its_end() -> None:
-    pool = Pool()
-    pool.keep_asking("flood", 3, lambda: 20_000)
-    await asyncio.sleep(2)
-    waits = []
-    while pool.loop.time() < 40:
-        began = pool.loop.time()
-        await pool.ask("other", 20)
-        waits.append(pool.loop.time() - began)
-        await asyncio.sleep(0.2)
-    assert max(waits) < 2.0
-    assert pool.computed("flood", 0, 40) > 37_000, "nothing is computed twice, and nodes are never idle"
-    flood = pool.admission._accounts.of("flood")
-    assert flood.time - flood.unread_tokens == pytest.approx(pool.computed("flood", 0, 40), rel=0.15)
-    await pool.end()
-
-
-@on_virtual_time
 async def test_what_is_found_in_a_cache_is_not_charged() -> None:
     pool = Pool()
     pool.keep_asking("new", 50, lambda: 100)
