@@ -201,7 +201,7 @@ class Admission:
         return (
             free > 0
             and slots.may_have_one_of(free)
-            and not self._reading.are_full(self.promised)
+            and (not self._reading.are_full(self.promised) or self._reading.may_go(slots))
             and self._has_room(slots.kv_tokens, self.promised)
         )
 
@@ -307,12 +307,14 @@ class Admission:
         if (free := self._capacity() - self.held) <= 0:
             self._note_lack(_Scarce.PLACES)
             return None
+        turns = self._turns()
         if self._reading.are_full(self.promised):
             self._note_lack(_Scarce.READING)
-            return None
+            had_least = min(turns, key=lambda slots: (slots.priority, slots.account.time))
+            turns = [had_least] if self._reading.may_go(had_least) else []
         passed: list[Slots] = []
         least = math.inf
-        for slots in self._turns():
+        for slots in turns:
             account = slots.account
             if not slots.may_have_one_of(free):
                 continue

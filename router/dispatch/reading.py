@@ -70,6 +70,13 @@ class ReadingShares:
         unread = self._accounts.unread_tokens
         return promised > 0 or (unread > self._most_unread and self._readers.line_wait_s() > AHEAD_S)
 
+    def may_go(self, slots: Slots) -> bool:
+        """Whether the prompt of the tenant that has had least may be sent although nodes have enough: that tenant has less than its part
+        of what is sent in advance. So little delays nobody, and who asks for little stands in no line behind another's long prompts."""
+        account = slots.account
+        weights = sum([each.weight for each in self._accounts.here.values()])
+        return account.unread_tokens + slots.uncached_tokens <= self._most_unread * account.weight / weights
+
     def look(self) -> None:
         """While several tenants are here: charges what was computed for them, looks how fast nodes read, and takes back
         what is too much. Not with every token."""
