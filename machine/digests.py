@@ -93,15 +93,20 @@ def _read(kept: Path, identity: list[int]) -> str | None:
 
 
 def _write(kept: Path, identity: list[int], digest: str) -> None:
-    """Writes atomically. Ignores errors: the file is then hashed again next time."""
+    """If it cannot be written, the file is hashed again next time."""
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=kept.parent)
-        try:
-            with open(descriptor, "w", encoding="ascii") as file:
-                json.dump({"identity": identity, "sha256": digest}, file)
-            os.replace(name, kept)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+        write_whole(kept, json.dumps({"identity": identity, "sha256": digest}).encode())
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Replaces the file at once, so that nobody reads half of it. Raises an OSError."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=file.parent)
+    try:
+        with open(descriptor, "wb") as out:
+            out.write(content)
+        os.replace(name, file)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import msgspec
 import torch
 
 from tandem.engine.model.runner import ModelInfo
-from tandem.machine.digests import cache_folder
+from tandem.machine.digests import cache_folder, write_whole
 from tandem.machine.resources import usable_cores
 from tandem.node.config import NodeConfig
 from tandem.wire.step_costs import TERMS, StepCosts
@@ -53,13 +51,6 @@ def read(file: Path | None) -> StepCosts | None:
 
 
 def write(file: Path, costs: StepCosts) -> None:
-    """Writes atomically. Ignores errors: the next start then learns from the beginning."""
+    """If it cannot be written, the next start learns from the beginning."""
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=file.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as out:
-                out.write(msgspec.json.encode(costs))
-            os.replace(name, file)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
+        write_whole(file, msgspec.json.encode(costs))
