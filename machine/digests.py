@@ -99,7 +99,7 @@ def _write(kept: Path, identity: list[int], digest: str) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Replaces the file at once, so that nobody reads half of it. Raises an OSError."""
+    """Replaces the file at once, so that no one reads half of it. Raises an OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     try:

@@ -72,7 +72,7 @@ class ReadingShares:
 
     def may_go(self, slots: Slots) -> bool:
         """Whether the prompt of the tenant that has had least may be sent although nodes have enough: that tenant has less than its part
-        of what is sent in advance. So little delays nobody, and who asks for little stands in no line behind another's long prompts."""
+        of what is sent in advance. So little delays no one, and who asks for little stands in no line behind another's long prompts."""
         account = slots.account
         weights = sum([each.weight for each in self._accounts.here.values()])
         return account.unread_tokens + slots.uncached_tokens <= self._most_unread * account.weight / weights

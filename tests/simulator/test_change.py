@@ -69,11 +69,11 @@ def test_a_node_more_is_said_to_bring_what_it_brings() -> None:
 
 
 def test_costs_that_are_wrong_make_the_interval_wider() -> None:
-    right, _ = said(1, 2)
-    wrong, _ = said(1, 2, off=1.2)
-    assert wrong.expected[1].high - wrong.expected[1].low > 1.2 * (
-        right.expected[1].high - right.expected[1].low
-    )
+    widths = []
+    for off in (1.0, 1.2):
+        first = said(1, 2, off=off)[0].expected[1]
+        widths.append((first.high - first.low) / first.then)
+    assert widths[1] > 1.2 * widths[0]
 
 
 @pytest.mark.parametrize(("count", "reason"), [(5, "the router remembers 5 requests")])
