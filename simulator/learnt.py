@@ -20,6 +20,7 @@ from tandem.simulator.costs import (
     RequestCost,
     TransferCost,
 )
+from tandem.simulator.profile_client import ClusterNode
 from tandem.wire.nodes import ENGINE_ROLES, Role
 from tandem.wire.step_costs import FIRST_ROWS, FIRST_TOKENS, MANY_ROWS, MANY_TOKENS, StepCosts
 
@@ -35,14 +36,7 @@ class _Counters(msgspec.Struct):
     transfer_blocks_received: int = 0
 
 
-class _Node(msgspec.Struct):
-    role: Role
-    max_model_len: int
-    block_size: int
-    total_blocks: int = 0
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    start_s: float = 0.0
+class _Node(ClusterNode):
     counters: _Counters | None = None
 
     @property

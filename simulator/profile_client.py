@@ -23,7 +23,9 @@ _ASK_AGAIN_S = 0.05
 _ANSWER_S = 600.0
 
 
-class _ClusterNode(msgspec.Struct):
+class ClusterNode(msgspec.Struct):
+    """A node, as GET /cluster tells of it."""
+
     role: Role
     max_model_len: int
     block_size: int
@@ -39,7 +41,7 @@ class _RouterFacts(msgspec.Struct):
 
 class _ClusterFacts(msgspec.Struct):
     router: _RouterFacts
-    nodes: list[_ClusterNode]
+    nodes: list[ClusterNode]
 
 
 class _Completion(msgspec.Struct):
@@ -97,7 +99,7 @@ class ProfileClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def facts(self) -> list[_ClusterNode]:
+    async def facts(self) -> list[ClusterNode]:
         facts = msgspec.json.decode((await self._send("GET", "/cluster")).content, type=_ClusterFacts)
         self._model = facts.router.model
         return facts.nodes

@@ -89,7 +89,7 @@ class ReadingShares:
         least = min(self._accounts.here.values(), key=lambda account: account.time, default=None)
         first = next((slots for slots in least.requests if slots.unread), None) if least is not None else None
         if first is not None and self._most_unread > 0:
-            take_back_prompts(first, self._accounts, self._most_unread)
+            self.take_back(first)
 
     def take_back(self, waiting: Slots) -> bool:
         """What was sent while nothing was held back may be far too much. Returns whether some of it came back, for the

@@ -333,22 +333,28 @@ def hash_of(text: str) -> int:
     return sum(ord(character) * 31**index for index, character in enumerate(text)) % 2**31
 
 
+def generated(model: Any, prompt: list[int], num_tokens: int) -> Any:
+    """What transformers generates greedily, with the logits of each token."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=num_tokens,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
 def reference(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
     """transformers' greedy answers, one prompt at a time, in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    model.generation_config.eos_token_id = None
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        out = generated(model, prompt, num_tokens)
         logprobs = [float(logits.log_softmax(-1).max()) for logits in out.logits]
         answers.append(Answer(out.sequences[0, len(prompt) :].tolist(), logprobs))
     return answers

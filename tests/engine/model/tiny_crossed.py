@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM
 
-from tests.engine.model.tiny import Answer
+from tests.engine.model.tiny import Answer, generated
 
 VOCAB = 131
 _BART: dict[str, Any] = {
@@ -75,19 +75,9 @@ def reference(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Ans
     """transformers' greedy answers after the opening, one prompt at a time, in float32."""
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     forced = int(model.generation_config.forced_bos_token_id is not None)
-    model.generation_config.eos_token_id = None
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=forced + num_tokens,
-            do_sample=False,
-            num_beams=1,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        out = generated(model, prompt, forced + num_tokens)
         tokens = out.sequences[0, 1 + forced :].tolist()
         scores = torch.stack(out.logits[forced:])[:, 0].float().log_softmax(-1)
         answers.append(Answer(tokens, scores[torch.arange(num_tokens), tokens].tolist()))
