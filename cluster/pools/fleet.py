@@ -126,9 +126,12 @@ class Fleet:
 
     async def may_serve_on(self, host: Host) -> bool:
         """Returns whether a node or router on this machine, which cannot be seen, may be serving: the processes that work with it
-        have heard it within the routers' own limit for silence, or none of them can be asked."""
+        have heard it within the routers' own limit for silence, or none of them can be asked. A node that changes its role is withdrawn
+        from them; if its machine is gone, its change fails soon."""
         witnesses, limit_s = self._context.witnesses, self.config.router.heartbeat.silence
         for node in self._nodes_on(host):
+            if node.changes_role:
+                return True
             if node.info is not None:  # it is announced
                 seen = await witnesses.of_node(node.info)
                 if seen is None or seen.silent_s < limit_s:

@@ -56,6 +56,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         )
         self._told = -1  # the membership revision whose keys it has confirmed
         self._offered = -1  # the membership revision that was last sent to it, confirmed or not
+        self.changes_role = False  # it is withdrawn for that, so no router hears it
         # Set when the process is drained and `config` has another role than the node
         self._role_change = asyncio.Event()
 
@@ -282,6 +283,13 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def change_role(self, config: NodeConfig, limit_s: float) -> None:
         """Returns when the node is ready in the new role. Raises Unavailable if it is left out instead. A process that does not finish
         its requests in time is replaced by a new one."""
+        self.changes_role = True
+        try:
+            await self._change_role(config, limit_s)
+        finally:
+            self.changes_role = False
+
+    async def _change_role(self, config: NodeConfig, limit_s: float) -> None:
         if self.phase is ProcessPhase.READY:
             # Kept: the process may die during the drain and return as another incarnation
             draining = self.info

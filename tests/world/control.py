@@ -55,7 +55,7 @@ from tandem.cluster.pools.state import ClusterState
 from tandem.node.config import NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.simulator.clock import VirtualLoop
-from tandem.wire.nodes import NodeInfo, NodeState, Role
+from tandem.wire.nodes import NodeInfo, Role
 from tests.world.control_ray import (
     Actor,
     ControllerClock,
@@ -452,8 +452,8 @@ class Schedule:
             if is_gone and not record.leaving and record.info is not None:
                 placement, runs = record.placement, self.ray.actors.get(record.node_id)
                 serves = runs is not None and runs.is_alive and runs.has_started and runs.silent_s == 0
-                if isinstance(runs, NodeActor) and runs.state is NodeState.DRAINING:
-                    serves = False  # its role changes: it was withdrawn with requests left, so no router hears it any more
+                if isinstance(runs, NodeActor) and runs.info.epoch != record.info.epoch:
+                    serves = False  # its new incarnation was announced to no one
                 if serves and placement is not None and machines.issuperset(placement.hosts):
                     self.broken(f"{record.node_id} served, did not leave, and is forgotten")
             if now is not None and record.leaving and not now.leaving:

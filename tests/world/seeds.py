@@ -30,5 +30,6 @@ FOUND_IN_CONTROL = {
     910124: "a controller that stood still while its deployment was ended started it again",
     840291: "a node that was leaving before it had served ran on when its controller died",
     3580857179: "a node that left before its next controller could reach it was forgotten, and ran on",
-    1329545341: "the world's: a node was withdrawn to change its role, with requests left, on a machine that was not seen",
+    1329545341: "a node that changed its role was taken for gone with its machine, which was not seen: no router hears it then",
+    901151483: "the world's: a node that had started again, and was not announced yet, counted as one that served",
 }
