@@ -191,6 +191,7 @@ class EngineNode(Node[NodeService]):
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
             has_encoder=info.encoder is not None,
+            is_timed=True,
         )
 
     def _news(self, engine: NodeEngine, tell: TellNews, publishers: list[Publish]) -> CacheNewsSender | None:

@@ -72,7 +72,7 @@ class RunningPhase:
         if request.spec_token_ids:
             num_new += len(request.spec_token_ids)
         elif num_new > self._most_again:
-            num_new = min(num_new, step.prompt_budget)
+            num_new = step.tokens_of_prompt(num_new)
         threshold = self._state.config.long_prefill_token_threshold
         if 0 < threshold < num_new:
             num_new = threshold
@@ -176,12 +176,14 @@ class AdmissionPhase:
             loras = {request.lora for request in state.running if request.lora is not None}
         while step.token_budget > 0 and len(state.running) < state.config.max_num_seqs:
             request = state.waiting.head()
-            if request is None:
+            if request is None or (step.has_kept and not step.quick):
                 break
             if request.facts.when_idle and state.idle_work.yields:
                 state.waiting.pass_over(request)
                 continue
-            if not self._has_room_for_lora(request, loras):
+            may_go = not step.has_kept or request.request_id in step.quick
+            step.quick.discard(request.request_id)
+            if not may_go or not self._has_room_for_lora(request, loras):
                 state.waiting.pass_over(request)
                 continue
             verdict = self._consider(request, step)

@@ -21,6 +21,7 @@ from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request, RequestStatus
 from tandem.engine.scheduling.admission import AdmissionPhase, RunningPhase
 from tandem.engine.scheduling.audit import check_integrity
+from tandem.engine.scheduling.beside import note_quick
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from tandem.engine.scheduling.queue import WaitingRequests, make_policy
@@ -70,10 +71,12 @@ class Scheduler:
         reads_images: bool = False,
         reads_hidden: bool = False,
         has_encoder: bool = False,
+        is_timed: bool = False,
     ) -> None:
         """`reads_images` says that the model reads images. `reads_hidden` says that drafts are made from hidden states (EAGLE): a
         prefix hit then leaves its last block to be computed. `has_encoder` says that a token's KV depends on the whole prompt, so that
-        no other prompt's blocks are right for it. Raises a ConfigurationError for a budget that cannot hold an uncut
+        no other prompt's blocks are right for it. `is_timed` says that `took` tells how long steps take, so that the first ones are
+        short until it has. Raises a ConfigurationError for a budget that cannot hold an uncut
         prompt."""
         if config.max_model_len is not None:
             max_model_len = min(max_model_len, config.max_model_len)
@@ -129,7 +132,7 @@ class Scheduler:
         self._admission_phase = AdmissionPhase(self.state, self._lifecycle)
         self._transfers = TransferResults(self.state, self._lifecycle)
         self._results = ModelResults(self.state, self._lifecycle)
-        self._pace = Pace(config.step_target_ms)
+        self._pace = Pace(config.step_target_ms, is_timed=is_timed)
         self._tower_pace = Pace(config.step_target_ms)  # for tokens of images, which the vision tower makes
         self._judge = self.state.judge
         # Callers that make requests hash the prompts with it, outside the step. None without a prefix cache.
@@ -206,6 +209,8 @@ class Scheduler:
             state.idle_work.begin_step(state)
         budget = state.config.max_num_batched_tokens
         step = StepPlan(budget, prompt_budget=self._budget_of_prompts(budget))
+        if step.prompt_budget < budget and state.config.chunked_prefill:
+            note_quick(state, step)
         if state.watcher is not None:
             state.watcher.snapshot(state)
         if state.encoded is not None:
@@ -254,9 +259,8 @@ class Scheduler:
     def _budget_of_prompts(self, budget: int) -> int:
         """Returns how many prompt tokens this step may compute: the whole budget, or fewer if that would take longer than
         `step_target_ms`. While requests decode, each of them waits for the step, so it keeps to the target. A step of
-        idle work is shorter, because a request that comes waits for its end. Otherwise the first
-        prompt may use the whole budget, and others join its step only while it stays short, because each of them gets its first
-        token only when the step ends."""
+        idle work is shorter, because a request that comes waits for its end. Otherwise it takes some times as long: who is
+        in it gets its first token, and who comes its turn, only when it ends."""
         state, fitting = self.state, self._pace.tokens
         if state.idle_work.count and not state.idle_work.yields and state.config.chunked_prefill:
             return min(budget, state.idle_work.prompt_tokens.most)
@@ -264,9 +268,7 @@ class Scheduler:
             return budget
         if self._decodes():
             return int(fitting)
-        first = state.running[0] if state.running else state.waiting.head()
-        of_first = first.num_tokens - first.num_computed_tokens if first is not None else 0
-        return min(budget, max(int(PROMPTS_ALONE * fitting), of_first))
+        return min(budget, int(PROMPTS_ALONE * fitting))
 
     def _decodes(self) -> bool:
         return any(request.num_tokens - request.num_computed_tokens <= 1 for request in self.state.running)

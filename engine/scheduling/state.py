@@ -404,6 +404,11 @@ class Eviction(msgspec.Struct, frozen=True):
     computed: int  # tokens to compute again
 
 
+# A prompt is quick beside one that lacks so many times as much. It may take at most half of what that one would get, so no
+# prompt needs more than twice its steps.
+QUICK = 4
+
+
 @dataclasses.dataclass(slots=True)
 class StepPlan:
     """A step while it is being planned. `SchedulerOutput` is made from it."""
@@ -432,6 +437,22 @@ class StepPlan:
     begins_loads: bool = False
     reads_loads: bool = False
     ran_short: bool = False
+    # See `beside.py`: what the prompts lack that have not got their tokens yet; the waiting requests that go beside a long one;
+    # whether it has left them some.
+    lacking: list[int] = dataclasses.field(default_factory=list)
+    quick: set[str] = dataclasses.field(default_factory=set)
+    has_kept: bool = False
+
+    def tokens_of_prompt(self, lacks: int) -> int:
+        """How many tokens of a running prompt may be computed. One that cannot end leaves at most half to quicker ones."""
+        budget = self.prompt_budget
+        if lacks in self.lacking:
+            self.lacking.remove(lacks)
+        if lacks <= budget:
+            return lacks
+        kept = min(budget // 2, sum(other for other in self.lacking if other * QUICK <= lacks))
+        self.has_kept = self.has_kept or kept > 0
+        return budget - kept
 
     def num_tokens_of_prompts(self) -> int:
         if sum(self.num_scheduled.values()) == len(self.num_scheduled):
@@ -536,17 +557,17 @@ def leave_steps(state: SchedulerState, request: Request) -> int:
 # about as long as computing this many tokens with them, so a smaller budget would save little time and cost most of the
 # prompt throughput.
 FEWEST_TOKENS = 64
-# While nothing decodes, several prompts may share a step of this many times the target.
+# While nothing decodes, a step may take this many times the target.
 PROMPTS_ALONE = 4
 
 
 class Pace:
     """Estimates how many prompt tokens fit into a step of the target's length."""
 
-    def __init__(self, target_ms: float) -> None:
-        """0 sets no target."""
+    def __init__(self, target_ms: float, *, is_timed: bool = False) -> None:
+        """0 sets no target. Steps that are timed begin with few tokens, others with no limit until one took too long."""
         self._target_s = target_ms / 1000
-        self.tokens: float = math.inf  # no limit until a step has taken longer than the target
+        self.tokens: float = FEWEST_TOKENS if is_timed and target_ms else math.inf
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Corrects the estimate after a step with `num_tokens` prompt tokens.

@@ -118,6 +118,7 @@ class Driver:
         clock: Callable[[], float] = lambda: 0.0,
         watcher: StepWatcher | None = None,
         encoder_tokens: int | None = None,
+        is_timed: bool = False,
         **config: object,
     ) -> None:
         self.connector = connector
@@ -139,6 +140,7 @@ class Driver:
             on_failure,
             clock,
             reads_images=encoder_tokens is not None,
+            is_timed=is_timed,
         )
         if watcher is not None:
             self.scheduler.watch_with(watcher)

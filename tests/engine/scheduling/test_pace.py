@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.config import SchedulerConfig
+from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
@@ -15,7 +15,7 @@ from tandem.engine.scheduling.state import FEWEST_TOKENS, Pace
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import Driver
+from tests.engine.scheduling.driving import Driver, FakeConnector, consume, produce
 
 # A core that needs 20 ms for a step and a millisecond for each token of a prompt.
 FIXED_S, TOKEN_S = 0.02, 0.001
@@ -199,14 +199,114 @@ def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: b
     assert max(times[3:]) == pytest.approx(0.2, rel=0.1)
 
 
-def test_prompts_without_decodes_share_a_step_only_while_it_is_short() -> None:
-    world = driver(step_target_ms=200)
-    step, _ = world.step()
-    step.num_prompt_tokens = 2000
-    world.scheduler.took(step, 20.0)  # 64 fit
-    for name, length in (("long", 1500), ("a", 40), ("b", 40), ("c", 40), ("d", 200)):
+def test_without_decodes_a_step_is_four_times_as_long() -> None:
+    world = slow()
+    for name, length in (("a", 40), ("b", 40), ("c", 40), ("long", 400)):
         world.add(name, length, max_tokens=1)
     steps = [world.step()[0].num_scheduled_tokens for _ in range(3)]
-    assert steps[0] == {"long": 1500}, "the first in line has all that it needs"
-    assert steps[1] == {"a": 40, "b": 40, "c": 40, "d": 136}, "four times what fits"
-    assert steps[2] == {"d": 64}
+    assert steps == [{"a": 40, "b": 40, "c": 40, "long": 136}, {"long": 256}, {"long": 8}]
+
+
+def test_a_scheduler_whose_steps_are_timed_begins_with_short_ones() -> None:
+    world = driver(step_target_ms=200, is_timed=True)
+    world.add("long", 3000, max_tokens=1)
+    step, _ = world.step()
+    assert step.num_scheduled_tokens == {"long": 256}
+    world.scheduler.took(step, 0.01)
+    assert world.step()[0].num_scheduled_tokens == {"long": 2048}
+
+
+def slow(**config: object) -> Driver:
+    """64 prompt tokens take as long as a step should; nothing decodes."""
+    world = driver(step_target_ms=200, **config)
+    step, _ = world.step()
+    step.num_prompt_tokens = 2000
+    world.scheduler.took(step, 20.0)
+    return world
+
+
+class TestBesideALongPrompt:
+    """A prompt of 2,000 tokens has begun, and gets 256 in a step."""
+
+    @pytest.fixture
+    def world(self) -> Driver:
+        return self.begun()
+
+    def begun(self, **config: object) -> Driver:
+        world = slow(**config)
+        world.add("long", 2000, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 256}
+        return world
+
+    def test_a_short_one_is_computed_in_the_next_step(self, world: Driver) -> None:
+        world.add("short", 40, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
+        assert world.step()[0].num_scheduled_tokens == {"long": 256}
+
+    def test_also_behind_others_that_wait_and_keep_their_turns(self, world: Driver) -> None:
+        for name, length in (("second", 1500), ("third", 1500), ("short", 40)):
+            world.add(name, length, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
+        world.run()
+        began = [name for name in world.updates if name != "short"]
+        assert began == ["long", "second", "third"]
+
+    def test_many_short_ones_get_half_of_each_step(self, world: Driver) -> None:
+        for number in range(40):
+            world.add("s" * (number + 1), 60, max_tokens=1)
+        while (left := missing(world, "long")) > 256:
+            given = world.step()[0].num_scheduled_tokens
+            assert given["long"] == 128
+            assert sum(given.values()) == 256 or left < 512
+
+    def test_one_that_takes_several_steps_leaves_half_to_quicker_ones(self, world: Driver) -> None:
+        world.add("middle", 400, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 128, "middle": 128}
+        world.add("short", 40, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 128, "middle": 88, "short": 40}
+
+    def test_one_of_nearly_its_length_waits_for_its_turn(self, world: Driver) -> None:
+        world.add("second", 600, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 256}
+
+    def test_what_is_cached_need_not_be_computed(self) -> None:
+        world = slow()
+        chat = list(range(800))
+        world.add("first turn", chat, max_tokens=1)
+        world.run()
+        world.add("long", 2000, max_tokens=1)
+        world.step()
+        world.add("next turn", [*chat, *range(900, 920)], max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 236, "next turn": 20}
+
+    def test_the_end_of_a_long_one_does_not_wait(self, world: Driver) -> None:
+        world.steps(6)
+        world.add("short", 40, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 208, "short": 40}
+
+    def test_a_less_urgent_one_waits(self) -> None:
+        world = self.begun(policy=SchedulingPolicy.PRIORITY)
+        world.add("later", 40, max_tokens=1, priority=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 256}
+        world.add("alike", 40, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 216, "alike": 40}
+
+    def test_kv_that_comes_from_another_node_is_sent_for_meanwhile(self) -> None:
+        connector = FakeConnector()
+        world = self.begun(connector=connector)
+        connector.offers["moved"] = (1400, True)
+        world.add("moved", 1400, max_tokens=2, transfer=consume())
+        world.add("short", 40, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
+        assert ("alloc", "moved", 1400) in connector.calls
+
+    def test_a_long_one_that_goes_to_another_node_waits_for_its_turn(self) -> None:
+        world = self.begun(connector=FakeConnector())
+        world.add("goes", 1400, max_tokens=1, transfer=produce())
+        world.add("short", 40, max_tokens=1)
+        assert world.step()[0].num_scheduled_tokens == {"long": 216, "short": 40}
+
+
+def missing(world: Driver, request_id: str) -> int:
+    request = world.scheduler.requests[request_id]
+    return request.num_tokens - request.num_computed_tokens
