@@ -39,7 +39,7 @@ class RayNodes:
 
     def __init__(self, environment: Mapping[str, str] | None = None, **places: int) -> None:
         name, value = "TANDEM_TEST_MARK", secrets.token_hex(8)
-        self._mark = f"{name}={value}".encode()
+        self.mark = f"{name}={value}"  # in the environment of each of its processes
         environment = {**(environment or {}), name: value}
         os.environ.update(environment)  # what Ray starts inherits it
         from tandem.cluster.on_ray.runtime import import_ray
@@ -73,7 +73,7 @@ class RayNodes:
         found: dict[int, str] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if self._mark in (folder / "environ").read_bytes().split(b"\0"):
+                if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     command = (folder / "cmdline").read_text().replace("\0", " ")
                     if command.startswith(title):
                         found[int(folder.name)] = command[:80]
