@@ -254,8 +254,8 @@ def _note(one: SupervisedNode | RouterView) -> str:
 
 
 def rollout_line(rollout: RolloutView) -> str:
-    left = f"{len(rollout.left)} left" + (f" ({', '.join(rollout.left[:8])})" if rollout.left else "")
-    line = f"{rollout.replaced} replaced, {left}"
+    left = f"{len(rollout.left)} old left" + (f" ({', '.join(rollout.left[:8])})" if rollout.left else "")
+    line = f"{rollout.replaced} new serve, {left}"
     if rollout.going_back:
         line = f"going back ({rollout.going_back}): {line}"
     return line + (f"; waits: {rollout.waits}" if rollout.waits else "")

@@ -4,6 +4,7 @@ scheduler       `Scheduler`, the only entry; the other files are its parts
 state           what the parts share: requests, the step's plan, the prompt budget, the open step, counters
 queue           waiting requests, in the order of a policy; also those that were passed over or wait for an event
 admission       the two phases of a step: running requests first, then waiting ones
+beside          short prompts beside a long one that has begun
 idle_work       requests that run when nothing else does
 unchanged       takes many identical steps at once, for a simulation
 wings           what can be deleted: pins/ (agents' turns that keep their blocks), drafting/ (how long drafts may be) and

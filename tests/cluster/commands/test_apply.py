@@ -105,7 +105,7 @@ def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> No
     )
     assert done
     assert said == [
-        "1 replaced, 1 left (decode-0)",
+        "1 new serve, 1 old left (decode-0)",
         "decode-0 drains and is replaced",
         "the controller is away, and what serves goes on: no controller",
         "done: 1 node and 0 routers serve with this configuration",
@@ -119,7 +119,7 @@ def test_it_says_why_a_rollout_was_taken_back() -> None:
     )
     assert not done
     assert said == [
-        "going back (decode-1: no weights): 1 replaced, 1 left (decode-1)",
+        "going back (decode-1: no weights): 1 new serve, 1 old left (decode-1)",
         "the rollout was taken back: decode-1: no weights",
     ]
 
@@ -144,7 +144,7 @@ def test_an_answer_with_other_bits_takes_a_rollout_back(
 
 
 def test_a_line_says_what_it_waits_for() -> None:
-    assert rollout_line(RolloutView(4, 0, [], 0.0, "room")) == "0 replaced, 0 left; waits: room"
+    assert rollout_line(RolloutView(4, 0, [], 0.0, "room")) == "0 new serve, 0 old left; waits: room"
 
 
 def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
