@@ -195,7 +195,7 @@ test-install: install
 	TANDEM_FULL_INSTALL=1 $(BIN)/python -m pytest -v tests/packaging
 
 docs: install
-	$(BIN)/python -m tandem.cluster.commands.documents
+	$(BIN)/python -m docs.tables
 	$(BIN)/python docs/figures/draw.py
 
 # The native kernels are compiled once per machine, and again when their sources change.

@@ -30,16 +30,12 @@ LogFormat = Literal["text", "json"]
 
 
 class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    level: Annotated[
-        LogLevel,
-        about(
-            "the least that the logs of nodes, routers and the controller hold; `debug` has a line for each request on each node"
-        ),
-    ] = "info"
-    format: Annotated[
-        LogFormat,
-        about("lines for people, or a JSON object a line, with the ids of requests as fields"),
-    ] = "text"
+    # fmt: off
+    level: Annotated[LogLevel, about(
+        "the least that the logs of nodes, routers and the controller hold; `debug` has a line for each request on each node"
+    )] = "info"
+    format: Annotated[LogFormat, about("lines for people, or a JSON object a line, with the ids of requests as fields")] = "text"
+    # fmt: on
 
 
 # How much of its log a process keeps for other processes that ask. All of it goes to its standard error.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_report import Dtype
 from benchmarks.lib.engines import load_engine, request_of
+from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import SamplingParams
@@ -33,10 +34,18 @@ class Parity(msgspec.Struct, frozen=True):
 class ParitySide:
     """One engine. Prompts are cut into chunks and mixed with decodes."""
 
-    def __init__(self, path: Path, dtype: Dtype, device: str, *, native: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dtype: Dtype,
+        device: str,
+        *,
+        native: bool,
+        exact: Literal["auto", "require"] = "auto",
+    ) -> None:
         cache = CacheConfig(memory_bytes=256 << 20, prefix_caching=False)
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96, max_model_len=1024)
-        model = ModelConfig(path=str(path), dtype=dtype, device=device)
+        model = ModelConfig(path=str(path), dtype=dtype, device=device, exact=exact)
         self._engine, _ = load_engine(model, cache, config, native=native)
         self._count = 0
 
@@ -117,6 +126,24 @@ def _near_enough(
     wrote = float((decoded - generated).abs().mean())
     said = f"{dtype}: log-probabilities off by {read:.4f} in prompts, {wrote:.4f} in decodes; {allowed:.4f} allowed"
     return Parity(f"{dtype} log-probabilities", read <= allowed and wrote <= allowed, said)
+
+
+def check_same_bits(path: Path, device: torch.device) -> list[Parity]:
+    """docs/exact.md: requests have the same tokens and log-probabilities together as one by one, to the bit."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, 1000) for _ in range(length)] for length in _LENGTHS]
+    try:
+        tried = ParitySide(path, "bfloat16", str(device), native=True, exact="require")
+    except ConfigurationError as error:
+        return [Parity("the same bits", holds=False, said=str(error))]
+    answers, found = tried.chosen_logprobs(prompts)
+    one_by_one = [tried.chosen_logprobs([prompt]) for prompt in prompts]
+    alone = torch.cat([logprobs for _, logprobs in one_by_one])
+    other = int((found != alone).sum())
+    holds = other == 0 and answers == [answer for one, _ in one_by_one for answer in one]
+    return [
+        Parity("the same bits", holds, f"{other} of {len(alone)} log-probabilities have other bits alone")
+    ]
 
 
 def check_against_transformers(path: Path, device: torch.device) -> list[Parity]:

@@ -20,7 +20,7 @@ import torch
 from benchmarks import gpu_handover
 from benchmarks.gpu_handover import compare_pair, one_engine, prompts
 from benchmarks.gpu_models import DRY_SHAPES, PARITY_SHAPE, SPEED_SHAPES, make_model
-from benchmarks.gpu_parity import check_against_transformers, check_parity
+from benchmarks.gpu_parity import check_against_transformers, check_parity, check_same_bits
 from benchmarks.gpu_profile import sampling_times
 from benchmarks.gpu_report import Dtype, Report, note
 from benchmarks.gpu_speed import DRY, QUICK, Sizes, SpeedBench
@@ -153,7 +153,7 @@ def transfer(setting: Setting, report: Report) -> None:
 def parity(setting: Setting, report: Report) -> None:
     device, cpu = setting.on_device, torch.device("cpu")
     path = make_model(PARITY_SHAPE, setting.models / "parity", cpu)
-    checks = [functools.partial(check_parity, path, device)]
+    checks = [functools.partial(check, path, device) for check in (check_parity, check_same_bits)]
     for name in ("qwen3-8b", "experts", "latents"):
         shape = msgspec.structs.replace(DRY_SHAPES[name], dtype="float32", spread=PARITY_SHAPE.spread)
         made = make_model(shape, setting.models / "parity" / name, cpu)

@@ -1,7 +1,6 @@
 """What a router's decision costs by the number of nodes, and whether it is as good as one that ranks every node.
 
     python -m benchmarks.routing [--nodes N,N,...] [--requests N] [--json FILE]
-    python -m benchmarks.routing --policies    # every policy on three kinds of traffic: cache hits, balance, waiting times
 
 Cost: the router's own code (`tandem.router.policy.choose`, `tandem.router.pool`) chooses two nodes for each request, records what was sent and
 answered, and reads the nodes' statuses; half of the requests share a prefix with earlier ones. There are no sockets. Hashing a prompt is timed
@@ -12,7 +11,6 @@ all nodes, on the same requests.
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections import deque
@@ -48,7 +46,6 @@ PROMPTS = (4_096, 100_000)
 STEPS_PER_STATUS = 20
 COUNTED_EVERY = 4  # a node's statuses have its counters once a second (`tandem.node.routers`)
 QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
-POLICY_NODES = (4, 4)
 TELLING_S = 0.001  # how long a router process's report takes to reach a sibling
 
 
@@ -243,14 +240,11 @@ def simulated(
     trace: str,
     seconds: float,
     chooser_of: Callable[[NodePool], Chooser],
-    nodes: tuple[int, int] = QUALITY_NODES,
     routers: int = 1,
     telling_s: float | None = None,
 ) -> dict[str, float]:
-    simulation = Simulation(chooser_of, *nodes, routers, telling_s)
-    load = (
-        0.75 * nodes[0] / 4 if nodes == QUALITY_NODES else 1.0
-    )  # the traces are written for four prefill nodes
+    simulation = Simulation(chooser_of, *QUALITY_NODES, routers, telling_s)
+    load = 0.75 * QUALITY_NODES[0] / 4  # the traces are written for four prefill nodes
     outcome = simulation.run(TRACES[trace](random.Random(7), seconds, load))
     waits = sorted(outcome.first_token_s)
     return {
@@ -282,28 +276,12 @@ def together(trace: str, seconds: float, routers: int, telling_s: float | None) 
     return {"trace": trace, "routers": routers, "telling": telling, **found}
 
 
-def policies(seconds: float) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for trace in TRACES:
-        for policy in PolicyName:
-            chooser_of = functools.partial(Chooser, policy=policy, local_prefill=LocalPrefill.NEVER)
-            found = simulated(trace, seconds, chooser_of, POLICY_NODES)
-            rows.append({"trace": trace, "policy": policy.value, **found})
-    return rows
-
-
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--nodes", default="4,100,1000,4000", help="how many, each in turn")
     parser.add_argument("--requests", type=int, default=1000, help="decisions of each kind")
     parser.add_argument("--seconds", type=float, default=60, help="of simulated time, for the quality")
-    parser.add_argument("--policies", action="store_true", help="only the policies, simulated")
     options = parser.parse_args()
-    if options.policies:
-        rows = policies(options.seconds)
-        prefill, decode = POLICY_NODES
-        title = f"{prefill} prefill and {decode} decode nodes, simulated"
-        return report(options, rows, table_of(title, rows, left=2))
     nodes, seconds = [int(count) for count in options.nodes.split(",")], options.seconds
     routers = ((1, None), (2, None), (2, TELLING_S), (4, None), (4, TELLING_S))
     traces = TRACES if seconds else ()

@@ -33,56 +33,38 @@ MAX_LEASE_S = 3600.0
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`transfer:` in tandem.yaml."""
 
-    connector: Annotated[
-        NotEmpty, about("`nixl`, `nccl`, or `package.module:factory`: [connectors](connectors.md)")
-    ] = "nixl"
-    direction: Annotated[
-        Literal["push", "pull"], about("`push`: the prefill node writes; `pull`: the decode node reads")
-    ] = "push"
-    lease_s: Annotated[
-        Annotated[float, Meta(gt=0, le=MAX_LEASE_S)],
-        fixed(
-            "a prefill node holds blocks for this long when the lease is not renewed; decode nodes renew it beside their steps"
-        ),
-    ] = 10.0
-    timeout_s: Annotated[
-        Seconds, about("how long a decode node waits for one transfer, once the prompt is being computed")
-    ] = 60.0
-    handshake_timeout_s: Annotated[
-        Seconds,
-        fixed(
-            "for two nodes to get to know each other; it is a few messages, and a failure makes the decode node read the prompt"
-        ),
-    ] = 5.0
-    on_failure: Annotated[
-        LoadFailurePolicy,
-        about(
-            "`recompute`: the decode node reads the prompt itself; `fail`: the request fails with `kv_load_failed`, and no node "
-            "computes its prompt again"
-        ),
-    ] = LoadFailurePolicy.RECOMPUTE
-    patience_s: Annotated[
-        Seconds,
-        fixed(
-            "a transfer is given up when waiting for it, at its link's recent rate, would take this much longer than computing the rest on the decode node; both rates are measured"
-        ),
-    ] = 1.0
-    checksums: Annotated[
-        ChecksumPolicy,
-        about(
-            "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16, and all from a node that "
-            "has sent a wrong one), or `off`"
-        ),
-    ] = ChecksumPolicy.SAMPLE
-    canary_share: Annotated[
-        Annotated[float, Meta(ge=0, le=1)],
-        fixed(
-            "share of received prompts that a decode node computes again in idle time, to compare the KV; differences that rounding does not explain count as `wrong_kv`"
-        ),
-    ] = 0.01
-    options: Annotated[
-        dict[str, str], about("the connector's own options: [connectors](connectors.md#nixl)")
-    ] = {}
+    # fmt: off
+    connector: Annotated[NotEmpty, about("`nixl`, `nccl`, or `package.module:factory`: [connectors](connectors.md)")] = "nixl"
+    direction: Annotated[Literal["push", "pull"], about(
+        "`push`: the prefill node writes; `pull`: the decode node reads"
+    )] = "push"
+    lease_s: Annotated[Annotated[float, Meta(gt=0, le=MAX_LEASE_S)], fixed(
+        "a prefill node holds blocks for this long when the lease is not renewed; decode nodes renew it beside their steps"
+    )] = 10.0
+    timeout_s: Annotated[Seconds, about(
+        "how long a decode node waits for one transfer, once the prompt is being computed"
+    )] = 60.0
+    handshake_timeout_s: Annotated[Seconds, fixed(
+        "for two nodes to get to know each other; it is a few messages, and a failure makes the decode node read the prompt"
+    )] = 5.0
+    on_failure: Annotated[LoadFailurePolicy, about(
+        "`recompute`: the decode node reads the prompt itself; `fail`: the request fails with `kv_load_failed`, and no node "
+        "computes its prompt again"
+    )] = LoadFailurePolicy.RECOMPUTE
+    patience_s: Annotated[Seconds, fixed(
+        "a transfer is given up when waiting for it, at its link's recent rate, would take this much longer than computing the "
+        "rest on the decode node; both rates are measured"
+    )] = 1.0
+    checksums: Annotated[ChecksumPolicy, about(
+        "which blocks the receiver checks before it uses them: `all`, a `sample` (one of 16, and all from a node that has sent "
+        "a wrong one), or `off`"
+    )] = ChecksumPolicy.SAMPLE
+    canary_share: Annotated[Annotated[float, Meta(ge=0, le=1)], fixed(
+        "share of received prompts that a decode node computes again in idle time, to compare the KV; differences that rounding "
+        "does not explain count as `wrong_kv`"
+    )] = 0.01
+    options: Annotated[dict[str, str], about("the connector's own options: [connectors](connectors.md#nixl)")] = {}
+    # fmt: on
 
 
 class EvictionPolicy(enum.StrEnum):

@@ -53,168 +53,113 @@ class UnknownFields(enum.StrEnum):
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits on what one client, or all clients together, may ask for."""
 
-    header_bytes: Annotated[
-        AtLeastOne, fixed("bytes of one request's header; proxies and other servers take 8 to 64 KiB")
-    ] = 32 << 10
+    # fmt: off
+    header_bytes: Annotated[AtLeastOne, fixed(
+        "bytes of one request's header; proxies and other servers take 8 to 64 KiB"
+    )] = 32 << 10
     body_bytes: Annotated[AtLeastOne, about("bytes of one request's body")] = 16 << 20
-    body_bytes_at_once: Annotated[
-        AtLeastOne,
-        fixed(
-            "bytes of all bodies that are being received, parsed or tokenized; parsed, a body takes several times its bytes, and further ones wait"
-        ),
-    ] = 256 << 20
-    kept_bytes: Annotated[
-        AtLeastOne,
-        about(
-            "bytes that all requests keep until their end: tokens, log-probabilities, unread parts of answers. A request that "
-            "exceeds it alone is refused, others get 503 while there is no room. Each key has a share"
-        ),
-    ] = 1 << 30
-    responses_bytes: Annotated[
-        AtLeastOne,
-        fixed(
-            "bytes of answers of /v1/responses that a router keeps, and of those that are being written in the background; the oldest of the key that keeps most make room"
-        ),
-    ] = 256 << 20
-    cached_blocks: Annotated[
-        NotNegative,
-        fixed(
-            "blocks of nodes' caches that a router knows of, about 150 bytes each; beyond that it goes by what it sent to a node"
-        ),
-    ] = 4_000_000
-    image_bytes: Annotated[
-        AtLeastOne, fixed("bytes of one image's file; `body_bytes` bounds those of a request")
-    ] = 8 << 20
-    image_pixels: Annotated[
-        Annotated[int, Meta(ge=1, le=89_000_000)],
-        fixed(
-            "pixels of one image; checking decodes it, with up to 10 bytes a pixel, and models see a smaller copy"
-        ),
-    ] = 40_000_000
-    prompt_embeds_bytes: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST_BYTES)],
-        fixed("bytes of one tensor of `prompt_embeds`; the model's context is a closer limit"),
-    ] = 8 << 20
+    body_bytes_at_once: Annotated[AtLeastOne, fixed(
+        "bytes of all bodies that are being received, parsed or tokenized; parsed, a body takes several times its bytes, and "
+        "further ones wait"
+    )] = 256 << 20
+    kept_bytes: Annotated[AtLeastOne, about(
+        "bytes that all requests keep until their end: tokens, log-probabilities, unread parts of answers. A request that "
+        "exceeds it alone is refused, others get 503 while there is no room. Each key has a share"
+    )] = 1 << 30
+    responses_bytes: Annotated[AtLeastOne, fixed(
+        "bytes of answers of /v1/responses that a router keeps, and of those that are being written in the background; the "
+        "oldest of the key that keeps most make room"
+    )] = 256 << 20
+    cached_blocks: Annotated[NotNegative, fixed(
+        "blocks of nodes' caches that a router knows of, about 150 bytes each; beyond that it goes by what it sent to a node"
+    )] = 4_000_000
+    image_bytes: Annotated[AtLeastOne, fixed("bytes of one image's file; `body_bytes` bounds those of a request")] = 8 << 20
+    image_pixels: Annotated[Annotated[int, Meta(ge=1, le=89_000_000)], fixed(
+        "pixels of one image; checking decodes it, with up to 10 bytes a pixel, and models see a smaller copy"
+    )] = 40_000_000
+    prompt_embeds_bytes: Annotated[Annotated[int, Meta(ge=1, le=MOST_BYTES)], fixed(
+        "bytes of one tensor of `prompt_embeds`; the model's context is a closer limit"
+    )] = 8 << 20
     images_per_request: Annotated[AtLeastOne, about("images in the messages of one request")] = 16
     json_depth: Annotated[AtLeastOne, fixed("how deep a body nests; no API has a body of ten levels")] = 64
-    json_containers: Annotated[
-        AtLeastOne,
-        fixed("objects and arrays in a body; `body_bytes` and the model's context are closer limits"),
-    ] = 100_000
-    json_items: Annotated[
-        AtLeastOne, fixed("items in those; a token id is one, and no model reads so many")
-    ] = 1_000_000
-    json_members: Annotated[
-        AtLeastOne, fixed("names in a body's objects; `body_bytes` is a closer limit")
-    ] = 100_000
-    connections: Annotated[
-        AtLeastOne,
-        fixed(
-            "connections open at once in one process, of `router.processes`; beyond it, the longest idle gives way"
-        ),
-    ] = 4096
-    prompts_per_request: Annotated[
-        AtLeastOne, fixed("prompts in one request; a client sends more in further requests")
-    ] = 128
-    inputs_per_request: Annotated[
-        AtLeastOne,
-        fixed("texts in one request for vectors or scores; OpenAI takes 2048, and their answer is one body"),
-    ] = 1024
-    choices_per_request: Annotated[
-        AtLeastOne, fixed("prompts times `n` or `best_of`; OpenAI's limit of `n`")
-    ] = 128
+    json_containers: Annotated[AtLeastOne, fixed(
+        "objects and arrays in a body; `body_bytes` and the model's context are closer limits"
+    )] = 100_000
+    json_items: Annotated[AtLeastOne, fixed("items in those; a token id is one, and no model reads so many")] = 1_000_000
+    json_members: Annotated[AtLeastOne, fixed("names in a body's objects; `body_bytes` is a closer limit")] = 100_000
+    connections: Annotated[AtLeastOne, fixed(
+        "connections open at once in one process, of `router.processes`; beyond it, the longest idle gives way"
+    )] = 4096
+    prompts_per_request: Annotated[AtLeastOne, fixed("prompts in one request; a client sends more in further requests")] = 128
+    inputs_per_request: Annotated[AtLeastOne, fixed(
+        "texts in one request for vectors or scores; OpenAI takes 2048, and their answer is one body"
+    )] = 1024
+    choices_per_request: Annotated[AtLeastOne, fixed("prompts times `n` or `best_of`; OpenAI's limit of `n`")] = 128
     inflight_per_node: Annotated[AtLeastOne, about("sequences that run at once, per decoding node")] = 256
     queued: Annotated[AtLeastOne, about("sequences that wait beyond those")] = 1024
+    # fmt: on
 
 
 class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In seconds. Each wait in a request's life ends by one of these."""
 
+    # fmt: off
     header: Annotated[Seconds, fixed("for a request's header to arrive; it is one packet")] = 10.0
-    body: Annotated[
-        Seconds,
-        fixed(
-            "for its body to arrive, and for the rest of a body that is answered already: 16 MiB at 5 Mbit/s"
-        ),
-    ] = 30.0
+    body: Annotated[Seconds, fixed(
+        "for its body to arrive, and for the rest of a body that is answered already: 16 MiB at 5 Mbit/s"
+    )] = 30.0
     queue: Annotated[Seconds, about("for a place on a node")] = 30.0
-    token_idle: Annotated[
-        Seconds,
-        fixed(
-            "after half of it without a token, the router asks the nodes whether they have the request; a slow node says so, and keeps it"
-        ),
-    ] = 30.0
+    token_idle: Annotated[Seconds, fixed(
+        "after half of it without a token, the router asks the nodes whether they have the request; a slow node says so, and "
+        "keeps it"
+    )] = 30.0
     total: Annotated[Seconds, about("for the whole request")] = 1800.0
-    slow_reader: Annotated[
-        Seconds,
-        fixed(
-            "a client that takes nothing of its answer for this long is cut off; it holds memory that others wait for"
-        ),
-    ] = 30.0
-    keep_alive: Annotated[
-        Seconds,
-        fixed(
-            "an idle connection is closed after this long: later than most load balancers close theirs, which is after 60 s"
-        ),
-    ] = 75.0
-    realtime_ping: Annotated[
-        Seconds,
-        fixed(
-            "a client of /v1/realtime that is silent for this long is pinged, and has as long to answer; servers with the `websockets` package do the same"
-        ),
-    ] = 20.0
-    realtime_idle: Annotated[
-        Seconds,
-        fixed(
-            "a client of /v1/realtime that sends no whole event for this long is cut off; it may connect again"
-        ),
-    ] = 300.0
-    failover_wait: Annotated[
-        Seconds,
-        fixed("for a node to appear when the last one was lost; a client that would wait longer asks again"),
-    ] = 10.0
+    slow_reader: Annotated[Seconds, fixed(
+        "a client that takes nothing of its answer for this long is cut off; it holds memory that others wait for"
+    )] = 30.0
+    keep_alive: Annotated[Seconds, fixed(
+        "an idle connection is closed after this long: later than most load balancers close theirs, which is after 60 s"
+    )] = 75.0
+    realtime_ping: Annotated[Seconds, fixed(
+        "a client of /v1/realtime that is silent for this long is pinged, and has as long to answer; servers with the "
+        "`websockets` package do the same"
+    )] = 20.0
+    realtime_idle: Annotated[Seconds, fixed(
+        "a client of /v1/realtime that sends no whole event for this long is cut off; it may connect again"
+    )] = 300.0
+    failover_wait: Annotated[Seconds, fixed(
+        "for a node to appear when the last one was lost; a client that would wait longer asks again"
+    )] = 10.0
+    # fmt: on
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    # fmt: off
     ping_interval: Annotated[Seconds, fixed("between two questions to a node")] = 0.5
     # With the time until the silence is noticed, this stays under 3 s.
-    silence: Annotated[
-        Seconds,
-        fixed(
-            "a node that says nothing for this long is lost: with the time until that is noticed, under 3 s"
-        ),
-    ] = 2.5
-    starved: Annotated[
-        Seconds,
-        fixed(
-            "the same, while its machine accepts connections for it and no other node could go on with its requests"
-        ),
-    ] = 10.0
-    wedged: Annotated[
-        Seconds,
-        fixed(
-            "a node that has been in one step for this long gets no new requests; `timeouts.step_s` ends it"
-        ),
-    ] = 60.0
+    silence: Annotated[Seconds, fixed(
+        "a node that says nothing for this long is lost: with the time until that is noticed, under 3 s"
+    )] = 2.5
+    starved: Annotated[Seconds, fixed(
+        "the same, while its machine accepts connections for it and no other node could go on with its requests"
+    )] = 10.0
+    wedged: Annotated[Seconds, fixed(
+        "a node that has been in one step for this long gets no new requests; `timeouts.step_s` ends it"
+    )] = 60.0
+    # fmt: on
 
 
 class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request is traced when its caller asks for it, by a sampled `traceparent` or an `x-tandem-trace`
     header."""
 
-    sample: Annotated[
-        Annotated[float, Meta(ge=0, le=1)],
-        about("share of requests that are traced without asking for it"),
-    ] = 0.0
-    keep: Annotated[
-        AtLeastOne, fixed("number of last traces that `tandem trace` can show; a collector keeps all")
-    ] = 64
-    otlp_endpoint: Annotated[
-        str,
-        about(
-            "OpenTelemetry's collector, such as `http://localhost:4318`; empty: `OTEL_EXPORTER_OTLP_ENDPOINT`, if it is set"
-        ),
-    ] = ""
+    # fmt: off
+    sample: Annotated[Annotated[float, Meta(ge=0, le=1)], about("share of requests that are traced without asking for it")] = 0.0
+    keep: Annotated[AtLeastOne, fixed("number of last traces that `tandem trace` can show; a collector keeps all")] = 64
+    otlp_endpoint: Annotated[str, about(
+        "OpenTelemetry's collector, such as `http://localhost:4318`; empty: `OTEL_EXPORTER_OTLP_ENDPOINT`, if it is set"
+    )] = ""
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_fields(self, "router.tracing")
@@ -300,117 +245,69 @@ _ROUTER_URL = re.compile(r"https?://[^\s/?#@]+/?")
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_path: str  # a folder with tokenizer.json and, if the model has one, the chat template
     model_name: str  # the name that clients use, and that nodes must announce
+    # fmt: off
     model_aliases: Annotated[tuple[str, ...], about("further names of the model")] = ()
-    other_models: Annotated[
-        dict[str, str],
-        about(
-            "models of other deployments and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed "
-            "on: [operations](operations.md#several-models-at-one-address)"
-        ),
-    ] = {}
+    other_models: Annotated[dict[str, str], about(
+        "models of other deployments and their routers: `{code: 'http://10.0.0.7:8000'}`. Requests for them are passed on: "
+        "[operations](operations.md#several-models-at-one-address)"
+    )] = {}
     host: Annotated[NotEmpty, about("address to listen at; `0.0.0.0` is every interface")] = "127.0.0.1"
-    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("port to listen at; 0 takes a free one")] = (
-        8000
-    )
-    placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = (
-        RouterPlacement.HEAD
-    )
-    processes: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST_PROCESSES)],
-        about(
-            "router processes that share the port on each machine that has a router: [many nodes](scale.md#several-router-processes)"
-        ),
-    ] = 1
-    inbox_host: Annotated[
-        str,
-        about(
-            "address at which the router receives nodes' answers; on a Ray cluster the default is its machine's address"
-        ),
-    ] = "127.0.0.1"
-    policy: Annotated[
-        PolicyName,
-        about(
-            "`least_wait`, `prefix_affinity`, `session_affinity` or `round_robin`: "
-            "[api](api.md#what-happens-to-a-request)"
-        ),
-    ] = PolicyName.LEAST_WAIT
-    local_prefill: Annotated[
-        LocalPrefill,
-        about(
-            "whether a decode node reads a prompt itself: `auto`, when that costs less and stalls no stream there for more "
-            "than 50 ms; `never`; `always`"
-        ),
-    ] = LocalPrefill.AUTO
-    admit_within: Annotated[
-        Seconds | None,
-        about(
-            "a request that would wait longer than this before its prompt is read, in the router's and nodes' lines together, "
-            "gets 503 with `Retry-After` at once; `null`: it waits. [Under overload](tuning.md#under-overload)"
-        ),
-    ] = None
-    tool_format: Annotated[
-        ToolFormat,
-        about(
-            "how the model writes tool calls: `auto`, as its chat template does; or a [format](api.md#tools)"
-        ),
-    ] = ToolFormat.AUTO
-    reasoning_format: Annotated[
-        ReasoningName,
-        about(
-            "how the model marks its reasoning: `auto`, as its chat template does; or a "
-            "[format](api.md#reasoning)"
-        ),
-    ] = ReasoningName.AUTO
-    chat_template: Annotated[
-        str | None,
-        about("a file with a chat template, or the template itself, in place of the model's own"),
-    ] = None
-    unknown_fields: Annotated[
-        UnknownFields,
-        about(
-            "what happens to a request's fields that this server does not know: `ignore` names them in a "
-            "header and in the log, `refuse` answers 400. Internals are always refused"
-        ),
-    ] = UnknownFields.IGNORE
-    prompt_embeds: Annotated[
-        bool,
-        about(
-            "completions may have tensors in place of prompts ([api](api.md#prompts-as-embeddings)): clients then reach "
-            "states of the model that no text reaches"
-        ),
-    ] = False
-    include_usage: Annotated[
-        bool,
-        about(
-            "streams of chats and completions end with their usage, whether or not `stream_options` asks for it"
-        ),
-    ] = False
-    sampling_defaults: Annotated[
-        SamplingDefaults,
-        about(
-            "sampling where a request says nothing: by the model's `generation_config.json` (`model`), or OpenAI's defaults "
-            "(`openai`)"
-        ),
-    ] = SamplingDefaults.MODEL
-    max_failovers: Annotated[
-        NotNegative,
-        fixed("how often a request may move to other nodes; what breaks a fourth node is the request"),
-    ] = 3
-    api_keys: Annotated[
-        tuple[ApiKey, ...],
-        about("clients' keys, each with its quotas: [api](api.md#keys). Empty: everyone may ask"),
-    ] = ()
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], about("port to listen at; 0 takes a free one")] = 8000
+    placement: Annotated[RouterPlacement, about("`head`, or `every_host`: one on each machine")] = RouterPlacement.HEAD
+    processes: Annotated[Annotated[int, Meta(ge=1, le=MOST_PROCESSES)], about(
+        "router processes that share the port on each machine that has a router: [many "
+        "nodes](scale.md#several-router-processes)"
+    )] = 1
+    inbox_host: Annotated[str, about(
+        "address at which the router receives nodes' answers; on a Ray cluster the default is its machine's address"
+    )] = "127.0.0.1"
+    policy: Annotated[PolicyName, about(
+        "`least_wait`, `prefix_affinity`, `session_affinity` or `round_robin`: [api](api.md#what-happens-to-a-request)"
+    )] = PolicyName.LEAST_WAIT
+    local_prefill: Annotated[LocalPrefill, about(
+        "whether a decode node reads a prompt itself: `auto`, when that costs less and stalls no stream there for more than 50 "
+        "ms; `never`; `always`"
+    )] = LocalPrefill.AUTO
+    admit_within: Annotated[Seconds | None, about(
+        "a request that would wait longer than this before its prompt is read, in the router's and nodes' lines together, gets "
+        "503 with `Retry-After` at once; `null`: it waits. [Under overload](tuning.md#under-overload)"
+    )] = None
+    tool_format: Annotated[ToolFormat, about(
+        "how the model writes tool calls: `auto`, as its chat template does; or a [format](api.md#tools)"
+    )] = ToolFormat.AUTO
+    reasoning_format: Annotated[ReasoningName, about(
+        "how the model marks its reasoning: `auto`, as its chat template does; or a [format](api.md#reasoning)"
+    )] = ReasoningName.AUTO
+    chat_template: Annotated[str | None, about(
+        "a file with a chat template, or the template itself, in place of the model's own"
+    )] = None
+    unknown_fields: Annotated[UnknownFields, about(
+        "what happens to a request's fields that this server does not know: `ignore` names them in a header and in the log, "
+        "`refuse` answers 400. Internals are always refused"
+    )] = UnknownFields.IGNORE
+    prompt_embeds: Annotated[bool, about(
+        "completions may have tensors in place of prompts ([api](api.md#prompts-as-embeddings)): clients then reach states of "
+        "the model that no text reaches"
+    )] = False
+    include_usage: Annotated[bool, about(
+        "streams of chats and completions end with their usage, whether or not `stream_options` asks for it"
+    )] = False
+    sampling_defaults: Annotated[SamplingDefaults, about(
+        "sampling where a request says nothing: by the model's `generation_config.json` (`model`), or OpenAI's defaults "
+        "(`openai`)"
+    )] = SamplingDefaults.MODEL
+    max_failovers: Annotated[NotNegative, fixed(
+        "how often a request may move to other nodes; what breaks a fourth node is the request"
+    )] = 3
+    api_keys: Annotated[tuple[ApiKey, ...], about(
+        "clients' keys, each with its quotas: [api](api.md#keys). Empty: everyone may ask"
+    )] = ()
     api_keys_file: Annotated[str | None, about("the same in a file: one key per line, or a JSON list")] = None
-    receipt_key_file: Annotated[
-        str | None,
-        about(
-            "a file with at least 32 random bytes, the same for each router: answers carry signed "
-            "[receipts](exact.md#receipts) for requests that ask for one, and can be made again"
-        ),
-    ] = None
-    cors_origins: Annotated[
-        tuple[str, ...], about("web pages that may ask from a browser; `*` is any page")
-    ] = ()
+    receipt_key_file: Annotated[str | None, about(
+        "a file with at least 32 random bytes, the same for each router: answers carry signed [receipts](exact.md#receipts) for "
+        "requests that ask for one, and can be made again"
+    )] = None
+    cors_origins: Annotated[tuple[str, ...], about("web pages that may ask from a browser; `*` is any page")] = ()
     # The part of the cluster's `slo` that the router measures.
     slo_ttft_s: Seconds = 2.0
     slo_inter_token_s: Seconds = 0.1
@@ -421,27 +318,20 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The cluster's `logs`.
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    tls_certificate: Annotated[
-        str | None,
-        about(
-            "a file with a certificate and its chain; clients must then speak TLS. A changed file is read while the router "
-            "serves: [security](security.md#tls)"
-        ),
-    ] = None
+    tls_certificate: Annotated[str | None, about(
+        "a file with a certificate and its chain; clients must then speak TLS. A changed file is read while the router serves: "
+        "[security](security.md#tls)"
+    )] = None
     tls_key: Annotated[str | None, about("the file with the certificate's key")] = None
-    batches_folder: Annotated[
-        str,
-        about(
-            "where [batches](batches.md) and their files are kept. All routers of the machine share it. Empty: a folder of the "
-            "model's name in `~/.local/state/tandem/batches`"
-        ),
-    ] = ""
-    env: Annotated[
-        dict[str, str],
-        about(
-            "environment variables of each router's process, such as `{PYTHONPATH: /shared/tandem-0.2.0}`; no secrets: Ray shows them"
-        ),
-    ] = {}
+    batches_folder: Annotated[str, about(
+        "where [batches](batches.md) and their files are kept. All routers of the machine share it. Empty: a folder of the "
+        "model's name in `~/.local/state/tandem/batches`"
+    )] = ""
+    env: Annotated[dict[str, str], about(
+        "environment variables of each router's process, such as `{PYTHONPATH: /shared/tandem-0.2.0}`; no secrets: Ray shows "
+        "them"
+    )] = {}
+    # fmt: on
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     heartbeat: Heartbeat = Heartbeat()

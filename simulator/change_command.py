@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient, key_from_environment
-from tandem.cluster.config import TandemConfig
+from tandem.cluster.commands.output import add_output, print_found, wants_json
+from tandem.cluster.commands.router_url import choose_url
+from tandem.cluster.commands.setting_options import add_settings, read_settings
 from tandem.router.page_state import PageState
 from tandem.simulator.change import INSIDE, Change, change_of
 from tandem.simulator.learnt import learnt_costs
@@ -25,22 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--url", help="of a router (default: that of the `tandem serve` on this machine)")
     add_costs(parser, "nodes (default: as this cluster's have learnt)", required=False)
+    add_settings(parser, serves=False)
+    add_output(parser)
 
 
-def run(options: argparse.Namespace, config: TandemConfig, *, as_json: bool) -> Change:
-    wanted = _sizes(options.sizes)
-    console = Console(stderr=as_json)
-    client = ApiClient(options.url, key_from_environment())
-    try:
+def run(options: argparse.Namespace) -> int:
+    wanted, config, url = _sizes(options.sizes), read_settings(options).config, choose_url(options.url)
+    console = Console(stderr=wants_json(options))
+    with closing(ApiClient(url, key_from_environment())) as client:
         state = client.read("/ui/state", PageState)
-    finally:
-        client.close()
-    costs = costs_of(options) if options.costs is not None else learnt_costs(options.url).costs
+    costs = costs_of(options) if options.costs is not None else learnt_costs(url).costs
     with progress(console, "simulating") as on_progress:
         change = change_of(state, wanted, config, costs, on_progress)
-    if not as_json:
-        _show(console, change)
-    return change
+    print_found(options, change, lambda: _show(console, change))
+    return 0
 
 
 def _sizes(given: list[str]) -> Mapping[Role, int]:

@@ -9,7 +9,9 @@ import msgspec
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.config import TandemConfig
+from tandem.base.flags import adder
+from tandem.cluster.commands.output import add_output, print_found, wants_json
+from tandem.cluster.commands.setting_options import add_settings, read_settings
 from tandem.loadgen.options import service_level
 from tandem.simulator.options import add_costs, add_traffic, costs_of, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
@@ -27,31 +29,24 @@ class SimulationResult(msgspec.Struct, frozen=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_costs(parser)
     add_traffic(parser)
-    shown = parser.add_argument_group("what is asked for")
-    shown.add_argument(
+    add = adder(parser.add_argument_group("what is asked for"))
+    add(
         "--slo",
-        type=service_level,
-        metavar="LIMITS",
-        help="such as ttft=2s,itl=100ms (default: what the settings say under slo)",
+        "LIMITS",
+        service_level,
+        "such as ttft=2s,itl=100ms (default: what the settings say under slo)",
     )
-    shown.add_argument(
-        "--machines",
-        type=int,
-        metavar="N",
-        help="for all pools together, where pools.*.max lets them grow (default: one for each node)",
-    )
-    shown.add_argument(
-        "--one-machine",
-        action="store_true",
-        help="all nodes share one machine, as `make serve` starts them, and slow each other",
-    )
-    shown.add_argument(
-        "--step-by-step", action="store_true", help="take every step alone: the same answer, much later"
-    )
+    machines = "for all pools together, where pools.*.max lets them grow (default: one for each node)"
+    add("--machines", "N", int, machines)
+    shared = "all nodes share one machine, as `make serve` starts them, and slow each other"
+    add("--one-machine", None, False, shared)
+    add("--step-by-step", None, False, "take every step alone: the same answer, much later")
+    add_settings(parser, serves=False)
+    add_output(parser)
 
 
-def run(options: argparse.Namespace, config: TandemConfig, *, as_json: bool) -> SimulationResult:
-    config, slo = slo_of(options, config)
+def run(options: argparse.Namespace) -> int:
+    config, slo = slo_of(options, read_settings(options).config)
     if options.machines is not None and options.machines < 1:
         raise ConfigurationError(f"--machines must be at least 1, not {options.machines}")
     setup = SimulationSetup(
@@ -64,11 +59,10 @@ def run(options: argparse.Namespace, config: TandemConfig, *, as_json: bool) -> 
         one_machine=options.one_machine,
     )
     setup.check()
-    console = Console(stderr=as_json)
+    console = Console(stderr=wants_json(options))
     began = time.monotonic()
     with progress(console, "simulating") as on_progress:
         report = simulate(setup, on_progress)
     result = SimulationResult(report, time.monotonic() - began)
-    if not as_json:
-        console.print(render(report, result.wall_s))
-    return result
+    print_found(options, result, lambda: console.print(render(report, result.wall_s)))
+    return 0

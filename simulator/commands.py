@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tandem.cluster.commands.output import add_output, print_json, wants_json
-from tandem.cluster.commands.parser import MEASURE, Command
-from tandem.cluster.commands.setting_options import add_settings, read_settings
+from tandem.cluster.commands.parser import MEASURE, command_of
+from tandem.cluster.commands.setting_options import read_settings
 
 if TYPE_CHECKING:
-    from tandem.cluster.config import TandemConfig
     from tandem.cluster.trace.why import Explanation
     from tandem.router.page_state import PageState
 
@@ -36,85 +34,16 @@ def explain_more(
     return compared(why, state(), config, costs, Console(stderr=True))
 
 
-def _describe_simulate(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.command import add_arguments
-
-    add_arguments(parser)
-    add_settings(parser, serves=False)
-    add_output(parser)
-
-
-def _describe_profile(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.profile_command import add_arguments
-
-    add_arguments(parser)
-    add_output(parser)
-
-
-def _describe_plan(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.plan_command import add_arguments
-
-    add_arguments(parser)
-    add_settings(parser, serves=False)
-    add_output(parser)
-
-
-def _run_profile(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.router_url import choose_url
-    from tandem.simulator.profile_command import run
-
-    options.url = choose_url(options.url)
-    costs = run(options, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(costs)
-    return 0
-
-
-def _run_simulate(options: argparse.Namespace) -> int:
-    from tandem.simulator.command import run
-
-    result = run(options, read_settings(options).config, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(result)
-    return 0
-
-
-def _run_plan(options: argparse.Namespace) -> int:
-    from tandem.simulator.plan_command import run
-
-    def configure(more: Mapping[str, str]) -> TandemConfig:
-        given = argparse.Namespace(**vars(options))
-        given.set = [*options.set, *(f"{name}={value}" for name, value in more.items())]
-        return read_settings(given).config
-
-    plan = run(options, configure, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(plan)
-    return 0 if plan.chosen is not None else 1
-
-
-def _describe_what_if(parser: argparse.ArgumentParser) -> None:
-    from tandem.simulator.change_command import add_arguments
-
-    add_arguments(parser)
-    add_settings(parser, serves=False)
-    add_output(parser)
-
-
-def _run_what_if(options: argparse.Namespace) -> int:
-    from tandem.cluster.commands.router_url import choose_url
-    from tandem.simulator.change_command import run
-
-    options.url = choose_url(options.url)
-    change = run(options, read_settings(options).config, as_json=wants_json(options))
-    if wants_json(options):
-        print_json(change)
-    return 0
-
-
-COMMANDS = (
-    Command("profile", "measure what a node's steps take, for `tandem simulate`", MEASURE, _describe_profile, _run_profile),
-    Command("simulate", "simulate how a cluster would serve given traffic", MEASURE, _describe_simulate, _run_simulate),
-    Command("plan", "how many nodes of each role given traffic needs, and what they cost", MEASURE, _describe_plan, _run_plan),
-    Command("what-if", "what other sizes of the pools would do to the requests of the last minutes", MEASURE, _describe_what_if, _run_what_if),
-)  # fmt: skip
+_ROWS = (
+    ("profile_command", "profile", "measure what a node's steps take, for `tandem simulate`"),
+    ("command", "simulate", "simulate how a cluster would serve given traffic"),
+    ("plan_command", "plan", "how many nodes of each role given traffic needs, and what they cost"),
+    (
+        "change_command",
+        "what-if",
+        "what other sizes of the pools would do to the requests of the last minutes",
+    ),
+)
+COMMANDS = tuple(
+    command_of(f"tandem.simulator.{module}", name, help, MEASURE) for module, name, help in _ROWS
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.flags import adder
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.replay.reading import TraceReader
@@ -29,26 +30,16 @@ def add_costs(
     parser: argparse.ArgumentParser, title: str = "nodes", *, required: bool = True, several: bool = False
 ) -> None:
     """Adds the options for cost files. `several`: each takes several files, one for each width of node."""
-    group = parser.add_argument_group(title)
+    add = adder(parser.add_argument_group(title))
     more = "; several files: of nodes of several widths, which are compared" if several else ""
-    for flag, what, is_required in (
-        (
-            "--costs",
-            f"of a node, as `tandem profile` writes them; `{RUNNING}`, or a router's URL: as the nodes of that cluster have learnt them; "
-            f"`{EXAMPLE_NAME}`: those of a small node of another machine{more}",
-            required,
-        ),
-        ("--prefill-costs", "of prefill nodes, if they differ", False),
-        ("--decode-costs", "of decode nodes, if they differ", False),
-    ):
-        group.add_argument(
-            flag,
-            type=_costs_source,
-            required=is_required,
-            metavar="FILE",
-            nargs="+" if several else None,
-            help=what,
-        )
+    what = (
+        f"of a node, as `tandem profile` writes them; `{RUNNING}`, or a router's URL: as the nodes of that cluster have learnt them; "
+        f"`{EXAMPLE_NAME}`: those of a small node of another machine{more}"
+    )
+    nargs = "+" if several else None
+    add("--costs", "FILE", _costs_source, what, required=required, nargs=nargs)
+    add("--prefill-costs", "FILE", _costs_source, "of prefill nodes, if they differ", nargs=nargs)
+    add("--decode-costs", "FILE", _costs_source, "of decode nodes, if they differ", nargs=nargs)
 
 
 def _costs_source(text: str) -> Path | str:
@@ -106,49 +97,20 @@ def _by_width(flag: str, sources: Sequence[Path | str]) -> dict[Role, dict[Width
 
 
 def add_traffic(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("traffic: a trace, or requests by chance")
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="Mooncake's JSONL, Azure's CSV, or a node's scheduler trace",
-    )
-    group.add_argument(
-        "--requests", type=int, metavar="N", help="the first N of the trace (default: all of them)"
-    )
-    group.add_argument(
-        "--trace-speed", type=float, default=1.0, metavar="X", help="play it X times as fast (%(default)s)"
-    )
-    group.add_argument(
-        "--trace-scale", type=float, default=1.0, metavar="X", help="multiply all lengths by X (%(default)s)"
-    )
-    group.add_argument(
-        "--copies",
-        type=int,
-        default=1,
-        metavar="N",
-        help="so many such crowds at once, each with prompts of its own (%(default)s)",
-    )
-    group.add_argument("--rate", type=float, metavar="R", help="by chance, R requests a second")
-    group.add_argument(
-        "--duration", type=float, default=60.0, metavar="S", help="by chance, for S seconds (%(default)s)"
-    )
-    group.add_argument("--input", type=int, default=512, metavar="TOKENS", help="of a prompt (%(default)s)")
-    group.add_argument("--output", type=int, default=64, metavar="TOKENS", help="of an answer (%(default)s)")
-    group.add_argument(
-        "--spread", type=float, default=0.0, metavar="R", help="lengths within ±R of these (%(default)s)"
-    )
-    group.add_argument(
-        "--prefix",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="that prompts share, before --input (%(default)s)",
-    )
-    group.add_argument("--prefixes", type=int, default=1, metavar="N", help="different ones (%(default)s)")
-    group.add_argument(
-        "--traffic-seed", type=int, default=0, metavar="N", help="of everything by chance (%(default)s)"
-    )
+    add = adder(parser.add_argument_group("traffic: a trace, or requests by chance"))
+    add("--trace", "FILE", Path, "Mooncake's JSONL, Azure's CSV, or a node's scheduler trace")
+    add("--requests", "N", int, "the first N of the trace (default: all of them)")
+    add("--trace-speed", "X", 1.0, "play it X times as fast (%(default)s)")
+    add("--trace-scale", "X", 1.0, "multiply all lengths by X (%(default)s)")
+    add("--copies", "N", 1, "so many such crowds at once, each with prompts of its own (%(default)s)")
+    add("--rate", "R", float, "by chance, R requests a second")
+    add("--duration", "S", 60.0, "by chance, for S seconds (%(default)s)")
+    add("--input", "TOKENS", 512, "of a prompt (%(default)s)")
+    add("--output", "TOKENS", 64, "of an answer (%(default)s)")
+    add("--spread", "R", 0.0, "lengths within ±R of these (%(default)s)")
+    add("--prefix", "TOKENS", 0, "that prompts share, before --input (%(default)s)")
+    add("--prefixes", "N", 1, "different ones (%(default)s)")
+    add("--traffic-seed", "N", 0, "of everything by chance (%(default)s)")
 
 
 def traffic_of(options: argparse.Namespace) -> PlayedTraffic:

@@ -13,6 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.flags import adder
+from tandem.cluster.commands.output import add_output, print_found, wants_json
+from tandem.cluster.commands.setting_options import add_settings, read_settings
 from tandem.cluster.config import TandemConfig
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.options import service_level
@@ -42,34 +45,23 @@ Configure = Callable[[Mapping[str, str]], TandemConfig]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_costs(parser, several=True)
     add_traffic(parser)
-    asked = parser.add_argument_group("what is asked for")
-    asked.add_argument(
-        "--slo",
-        type=service_level,
-        metavar="LIMITS",
-        help="such as ttft=2s,itl=100ms (default: the settings' slo)",
-    )
-    asked.add_argument(
-        "--cost",
-        type=money,
-        required=True,
-        metavar="PRICES",
-        help="of each of a node's devices in an hour, such as prefill=2.5,decode=2 (aggregated: the dearer of these, unless it is named)",
-    )
-    asked.add_argument(
-        "--attainment",
-        type=float,
-        default=0.99,
-        metavar="SHARE",
-        help="of the requests that must be within the limits (%(default)s)",
-    )
-    asked.add_argument(
-        "--most-nodes", type=int, default=64, metavar="N", help="of a role that are tried (%(default)s)"
-    )
-    asked.add_argument("--picture", type=Path, metavar="FILE", help="goodput against cost, as .svg")
+    add = adder(parser.add_argument_group("what is asked for"))
+    add("--slo", "LIMITS", service_level, "such as ttft=2s,itl=100ms (default: the settings' slo)")
+    prices = "of each of a node's devices in an hour, such as prefill=2.5,decode=2 (aggregated: the dearer of these, unless it is named)"
+    add("--cost", "PRICES", money, prices, required=True)
+    add("--attainment", "SHARE", 0.99, "of the requests that must be within the limits (%(default)s)")
+    add("--most-nodes", "N", 64, "of a role that are tried (%(default)s)")
+    add("--picture", "FILE", Path, "goodput against cost, as .svg")
+    add_settings(parser, serves=False)
+    add_output(parser)
 
 
-def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> Plan:
+def run(options: argparse.Namespace) -> int:
+    def configure(more: Mapping[str, str]) -> TandemConfig:
+        given = argparse.Namespace(**vars(options))
+        given.set = [*options.set, *(f"{name}={value}" for name, value in more.items())]
+        return read_settings(given).config
+
     if not 0.0 < options.attainment <= 1.0:
         raise ConfigurationError(f"--attainment must be above 0 and at most 1, not {options.attainment:g}")
     if options.most_nodes < 1:
@@ -82,7 +74,7 @@ def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> 
     prices.setdefault("aggregated", max(prices.values()))
     costs, traffic = costs_by_width(options), traffic_of(options)
     _, slo = slo_of(options, configure({}))
-    console = Console(stderr=as_json)
+    console = Console(stderr=wants_json(options))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as shown:
         row = shown.add_task("planning", total=1.0)
@@ -106,9 +98,8 @@ def run(options: argparse.Namespace, configure: Configure, *, as_json: bool) -> 
             options.picture.write_text(draw(plan.trials, plan.chosen, title), encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(f"{options.picture} cannot be written: {error.strerror}") from error
-    if not as_json:
-        console.print(render(plan, slo))
-    return plan
+    print_found(options, plan, lambda: console.print(render(plan, slo)))
+    return 0 if plan.chosen is not None else 1
 
 
 def evaluator(

@@ -17,11 +17,8 @@ from tandem.api.settings import ReasoningName, ToolFormat
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _SEP = "<｜tool▁sep｜>"
 _KIMI = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_end|>",
-)
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
+)  # fmt: skip
 _KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
@@ -36,6 +33,27 @@ def _mistral(layout: Layout, *, as_list: bool) -> NamedCalls:
         written_head="{}[ARGS]",
         instead=JsonCalls(("[TOOL_CALLS]",), layout),
         writes_instead=as_list,
+    )
+
+
+def _sectioned(
+    marks: tuple[str, str, str, str],
+    before_arguments: str,
+    head: str,
+    written_head: str,
+    around: tuple[str, str, str] | None = None,
+) -> NamedCalls:
+    """Calls in a section. `marks`: of the section's begin and end, and of each call's. `around`: what is written before, after and
+    between calls, where it is more than the marks."""
+    begin, end, call_begin, call_end = marks
+    return NamedCalls(
+        (begin,),
+        Layout(begin, *(around or (call_begin, call_end, "")), end, marks=(*marks, before_arguments)),
+        head=head,
+        written_head=written_head,
+        call_begin=call_begin,
+        call_end=call_end,
+        end=end,
     )
 
 
@@ -121,39 +139,19 @@ CALLS: Mapping[ToolFormat, CallFormat] = {
         Layout(begin="<function_calls>\n", between="\n", end="\n</function_calls>"),
         end="</function_calls>",
     ),
-    ToolFormat.DEEPSEEK_V3: NamedCalls(
-        (_DEEPSEEK[0],),
-        Layout(
-            _DEEPSEEK[0],
-            f"{_DEEPSEEK[2]}function{_SEP}",
-            f"\n```{_DEEPSEEK[3]}",
-            "\n",
-            _DEEPSEEK[1],
-            marks=(*_DEEPSEEK, _SEP),
-        ),
-        head=rf"\s*(?:function\s*)?{_SEP}\s*(?P<name>[\w.\-]+)\s*(?:```json)?\s*",
-        written_head="{}\n```json\n",
-        call_begin=_DEEPSEEK[2],
-        call_end=_DEEPSEEK[3],
-        end=_DEEPSEEK[1],
+    ToolFormat.DEEPSEEK_V3: _sectioned(
+        _DEEPSEEK,
+        _SEP,
+        rf"\s*(?:function\s*)?{_SEP}\s*(?P<name>[\w.\-]+)\s*(?:```json)?\s*",
+        "{}\n```json\n",
+        around=(f"{_DEEPSEEK[2]}function{_SEP}", f"\n```{_DEEPSEEK[3]}", "\n"),
     ),
-    ToolFormat.DEEPSEEK_V31: NamedCalls(
-        (_DEEPSEEK[0],),
-        Layout(_DEEPSEEK[0], _DEEPSEEK[2], _DEEPSEEK[3], "", _DEEPSEEK[1], marks=(*_DEEPSEEK, _SEP)),
-        head=rf"\s*(?P<name>[\w.\-]+)\s*{_SEP}\s*",
-        written_head="{}" + _SEP,
-        call_begin=_DEEPSEEK[2],
-        call_end=_DEEPSEEK[3],
-        end=_DEEPSEEK[1],
-    ),
-    ToolFormat.KIMI_K2: NamedCalls(
-        (_KIMI[0],),
-        Layout(_KIMI[0], _KIMI[2], _KIMI[3], "", _KIMI[1], marks=(*_KIMI, _KIMI_ARGUMENT)),
-        head=rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)\s*{re.escape(_KIMI_ARGUMENT)}\s*",
-        written_head="functions.{}:0" + _KIMI_ARGUMENT,
-        call_begin=_KIMI[2],
-        call_end=_KIMI[3],
-        end=_KIMI[1],
+    ToolFormat.DEEPSEEK_V31: _sectioned(_DEEPSEEK, _SEP, rf"\s*(?P<name>[\w.\-]+)\s*{_SEP}\s*", "{}" + _SEP),
+    ToolFormat.KIMI_K2: _sectioned(
+        _KIMI,
+        _KIMI_ARGUMENT,
+        rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?)\s*{re.escape(_KIMI_ARGUMENT)}\s*",
+        "functions.{}:0" + _KIMI_ARGUMENT,
     ),
     ToolFormat.QWEN3_CODER: _function_tags("tool_call", "<parameter={}>\n", "\n</parameter>\n"),
     ToolFormat.SEED_OSS: _function_tags("seed:tool_call", "<parameter={}>", "</parameter>\n"),

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.flags import adder
 from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.batches.job import (
     BatchClient,
@@ -34,19 +35,12 @@ _INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "input", type=Path, metavar="IN.jsonl", help="a request per line, as in OpenAI's batches"
-    )
-    parser.add_argument(
-        "output", type=Path, metavar="OUT.jsonl", help="the answers; OUT.errors.jsonl gets what failed"
-    )
+    add = adder(parser)
+    add("input", "IN.jsonl", Path, "a request per line, as in OpenAI's batches")
+    add("output", "OUT.jsonl", Path, "the answers; OUT.errors.jsonl gets what failed")
     add_server(parser)
-    parser.add_argument(
-        "--model", metavar="MODEL", help="start a server of this model on this machine, and end it afterwards"
-    )
-    parser.add_argument(
-        "--window", default="24h", help="requests that are not answered within this time fail (%(default)s)"
-    )
+    add("--model", "MODEL", str, "start a server of this model on this machine, and end it afterwards")
+    add("--window", None, "24h", "requests that are not answered within this time fail (%(default)s)")
     add_output(parser)
 
 

@@ -12,6 +12,6 @@ logs          the log lines of all processes, in one order
 top           the cluster as it changes, and its slowest requests
 engines       what can compute models, and the check before another engine than ours is started
 show_config   what `tandem config` prints
-init          writes a commented tandem.yaml and a cluster's files; documents: the tables of settings and flags in the pages
+init          writes a commented tandem.yaml and a cluster's files
 output        `-o json`; where a service's output and libraries' output go
 """

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.base.flags import adder
 from tandem.cluster.commands.options import add_address, add_operated, add_router, target_of
 from tandem.cluster.commands.output import add_output, print_found
 from tandem.cluster.commands.parser import CHANGE, Command, Run
@@ -18,12 +19,11 @@ _BUILT_IN = Path()
 
 
 def _describe_apply(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", metavar="FILE", help="the same as --config FILE")
-    parser.add_argument("--dry-run", action="store_true", help="show what would change, and change nothing")
-    parser.add_argument(
-        "--no-wait", action="store_true", help="return when the change is recorded, not when it is done"
-    )
-    parser.add_argument("--back", action="store_true", help="take back the rollout that is under way")
+    add = adder(parser)
+    add("file", "FILE", str, "the same as --config FILE", nargs="?")
+    add("--dry-run", None, False, "show what would change, and change nothing")
+    add("--no-wait", None, False, "return when the change is recorded, not when it is done")
+    add("--back", None, False, "take back the rollout that is under way")
     parser.add_argument(
         "--verify", nargs="?", type=Path, const=_BUILT_IN, metavar="REQUESTS",
         help="ask requests before and during the rollout, and take it back at the first answer with other bits; of a file, one JSON object "
@@ -80,9 +80,7 @@ def _describe_scale(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe_drain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "nodes", nargs="+", metavar="NODE", help="a node's name, or the address of its machine"
-    )
+    adder(parser)("nodes", "NODE", str, "a node's name, or the address of its machine", nargs="+")
     _add_limit(parser)
     add_operated(parser)
 
@@ -94,11 +92,8 @@ def _describe_evacuate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds that nodes may take to finish their requests (default 60)",
+    adder(parser)(
+        "--timeout", "S", float, "seconds that nodes may take to finish their requests (default 60)"
     )
 
 
@@ -109,12 +104,8 @@ def _describe_role(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe_names(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="a pool (prefill, decode, aggregated, encode) or a node; none: all",
-    )
+    which = "a pool (prefill, decode, aggregated, encode) or a node; none: all"
+    adder(parser)("names", "NAME", str, which, nargs="*")
     add_operated(parser)
 
 

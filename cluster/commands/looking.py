@@ -7,6 +7,7 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from tandem.base.flags import adder
 from tandem.cluster.commands.options import add_address, add_operated, add_server, which_cluster
 from tandem.cluster.commands.output import add_output, print_found, print_json, print_json_line, wants_json
 from tandem.cluster.commands.parser import LOOK, Command
@@ -21,16 +22,10 @@ LEAST_WATCH_S, MOST_WATCH_S = 0.2, 3600.0
 def _describe_status(parser: argparse.ArgumentParser) -> None:
     add_address(parser)
     add_output(parser)
-    parser.add_argument("--url", help="ask only this router, from any machine that reaches it")
-    parser.add_argument("--all", action="store_true", help="list the deployments on that Ray cluster")
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        const=2.0,
-        type=float,
-        metavar="S",
-        help="update every S seconds (2), until interrupted",
-    )
+    add = adder(parser)
+    add("--url", None, str, "ask only this router, from any machine that reaches it")
+    add("--all", None, False, "list the deployments on that Ray cluster")
+    add("--watch", "S", float, "update every S seconds (2), until interrupted", nargs="?", const=2.0)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -97,10 +92,9 @@ def _list_deployments(options: argparse.Namespace) -> int:
 
 def _describe_top(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
-    parser.add_argument("--once", action="store_true", help="print it once, then end")
-    parser.add_argument(
-        "--every", type=float, default=2.0, metavar="S", help="seconds between two updates (default 2)"
-    )
+    add = adder(parser)
+    add("--once", None, False, "print it once, then end")
+    add("--every", "S", 2.0, "seconds between two updates (default 2)")
     add_output(parser)
 
 
@@ -116,18 +110,18 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _describe_logs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = adder(parser)
+    add(
         "names",
+        "NAME",
+        str,
+        "a node, a router, controller, or a pool for all of its nodes; none: all",
         nargs="*",
-        metavar="NAME",
-        help="a node, a router, controller, or a pool for all of its nodes; none: all",
     )
     parser.add_argument("-f", "--follow", action="store_true", help="also show new lines, until interrupted")
-    parser.add_argument(
-        "--lines", type=int, metavar="N", help="the last N lines of each process (default 100)"
-    )
-    parser.add_argument("--since", metavar="TIME", help="only lines of the last TIME, such as 30s, 10m or 2h")
-    parser.add_argument("--request", metavar="ID", help="only lines about this request, on every process")
+    add("--lines", "N", int, "the last N lines of each process (default 100)")
+    add("--since", "TIME", str, "only lines of the last TIME, such as 30s, 10m or 2h")
+    add("--request", "ID", str, "only lines about this request, on every process")
     parser.add_argument("--level", choices=LEVELS, default="debug", help="the lowest level to show")
     add_operated(parser)
 

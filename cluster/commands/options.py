@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from tandem.base.flags import adder
 from tandem.cluster.commands.output import add_output, wants_json
 
 if TYPE_CHECKING:
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        help="where the router listens (default: the `tandem serve` that runs on this machine, whatever its port)",
+    where = (
+        "where the router listens (default: the `tandem serve` that runs on this machine, whatever its port)"
     )
+    adder(parser)("--url", None, str, where)
 
 
 def add_router(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +28,11 @@ def add_router(parser: argparse.ArgumentParser) -> None:
 
 def add_address(parser: argparse.ArgumentParser, *, with_name: bool = True) -> None:
     """`with_name` adds --name, unless a setting has that flag already."""
+    add = adder(parser)
     if with_name:
-        parser.add_argument(
-            "--name", help="the deployment, if several run on that Ray cluster (default: the only one)"
-        )
-    parser.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="a Ray cluster's head (default: the `tandem serve` that runs here, or this machine's cluster)",
-    )
+        add("--name", None, str, "the deployment, if several run on that Ray cluster (default: the only one)")
+    where = "a Ray cluster's head (default: the `tandem serve` that runs here, or this machine's cluster)"
+    add("--address", "HOST:PORT", str, where)
 
 
 def add_operated(parser: argparse.ArgumentParser) -> None:

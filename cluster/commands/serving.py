@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tandem.base.flags import adder
 from tandem.cluster.commands.options import add_address, which_cluster
 from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.commands.parser import SERVE, Command
@@ -14,18 +15,10 @@ from tandem.cluster.commands.setting_options import add_settings, flags_of, read
 def _describe_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("served", nargs="?", metavar="MODEL", help="the model, as with --model")
     add_settings(parser)
-    where = parser.add_argument_group("where it runs")
-    where.add_argument(
-        "--address",
-        metavar="HOST:PORT",
-        help="a Ray cluster's head, or auto (default: start a Ray of its own)",
-    )
-    where.add_argument(
-        "--detach", action="store_true", help="return when the cluster answers; it runs until `tandem down`"
-    )
-    parser.add_argument(
-        "--timings", action="store_true", help="when it answers, also say what its start waited for"
-    )
+    add = adder(parser.add_argument_group("where it runs"))
+    add("--address", "HOST:PORT", str, "a Ray cluster's head, or auto (default: start a Ray of its own)")
+    add("--detach", None, False, "return when the cluster answers; it runs until `tandem down`")
+    adder(parser)("--timings", None, False, "when it answers, also say what its start waited for")
     add_output(parser)
 
 
@@ -68,9 +61,7 @@ def _init(options: argparse.Namespace) -> int:
 
 def _describe_config(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of tandem.yaml instead, for editors"
-    )
+    adder(parser)("--schema", None, False, "print the JSON schema of tandem.yaml instead, for editors")
     add_output(parser)
 
 
@@ -139,12 +130,8 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _describe_engines(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "python",
-        nargs="?",
-        default="",
-        metavar="PYTHON",
-        help="of another engine's environment, such as /opt/vllm/bin/python",
+    adder(parser)(
+        "python", "PYTHON", "", "of another engine's environment, such as /opt/vllm/bin/python", nargs="?"
     )
     add_output(parser)
 

@@ -97,46 +97,6 @@ def sent_whole_s(record: TraceRecord) -> float | None:
     return flushes[0].end - record.began if len(flushes) == 1 and len(record.arrivals) > 1 else None
 
 
-def way_to_first_token(record: TraceRecord) -> list[AccountItem]:
-    """Returns the parts of the time to the first token, in order; they add up to it. For requests with one choice that did not move to
-    another node. For others it is not exact, and the rows tell more."""
-    first = first_token_s(record)
-    reader = _reader(record)
-    if first is None or reader is None or not record.arrivals:
-        return []
-    began = record.began
-    arrived = began + first
-    prefills = [s for s in reader.spans if s.phase is TracePhase.PREFILL and s.end <= arrived]
-    if not prefills:
-        return []
-    inbox = _of(reader.spans, TracePhase.INBOX)
-    marks: list[tuple[str, float]] = []
-    for phase, name in (
-        (TracePhase.READ, "reading and checking"),
-        (TracePhase.TOKENIZE, "template and tokens"),
-    ):
-        if (span := _of(record.router, phase)) is not None:
-            marks.append((name, span.end))
-    if (span := _of(record.router, TracePhase.WAIT)) is not None:
-        marks.append(("waiting for a place", span.end))
-    if inbox is not None:
-        marks.append(("to the node", inbox.start))
-        marks.append(("until the step under way was over", inbox.end))
-    marks.append(("in line, planning", prefills[0].start))
-    marks.append((f"forward, {len(prefills)}×" if len(prefills) > 1 else "forward", prefills[-1].end))
-    marks.append(("booking, to the router", arrived))
-    items, at = [], began
-    for name, until in marks:
-        items.append(AccountItem(name, max(0.0, until - at)))
-        at = max(at, until)
-    if len(prefills) > 1:
-        inside = sum(span.seconds for span in prefills)
-        index = next(i for i, item in enumerate(items) if item.name.startswith("forward"))
-        items.insert(index + 1, AccountItem("between its steps", max(0.0, items[index].seconds - inside)))
-        items[index] = AccountItem(items[index].name, min(inside, items[index].seconds))
-    return items
-
-
 def handover(record: TraceRecord) -> list[AccountItem]:
     """Returns the parts of the time from the prompt's last forward pass to the first decoding one. They add up to it."""
     reader, writer = _reader(record), _writer(record)
@@ -155,34 +115,6 @@ def handover(record: TraceRecord) -> list[AccountItem]:
         AccountItem("notice", max(0.0, received.end - written)),
         AccountItem("until the first decoding step", max(0.0, goes_on - max(received.end, computed))),
     ]
-
-
-def a_step(record: TraceRecord) -> list[AccountItem]:
-    """Returns the median parts of a decoding step: the forward pass, the engine's work around it, and the token's way to the client."""
-    writer = _writer(record)
-    if writer is None:
-        return []
-    decodes = sorted((s for s in writer.spans if s.phase is TracePhase.DECODE), key=lambda s: s.start)
-    if len(decodes) < 2:
-        return []
-    flushes = [s.seconds for s in record.router if s.phase is TracePhase.FLUSH]
-    items = [
-        AccountItem("forward", median(span.seconds for span in decodes)),
-        AccountItem("between two forwards", _between(decodes)),
-    ]
-    ways = _ways(record, writer, decodes)
-    if ways:
-        items.append(AccountItem("to the router (beside the next step)", median(ways)))
-    if len(flushes) > 1:
-        items.append(AccountItem("text, to the connection (beside the next step)", median(flushes)))
-    return items
-
-
-def _ways(record: TraceRecord, writer: NodePart, decodes: Sequence[Span]) -> list[float]:
-    arrivals = [a.at for a in record.arrivals if a.node_id == writer.node_id]
-    # Paired from the end: the first report may be of the token that came with the handoff.
-    pairs = zip(reversed(decodes), reversed(arrivals), strict=False)
-    return [at - span.end for span, at in pairs if at >= span.end]
 
 
 def _reader(record: TraceRecord) -> NodePart | None:

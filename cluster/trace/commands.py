@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from tandem.base.flags import adder
 from tandem.base.wings import find_wings
 from tandem.cluster.commands.options import add_server
 from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
@@ -40,11 +41,8 @@ def wings() -> list[ExplainingWing]:
 
 
 def _describe_trace(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "request",
-        nargs="?",
-        metavar="REQUEST_ID",
-        help="its id, or its answer's (default: list the last ones)",
+    adder(parser)(
+        "request", "REQUEST_ID", str, "its id, or its answer's (default: list the last ones)", nargs="?"
     )
     add_server(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="a picture too, .png or .svg")

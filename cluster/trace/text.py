@@ -9,17 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.cluster.describe import format_size
-from tandem.cluster.trace.account import (
-    AccountItem,
-    AccountRow,
-    a_step,
-    end_of,
-    first_token_s,
-    handover,
-    rows,
-    sent_whole_s,
-    way_to_first_token,
-)
+from tandem.cluster.trace.account import AccountRow, end_of, first_token_s, handover, rows, sent_whole_s
 from tandem.router.tracing.record import TraceList, TraceRecord
 from tandem.wire.tracing import TracePhase, TransferRecord
 
@@ -39,7 +29,7 @@ _COLORS = {
 
 def show_trace(console: Console, record: TraceRecord) -> None:
     console.print(
-        Group(*_head(record), _timeline(record), *_accounts(record), *_transfers(record), *_remarks(record))
+        Group(*_head(record), _timeline(record), *_handover(record), *_transfers(record), *_remarks(record))
     )
 
 
@@ -97,26 +87,18 @@ def _detail(row: AccountRow) -> str:
     return ", ".join(parts)
 
 
-def _accounts(record: TraceRecord) -> list[RenderableType]:
-    accounts = (
-        ("to the first token", way_to_first_token(record), True),
-        ("handover: prompt computed → first decoding step", handover(record), True),
-        ("a decoding step, median", a_step(record), False),
-    )
-    return [table for title, items, adds_up in accounts if (table := _account(title, items, adds_up))]
-
-
-def _account(title: str, items: list[AccountItem], adds_up: bool) -> Table | None:
+def _handover(record: TraceRecord) -> list[RenderableType]:
+    items = handover(record)
     if not items:
-        return None
+        return []
+    title = "handover: prompt computed → first decoding step"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", show_header=False)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     for item in items:
         table.add_row(f"{_ms(item.seconds)} ms", item.name)
-    if adds_up:
-        table.add_row(Text(f"{_ms(sum(item.seconds for item in items))} ms", style="bold"), "together")
-    return table
+    table.add_row(Text(f"{_ms(sum(item.seconds for item in items))} ms", style="bold"), "together")
+    return [table]
 
 
 def _transfers(record: TraceRecord) -> list[Text]:

@@ -23,7 +23,7 @@ _Dtype = Literal["float32", "bfloat16", "float16"]
 
 # These keys do not change the forward pass.
 _OF_NO_CONSEQUENCE = frozenset(
-    {
+    [
         "_model_name_or_path",
         "_name_or_path",
         "architectures",
@@ -39,7 +39,7 @@ _OF_NO_CONSEQUENCE = frozenset(
         "transformers_version",
         "unk_token_id",
         "use_cache",
-    }
+    ]
 )
 
 
@@ -128,27 +128,16 @@ def read_plain_config(content: dict[str, Any]) -> PlainConfig | None:
     if written.layer_types and len(written.layer_types) != written.num_hidden_layers:
         return None
     dtype = written.torch_dtype if written.dtype is UNSET else written.dtype
+    named = {name: getattr(written, name) for name in PlainConfig.__struct_fields__ if hasattr(written, name)}
     return PlainConfig(
-        model_type=kind,
-        vocab_size=written.vocab_size,
-        hidden_size=written.hidden_size,
-        intermediate_size=written.intermediate_size,
-        num_hidden_layers=written.num_hidden_layers,
-        num_attention_heads=written.num_attention_heads,
-        num_key_value_heads=written.num_key_value_heads,
-        head_dim=written.head_dim or written.hidden_size // written.num_attention_heads,
-        max_position_embeddings=written.max_position_embeddings,
-        rms_norm_eps=written.rms_norm_eps,
-        hidden_act=written.hidden_act,
-        tie_word_embeddings=written.tie_word_embeddings,
-        attention_bias=written.attention_bias,
-        mlp_bias=written.mlp_bias,
-        eos_token_id=written.eos_token_id,
-        rope_parameters={"rope_theta": theta, "rope_type": "default"},
-        sliding_window=(written.sliding_window or None) if kind == "mistral" else None,
-        layer_types=None if kind == "mistral" else ["full_attention"] * written.num_hidden_layers,
-        dtype=None if dtype is UNSET else getattr(torch, dtype),
-        quantization_config=written.quantization_config,
+        **named
+        | {
+            "head_dim": written.head_dim or written.hidden_size // written.num_attention_heads,
+            "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+            "sliding_window": (written.sliding_window or None) if kind == "mistral" else None,
+            "layer_types": None if kind == "mistral" else ["full_attention"] * written.num_hidden_layers,
+            "dtype": None if dtype is UNSET else getattr(torch, dtype),
+        }
     )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.config import EvictionPolicy
@@ -259,9 +260,9 @@ class SlotManager(TierManager):
 LEAST_TRACKED = 64_000
 
 
-class ReuseFilter(TierManager):
-    """Stores a key only once `threshold` requests had it, because a chunk that comes once is not worth its copy. It
-    counts the requests for the last `tracked` keys."""
+class ReuseFilter:
+    """A manager that stores a key only once `threshold` requests had it, because a chunk that comes once is not worth its copy.
+    It counts the requests for the last `tracked` keys. All that is not here is the other manager's."""
 
     def __init__(self, manager: TierManager, threshold: int, tracked: int | None = None) -> None:
         """`tracked`: as many as the tier has slots, and at least LEAST_TRACKED, if it is left out."""
@@ -270,33 +271,8 @@ class ReuseFilter(TierManager):
         self._tracked = max(LEAST_TRACKED, manager.capacity) if tracked is None else tracked
         self._seen: OrderedDict[Key, int] = OrderedDict()
 
-    @property
-    def capacity(self) -> int:
-        return self._manager.capacity
-
-    @property
-    def used(self) -> int:
-        return self._manager.used
-
-    @property
-    def evicted(self) -> int:
-        return self._manager.evicted
-
-    def lookup(self, keys: Iterable[Key]) -> int:
-        return self._manager.lookup(keys)
-
-    def find_out(self, keys: Sequence[Key], compute_s: float) -> bool:
-        return self._manager.find_out(keys, compute_s)
-
-    def is_finding_out(self, last: Key) -> bool:
-        return self._manager.is_finding_out(last)
-
-    def is_slower(self, chunks: int, compute_s: float) -> bool:
-        return self._manager.is_slower(chunks, compute_s)
-
-    @property
-    def distrusted(self) -> str:
-        return self._manager.distrusted
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
 
     def touch(self, keys: Sequence[Key]) -> None:
         seen = self._seen
@@ -306,33 +282,9 @@ class ReuseFilter(TierManager):
             seen.popitem(last=False)
         self._manager.touch(keys)
 
-    def line_up(self, keys: Sequence[Key]) -> None:
-        self._manager.line_up(keys)
-
-    def prepare_load(self, keys: Iterable[Key]) -> list[int]:
-        return self._manager.prepare_load(keys)
-
-    def complete_load(self, slots: Iterable[int]) -> None:
-        self._manager.complete_load(slots)
-
     def prepare_store(self, keys: Sequence[Key]) -> StoreRoom | None:
         seen, threshold = self._seen, self._threshold
         return self._manager.prepare_store([key for key in keys if seen.get(key, 0) >= threshold])
-
-    def complete_store(self, room: StoreRoom, *, written: bool) -> None:
-        self._manager.complete_store(room, written=written)
-
-    def lost(self, keys: Iterable[Key]) -> None:
-        self._manager.lost(keys)
-
-    def forget(self, keys: Iterable[Key]) -> None:
-        self._manager.forget(keys)
-
-    def note_changes(self) -> None:
-        self._manager.note_changes()
-
-    def take_changes(self) -> Sequence[tuple[Key, bool]]:
-        return self._manager.take_changes()
 
     def reset(self) -> None:
         self._manager.reset()
@@ -341,4 +293,4 @@ class ReuseFilter(TierManager):
 
 def filtered(manager: TierManager, store_threshold: int) -> TierManager:
     """Returns the manager in a ReuseFilter, or as it is if a key is stored the first time that it comes."""
-    return ReuseFilter(manager, store_threshold) if store_threshold > 1 else manager
+    return cast("TierManager", ReuseFilter(manager, store_threshold)) if store_threshold > 1 else manager

@@ -184,21 +184,11 @@ class Recorder:
 
     def snapshot(self, malformed_frames: int) -> TransferStats:
         with self._lock:
-            stats = self._stats
-            return TransferStats(
-                descriptors_sent=stats.descriptors_sent,
-                bytes_sent=stats.bytes_sent,
-                bytes_received=stats.bytes_received,
-                blocks_sent=stats.blocks_sent,
-                blocks_received=stats.blocks_received,
+            return msgspec.structs.replace(
+                self._stats,
                 outcomes=dict(self._outcomes),
-                leases_expired=stats.leases_expired,
                 malformed_frames=malformed_frames,
-                in_progress=stats.in_progress,
-                quarantined_blocks=stats.quarantined_blocks,
-                bytes_overlapped=stats.bytes_overlapped,
                 refused=dict(self._refused),
-                blocks_checked=stats.blocks_checked,
                 wrong_kv=dict(self._wrong_kv),
                 left_out=sorted(peer for peer, until in self._left_out.items() if self._clock() < until),
                 blocks_freed=dict(self._freed),

@@ -232,16 +232,7 @@ class BatchStore:
             else:
                 db.execute("UPDATE jobs SET worker = ? WHERE id = ?", (self.worker, row["id"]))
             row = db.execute("SELECT * FROM jobs WHERE id = ?", (row["id"],)).fetchone()
-        return Job(
-            row["id"],
-            row["owner"],
-            row["endpoint"],
-            row["input_file"],
-            row["status"],
-            row["ends_as"],
-            row["outputs_expire_s"],
-            row["form"],
-        )
+        return Job(*(row[name] for name in Job.__struct_fields__))
 
     def begin_lines(self, job: Job) -> None:
         """Forgets what a process that died had read of the job's file."""

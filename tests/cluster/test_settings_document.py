@@ -7,8 +7,8 @@ from pathlib import Path as FilePath
 
 import yaml
 
+from docs.tables import settings_page
 from tandem.base.settings import description_of
-from tandem.cluster.commands.documents import settings_page
 from tandem.cluster.commands.show_config import render
 from tandem.cluster.config import DERIVED
 from tandem.cluster.settings.combined import resolve

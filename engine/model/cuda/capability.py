@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem.base.errors import ConfigurationError
 from tandem.engine.model.capabilities import Capability, ModelLoad, ToAttend
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def capability(loading: ModelLoad) -> Capability | None:
 class OnCuda(Capability):
     def __init__(self, loading: ModelLoad) -> None:
         self._loading = loading
+        self._exact = loading.model.exact == "require"
 
     def pieces(self, dtype: torch.dtype) -> Pieces | None:
         from tandem.engine.model.cuda.pieces import DevicePieces
@@ -43,15 +45,35 @@ class OnCuda(Capability):
         except ImportError as error:
             log.warning("the model's small operations are not fused, which is slower: %s", error)
             return None
-        return DevicePieces()
+        return DevicePieces(exact=self._exact)
+
+    def change(self, model: PreTrainedModel) -> None:
+        from tandem.engine.model.cuda.pieces import DevicePieces, take_rest
+
+        if not self._exact:
+            return
+        if left := take_rest(model, DevicePieces(exact=True)):
+            raise self._refusal(
+                f"torch would compute {left[0]}, and chooses an order of sums by the step's size"
+            )
 
     def attention(self, of: ToAttend) -> PagedAttention | None:
         from tandem.engine.model.cuda.flashinfer import find_library
 
-        return attention_with(find_library(), of)
+        found = attention_with(find_library(), of, exact=self._exact)
+        if found is None and self._exact:
+            raise self._refusal("FlashInfer does not attend, which the log gives the reason for")
+        return found
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._loading.source.name} cannot be served with model.exact: require. {why}. Or leave model.exact at auto"
+        )
 
     def recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> Forward | None:
         from tandem.engine.model.cuda.decode_graphs import CudaRecorder, DecodeGraphs, recorded_tokens
+        from tandem.engine.model.cuda.flashinfer import FlashInferAttention
+        from tandem.engine.model.cuda.same_bits import first_other_bits
 
         loading = self._loading
         # A pipeline stage receives and sends within a step, which a recording cannot.
@@ -68,6 +90,11 @@ class OnCuda(Capability):
         )
         with torch.inference_mode():
             graphs.record_ahead(lambda share: loading.progress("recording decode steps", share))
+            if self._exact:
+                assert isinstance(forward.attention, FlashInferAttention)
+                other = first_other_bits(forward.attention, forward, graphs, shape.max_model_len)
+                if other is not None:
+                    raise self._refusal(f"{loading.device} computes other bits for the same tokens {other}")
         return graphs
 
     def step_memory(
@@ -78,7 +105,7 @@ class OnCuda(Capability):
         return functools.partial(bytes_of_step, model, parts.layers, vocab_size, self._loading.device)
 
 
-def attention_with(library: Any | None, of: ToAttend) -> PagedAttention | None:
+def attention_with(library: Any | None, of: ToAttend, *, exact: bool = False) -> PagedAttention | None:
     """Attention by FlashInfer; None if it is not installed, does not compute this model's attention, or does not run here."""
     from tandem.engine.model.cuda import flashinfer, flashinfer_latents
 
@@ -97,7 +124,7 @@ def attention_with(library: Any | None, of: ToAttend) -> PagedAttention | None:
             )
         else:
             attention = flashinfer.FlashInferAttention(
-                library, of.kv_cache, of.plan, layers, of.shape.max_model_len, dtype
+                library, of.kv_cache, of.plan, layers, of.shape.max_model_len, dtype, exact=exact
             )
         try:
             attention.try_out()

@@ -19,7 +19,7 @@ from tandem.base.errors import InternalError
 from tandem.engine.model.attention.interface import AttentionCall
 from tandem.engine.model.attention.kernel import attend
 from tandem.engine.model.attention.layers import AttentionLayer, CachePlan
-from tandem.engine.model.cuda.decode_inputs import DecodeInputs
+from tandem.engine.model.cuda.decode_inputs import DecodeInputs, as_rows
 from tandem.engine.model.cuda.pages import Pages, padded, pages_of, requests_of, trial
 from tandem.engine.model.cuda.triton_ops import rotate_and_write
 from tandem.engine.model.runner import Batch, HostBatch
@@ -134,10 +134,16 @@ class FlashInferAttention:
         layers: tuple[AttentionLayer, ...],
         max_model_len: int,
         dtype: torch.dtype,  # the queries' dtype; keys and values may be FP8
+        *,
+        exact: bool = False,
     ) -> None:
+        """If it is `exact`, a token gets the same bits in any company and however its prompt is cut: each is a request of its own, and one
+        group of processors reads all its keys in order. The library's tiles depend on the rows of requests, and by itself it splits
+        keys by what else is in the step. Recorded steps cannot have splits of a fixed size: their room is that of the first plan."""
         self._library = library
         self.tensor = tensor
         self._dtype = dtype
+        self._exact = exact
         self.plan = plan
         self.kinds: list[_Kind] = []
         self.kind_of_layer: dict[int, int] = {}
@@ -162,7 +168,7 @@ class FlashInferAttention:
         self._wrappers = [self._wrapper(_EVERYWHERE) for _ in self.kinds]
         # Those for long chunks; None if the same kernels take all requests.
         self._of_chunks: list[Any] | None = None
-        if _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype) == _HOPPER:
+        if not exact and _kernels_for(tensor.device, own_dtype=tensor.dtype == dtype) == _HOPPER:
             self._of_chunks = [self._wrapper(_HOPPER) for _ in self.kinds]
         self._max_pages = -(-max_model_len // plan.block_size)
         self._page_buffers: dict[int, torch.Tensor] = {}  # by kind
@@ -176,7 +182,7 @@ class FlashInferAttention:
     def begin(self, batch: Batch) -> _Step:
         if batch.host is None:
             raise InternalError("attention is planned on the host, and the batch has nothing there")
-        parts = self._parts(batch.host)
+        parts = self._parts(as_rows(batch.host) if self._exact else batch.host)
         self.plan_all(
             [wrapper for part in parts for wrapper in part.wrappers],
             [self.pages_of(part.host, kind) for part in parts for kind in self.kinds],
@@ -243,6 +249,7 @@ class FlashInferAttention:
             page_size=self.plan.block_size,
             q_data_type=self._dtype,
             kv_data_type=self.tensor.dtype,
+            disable_split_kv=self._exact,
             **kind.options,
         )
 

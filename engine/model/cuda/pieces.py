@@ -1,14 +1,16 @@
-"""The pieces on a GPU: products by torch's libraries, and the operations between them by Triton."""
+"""The pieces on a GPU: products by torch's libraries, and the operations between them by Triton. Where a node must compute the same bits
+in any company, Triton computes products, too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from tandem.engine.model.cuda import triton_ops
-from tandem.engine.model.pieces import Activation, Matrix, NotOneMatrix, Piece
+from tandem.engine.model.pieces import Activation, Matrix, NotOneMatrix, Piece, replace_forward
 from tandem.engine.model.sums import take_sum
 
 
@@ -20,14 +22,21 @@ class DevicePieces:
     turns_norms = True
     norms_add = True
 
+    def __init__(self, *, exact: bool = False) -> None:
+        self._exact = exact
+
     def product(self, matrices: Sequence[Matrix]) -> Piece:
         kernels = [matrix.kernel for matrix in matrices if matrix.kernel is not None]
         if kernels:
+            if self._exact:
+                raise NotOneMatrix
             joined = kernels[0].joined(kernels[1:]) if len(kernels) == len(matrices) else None
             if joined is None:
                 raise NotOneMatrix
             return joined
         weight, bias = _merged(matrices)
+        if self._exact:
+            return functools.partial(triton_ops.product_by_rows, weight=weight, bias=bias)
 
         def run(x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, weight, bias)
@@ -51,6 +60,26 @@ class DevicePieces:
             return triton_ops.add_and_norm(*parts, weight, offset, eps)
 
         return run
+
+
+def take_rest(model: torch.nn.Module, pieces: DevicePieces) -> list[str]:
+    """Replaces the linear layers that fusion has left as they are. Returns the names of other modules with weights that it left."""
+    others = []
+    for name, module in _left(model, ""):
+        if type(module) is torch.nn.Linear:
+            replace_forward(module, pieces.product([Matrix(module.weight, module.bias)]))
+        elif not isinstance(module, torch.nn.Embedding):
+            others.append(name)
+    return others
+
+
+def _left(module: torch.nn.Module, name: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    if "forward" in module.__dict__:
+        return  # a piece computes it, and all in it
+    if next(module.parameters(recurse=False), None) is not None:
+        yield name, module
+    for child_name, child in module.named_children():
+        yield from _left(child, f"{name}.{child_name}".removeprefix("."))
 
 
 def _merged(matrices: Sequence[Matrix]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tandem.engine.model.pieces import Activation, Rotary, activate, rms_norm, rotated, to_fp8
 
@@ -20,6 +21,7 @@ _LIBRARY.define(
     "add_rms_norm(Tensor x, Tensor y, Tensor(a!) total, Tensor weight, float offset, float eps) -> Tensor"
 )
 _LIBRARY.define("gated(Tensor x, str activation) -> Tensor")
+_LIBRARY.define("product_by_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.define(
     "rotate_and_write(Tensor query, Tensor key, Tensor value, Tensor? cosines, Tensor? sines, Tensor? query_norm, "
     "Tensor? key_norm, float offset, float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool pads) -> Tensor"
@@ -43,6 +45,13 @@ def add_and_norm(
 def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Maps [..., 2 N] to [..., N]: the activation of the first half, times the second half."""
     out: torch.Tensor = torch.ops.tandem.gated(x, activation.value)
+    return out
+
+
+def product_by_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer's product. A row of the result has the same bits whatever rows are beside it, and however many: each number is
+    summed along the row in one order, in tiles of one shape."""
+    out: torch.Tensor = torch.ops.tandem.product_by_rows(x, weight, bias)
     return out
 
 
@@ -92,6 +101,13 @@ def _plain_add_and_norm(
 def _plain_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return activate(first, Activation(activation)) * second
+
+
+def _plain_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    for row, to in zip(x.reshape(-1, 1, x.shape[-1]), out.view(-1, 1, weight.shape[0]), strict=True):
+        to.copy_(F.linear(row, weight, bias))
+    return out
 
 
 def _plain_rotate_and_write(
@@ -209,7 +225,9 @@ def kernels() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    # Triton compiles other code for a number that is 1 or a multiple of 16. None may depend on how many rows there are, because each
+    # code may sum a row in another order.
+    @triton.jit(do_not_specialize=["per_outer"])  # type: ignore[untyped-decorator]
     def norm_rows(x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0)
         columns = tl.arange(0, BLOCK)
@@ -247,8 +265,34 @@ def kernels() -> Any:
             passed = gate * tl.sigmoid(gate)
         tl.store(out + row * n + columns, (passed * up).to(out.dtype.element_ty), mask=there)
 
+    @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+    def product_tiles(  # type: ignore[no-untyped-def]
+        x, weight, bias, out, rows, n, k,
+        BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+        inner = tl.arange(0, DEPTH)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, k, DEPTH):
+            at = start + inner
+            left = tl.load(
+                x + row[:, None] * k + at[None], mask=(row < rows)[:, None] & (at < k)[None], other=0.0
+            )
+            right = tl.load(
+                weight + column[None] * k + at[:, None],
+                mask=(column < n)[None] & (at < k)[:, None],
+                other=0.0,
+            )
+            total = tl.dot(left, right, total)
+        if BIAS:
+            total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None]
+        to = out + row[:, None] * n + column[None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < n)[None])
+
     return SimpleNamespace(
         norm_rows=norm_rows,
+        product_tiles=product_tiles,
         add_and_norm_rows=add_and_norm_rows,
         gate_rows=gate_rows,
         turn_and_write=_turning_kernel(),
@@ -262,9 +306,10 @@ def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: floa
     if x.stride(-1) != 1 or (x.dim() > 2 and not x.is_contiguous() and not _two_strides(x)):
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    per_outer = x.shape[-2] if x.dim() > 1 else 1
-    outer = x.stride(-3) if x.dim() > 2 else per_outer * n
-    inner = x.stride(-2) if x.dim() > 1 else n
+    per_outer, outer, inner = 1, n, n
+    if not x.is_contiguous():
+        per_outer, inner = x.shape[-2], x.stride(-2)
+        outer = x.stride(-3) if x.dim() > 2 else 0
     rows = x.numel() // n
     if rows:
         found.norm_rows[(rows,)](
@@ -304,6 +349,26 @@ def _launch_gated(x: torch.Tensor, activation: str) -> torch.Tensor:
         found.gate_rows[(rows.shape[0], -(-n // block))](
             rows, out, rows.stride(0), n, GELU=activation == Activation.GELU_TANH.value, BLOCK=block
         )
+    return out
+
+
+# One shape for all products. It suits neither one row nor thousands best.
+_TILE = {"ROWS": 64, "COLUMNS": 64, "DEPTH": 64}
+
+
+def _launch_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    found = kernels()
+    n, k = weight.shape
+    rows = x.reshape(-1, k).contiguous()
+    if rows.data_ptr() % 16:
+        rows = rows.clone()
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if count := rows.shape[0]:
+        grid = -(-count // _TILE["ROWS"]), -(-n // _TILE["COLUMNS"])
+        found.product_tiles[grid](
+            rows, weight.contiguous(), weight if bias is None else bias, out, count, n, k,
+            BIAS=bias is not None, **_TILE, num_warps=4, num_stages=3,
+        )  # fmt: skip
     return out
 
 
@@ -348,6 +413,7 @@ for _name, _plain, _launch in (
     ("rms_norm", _plain_norm, _launch_norm),
     ("add_rms_norm", _plain_add_and_norm, _launch_add_and_norm),
     ("gated", _plain_gated, _launch_gated),
+    ("product_by_rows", _plain_product, _launch_product),
     ("rotate_and_write", _plain_rotate_and_write, _launch_rotate_and_write),
 ):
     _LIBRARY.impl(_name, _plain, "CPU")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import msgspec
 import torch
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.wings import find_wing
 from tandem.engine.config import EngineConfig
 from tandem.engine.model.capabilities import Capability, ModelLoad
 from tandem.engine.model.exact.settings import INSTEAD, TYPES, is_required, refusals
+from tandem.engine.model.native.architecture import refusal
 from tandem.engine.model.runner import ModelInfo
 from tandem.kernels import library
 from tandem.kernels.build import library_path
 from tandem.machine.digests import digest_of
 from tandem.wire.nodes import COMPUTED_BY
+
+ON_GPUS = "tandem.engine.model.cuda.same_bits"
 
 
 def capability(loading: ModelLoad) -> Capability | None:
@@ -30,13 +36,25 @@ class RequiredBits(Capability):
         self._loading = loading
 
     def on_general_path(self, why: str) -> None:
+        loading = self._loading
+        if loading.device.type == "cuda" and find_wing(ON_GPUS) is not None:
+            # The same models as on CPUs. Triton and FlashInfer compute them, or the load fails.
+            why = refusal(loading.config, loading.dtype, torch.device("cpu")) or ""
+            if not why and loading.dtype is torch.bfloat16:
+                return
+            why = why or f"FlashInfer does not compute in {loading.dtype}"
         raise ConfigurationError(
             f"{self._loading.source.name} cannot be served with model.exact: require. transformers computes it, because {why}; the "
-            f"order of its sums depends on the batch. Serve a model of type {', '.join(TYPES)} in float32 or bfloat16 on CPUs, {INSTEAD}"
+            f"order of its sums depends on the batch. Serve a model of type {', '.join(TYPES)} in bfloat16, or on CPUs in "
+            f"float32, {INSTEAD}"
         )
 
     def complete(self, info: ModelInfo) -> ModelInfo:
-        way = way_of_computing(self._loading.dtype)
+        loading = self._loading
+        if loading.device.type == "cuda":
+            way = cast("Any", find_wing(ON_GPUS)).way_of_computing(loading.device, loading.cache.block_size)
+        else:
+            way = way_of_computing(loading.dtype)
         return msgspec.structs.replace(info, content=f"{info.content}{COMPUTED_BY}{way}")
 
 

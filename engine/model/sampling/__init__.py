@@ -3,4 +3,5 @@
 sampler    min_p, top_k, top_p and one token per row, for all rows at once; the noise is a function of seed and position
 adjust     bans, biases and penalties
 logprobs   log-probabilities for clients
+row_sums   sums that have the same bits in any batch
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tandem.engine.model.sampling.row_sums import row_sums
 from tandem.engine.model.staging import HostCopy
 from tandem.wire.sampling import TokenLogprobs
 
@@ -39,7 +40,8 @@ class ComputedLogprobs:
 
 def _some(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> list[torch.Tensor]:
     """Returns the chosen tokens, their log-probabilities and ranks; with `num_top` also the most likely tokens and theirs."""
-    total = logits.logsumexp(dim=1, keepdim=True)
+    largest = logits.amax(dim=1, keepdim=True)
+    total = largest + row_sums((logits - largest).exp_())[:, None].log_()
     own = logits.gather(1, chosen.clamp(min=0)[:, None])
     ranks = (logits > own).sum(dim=1).add_(1)
     found = [chosen, (own - total).squeeze(1), ranks]

@@ -25,6 +25,7 @@ from tandem.base.errors import TandemError
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.parts import TokenMasks
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
+from tandem.engine.model.sampling.row_sums import row_sums
 from tandem.engine.model.staging import to_device
 
 # How many of the most likely tokens are looked at first. Restrictions usually leave fewer.
@@ -128,8 +129,8 @@ def _reaching(
     if rows.scaled.device.type != "cpu" and not few:
         # Asking whether the candidates suffice would make the host wait for the device.
         return _selected_by_weight(rows.scaled, weights, share)
-    tiles = weights.view(weights.shape[0], -1, _TILE).sum(dim=2)
-    wanted = tiles.sum(dim=1, dtype=torch.float64, keepdim=True) * share
+    tiles = row_sums(weights.view(weights.shape[0], -1, _TILE))
+    wanted = row_sums(tiles.double())[:, None] * share
     values = rows.candidates[0]
     each = (values - rows.largest).exp_().masked_fill_(values < bound, 0).double()
     cumulative = each.cumsum(dim=1)
@@ -276,7 +277,7 @@ class TokenDraw:
         return sums
 
     def _summed(self, weights: torch.Tensor) -> torch.Tensor:
-        return weights.view(weights.shape[0], self._num_blocks, _BLOCK).sum(dim=2)
+        return row_sums(weights.view(weights.shape[0], self._num_blocks, _BLOCK))
 
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # "lowbias32": a well-mixing bijection of 32 bits

@@ -91,6 +91,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         logits_soft_cap: float | None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
+        disable_split_kv: bool = False,
     ) -> None:
         given = [qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len]
         assert all(tensor.dtype == torch.int32 for tensor in given)
@@ -104,6 +105,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             "window_left": window_left,
             "softcap": logits_soft_cap or 0.0,
             "dtypes": (q_data_type, kv_data_type),
+            "splits": not disable_split_kv,
         }
         if self._fixed:
             assert self._options in ({}, options)

@@ -40,14 +40,15 @@ class Modules:
 
     def __init__(self) -> None:
         self.wanted: list[tuple[Any, ...]] = []
-        self.num_plans = self.num_runs = 0
+        self.plans: list[tuple[Any, ...]] = []
+        self.num_runs = 0
 
     def get(self, *which: Any) -> Any:
         self.wanted.append(which)
         return SimpleNamespace(plan=self._plan, paged_run=self._run, ragged_run=None)
 
-    def _plan(self, *_: Any) -> list[int]:
-        self.num_plans += 1
+    def _plan(self, *given: Any) -> list[int]:
+        self.plans.append(given)
         return [0] * 15
 
     def _run(self, *_: Any) -> None:
@@ -66,12 +67,12 @@ def modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Modules:
     return modules
 
 
-def attention(kept: torch.dtype = torch.bfloat16) -> FlashInferAttention:
+def attention(kept: torch.dtype = torch.bfloat16, *, exact: bool = False) -> FlashInferAttention:
     plan = plan_cache(LAYERS, 16)
     cache = torch.zeros(plan.shape(12), device=CUDA, dtype=kept)
     made = ours.find_library()
     assert made is not None
-    return FlashInferAttention(made, cache, plan, LAYERS, 64, torch.bfloat16)
+    return FlashInferAttention(made, cache, plan, LAYERS, 64, torch.bfloat16, exact=exact)
 
 
 def host(counts: list[int], contexts: list[int], groups: int) -> HostBatch:
@@ -110,6 +111,25 @@ def test_every_call_of_ours_is_one_that_it_takes(modules: Modules, capability: t
             fixed.prepare(host([1] * size, [20 + size] * size, groups))
     backends = {which[0] for which in modules.wanted}
     assert backends == ({"fa2", "fa3"} if capability[0] == 9 else {"fa2"})
+
+
+def test_for_the_same_bits_each_token_is_planned_alone_and_no_keys_are_split(modules: Modules) -> None:
+    """So the library's tiles, which its plan chooses by the rows of a request, are the same in each step, recorded or not."""
+    with FakeDevice().present(), torch.inference_mode():
+        made = attention(exact=True)
+        made.try_out()
+        groups, of_trial = len(made.plan.groups), len(modules.plans)
+        slots = tuple(torch.arange(16, 37, device=CUDA) for _ in range(groups))
+        _attend(made.begin(_batch(host([1, 20], [9, 37], groups), slots)), 21)
+        fixed = made.fixed(DecodeInputs(4, 0, groups, 16, CUDA))
+        fixed.prepare(None)
+        _attend(fixed.begin(), 4)
+    assert {which[0] for which in modules.wanted} == {"fa2"}
+    for plan in modules.plans[of_trial:]:
+        rows = plan[6]
+        assert rows in (21, 4)
+        assert plan[7] == rows  # as many requests
+        assert plan[16:18] == (-1, True)  # no size of splits, and none
 
 
 def test_keys_and_values_in_fp8(modules: Modules) -> None:

@@ -90,6 +90,14 @@ for dtype in wide:
                 rounded_alike(*kept)
             same(found[0][1], found[1][1], "cache")
             assert found[0][0].is_contiguous()
+for dtype, most in ((torch.float32, 1e-4), (torch.float16, 0.05)):  # the interpreter multiplies no matrices of bfloat16
+    x, weight = torch.randn(1, 150, 200).to(dtype), torch.randn(130, 200).to(dtype)
+    for bias in (None, torch.randn(130).to(dtype)):
+        found = ops._launch_product(x, weight, bias)
+        assert (found.float() - ops._plain_product(x, weight, bias).float()).abs().max() <= most
+        for first, end in ((0, 1), (63, 65), (64, 150), (149, 150), (0, 64)):
+            # The same bits alone, among others, and elsewhere in a tile.
+            assert torch.equal(ops._launch_product(x[:, first:end], weight, bias), found[:, first:end]), (first, end)
 print("agree")
 """
 
@@ -149,6 +157,24 @@ for dtype in (bf16, f16) if all_of_them else (bf16,):
     if capability >= 89:
         for n in (4096, 14336):
             rounds._launch_quantize_rows(torch.ones(5, n, dtype=dtype))
+# What sums a row has one code, however many rows there are: another code may sum it in another order.
+for rows in (1, 2, 7, 16, 64, 65, 2048):
+    x, weight = torch.ones(1, rows, 4096, dtype=bf16), torch.ones(4096, dtype=bf16)
+    heads, matrix = torch.ones(1, rows, 6144, dtype=bf16)[..., :4096], torch.ones(64, 4096, dtype=bf16)
+    before = set(compiled)
+    ops._launch_product(x, matrix, None)
+    ops._launch_product(x, matrix, weight[:64])
+    ops._launch_norm(x, weight, 0.0, 1e-5)
+    ops._launch_add_and_norm(x, x, x, weight, 0.0, 1e-5)
+    ops._launch_norm(heads.view(1, rows, 32, 128), weight[:128], 0.0, 1e-5)
+    ops._launch_norm(heads.view(1, rows, 32, 128).transpose(1, 2), weight[:128], 0.0, 1e-5)
+    q = heads.view(1, rows, 32, 128).transpose(1, 2)[0]
+    cache = torch.zeros(3, 2, 8, 16, 128, dtype=bf16)
+    ops._launch_rotate_and_write(
+        q, q[:8], q[:8], *(torch.ones(rows, 128, dtype=bf16),) * 2, weight[:128], weight[:128], 0.0, 1e-6,
+        torch.arange(rows) + 16, cache[:, 0], cache[:, 1], False,
+    )
+    assert rows == 1 or set(compiled) == before, [compiled[each][0] for each in set(compiled) - before]
 kinds = [(bf16, bf16), (f16, f16)] + ([(bf16, fp8)] if capability >= 89 else [])
 for dtype, kept in kinds if all_of_them else kinds[:1]:
     for dim, q_heads, heads in ((128, 32, 8), (64, 9, 3), (256, 8, 4), (96, 32, 32)) if all_of_them else ((128, 32, 8),):
@@ -164,7 +190,7 @@ for dtype, kept in kinds if all_of_them else kinds[:1]:
                     torch.arange(tokens) + 16, cache[:, 1, 0], cache[:, 1, 1], pads,
                 )
 assert all(size > 0 for _, size, _ in compiled.values())
-assert {name for name, *_ in compiled.values()} >= {"norm_rows", "add_and_norm_rows", "gate_rows", "turn_and_write"}
+assert {name for name, *_ in compiled.values()} >= {"norm_rows", "add_and_norm_rows", "gate_rows", "turn_and_write", "product_tiles"}
 assert all(metadata.num_warps == 1 for name, _, metadata in compiled.values() if name == "turn_and_write")
 print(len(compiled))
 """

@@ -17,7 +17,7 @@ from tandem.engine.core import Engine
 from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory
 from tandem.kvtransfer.config import EvictionPolicy, LoadFailurePolicy, TransferConfig
 from tandem.kvtransfer.multi import MultiScheduler, MultiWorker
-from tandem.kvtransfer.offload.manager import ReuseFilter, SlotManager, TierManager
+from tandem.kvtransfer.offload.manager import SlotManager, TierManager, filtered
 from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.offload.worker_half import TierWorker
@@ -191,9 +191,7 @@ class _Spec:
         mover = LateMover(self._world.driver, self._world.device)
         self._world.managers.append(manager)
         self._world.movers.append(mover)
-        if self._threshold:
-            return ReuseFilter(manager, self._threshold), mover
-        return manager, mover
+        return filtered(manager, self._threshold), mover
 
 
 # Layers of one kind, of two, of three, and such as all have a window.

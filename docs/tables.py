@@ -1,5 +1,4 @@
-"""Generates the parts of the pages that follow from the code. `python -m tandem.cluster.commands.documents` rewrites the pages; tests compare
-them."""
+"""Generates the parts of the pages that follow from the code. `make docs` rewrites the pages; tests compare them."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tandem.cluster.wings import foreign_flags
 from tandem.router.http.request_fields import FIELDS
 from tandem.wire.nodes import Role
 
-DOCS = FilePath(__file__).resolve().parents[2] / "docs"
+DOCS = FilePath(__file__).resolve().parent
 
 _ROW = re.compile(r"^\| `([\w.]+)` \|")
 _POOL = re.compile(rf"^pools\.(?:{'|'.join(role.value for role in Role)})\.(?!nodes$)")
