@@ -55,6 +55,13 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "stages of each node, each with some of the model's layers and `tensor_parallel` ranks: [ranks](ranks.md#stages)"
         ),
     ] = 1
+    context_parallel: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_RANKS)],
+        about(
+            "ranks of each node that read a prompt together, each some of its tokens: so many times `tensor_parallel`: "
+            "[ranks](ranks.md#long-prompts)"
+        ),
+    ] = 1
     machines: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
@@ -106,7 +113,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def ranks_per_machine(self) -> int:
@@ -315,7 +322,7 @@ def _not_of(role: Role) -> Iterator[tuple[tuple[str, ...], str]]:
     if not role.hands_over:
         yield (*pool, "transfer_options"), f"nodes that {traits.task} transfer nothing"
     if traits.one_rank:
-        for name in ("tensor_parallel", "pipeline_parallel", "machines"):
+        for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "machines"):
             yield (*pool, name), f"{traits.one_rank}: set pools.{role.value}.nodes to more"
     if not traits.is_scaled:
         for name in ("min", "max"):

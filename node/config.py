@@ -80,6 +80,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logs: LogsConfig = LogsConfig()
     tensor_parallel: AtLeastOne = 1  # ranks per stage: each computes a part of every layer of the stage
     pipeline_parallel: AtLeastOne = 1  # stages: each computes some of the layers
+    # Groups of `tensor_parallel` ranks, each with the whole model: each computes some of a prompt's tokens
+    context_parallel: AtLeastOne = 1
     # The environment of the node's process, set before it loads a library. It stands here so that a change of it makes another
     # configuration, which a controller notices.
     env: dict[str, str] = {}
@@ -94,11 +96,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ranks(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
 
-def refused_with_ranks(engine: EngineConfig, stages: int) -> Iterator[str]:
+def refused_with_ranks(engine: EngineConfig, stages: int, contexts: int) -> Iterator[str]:
     """Yields each setting that a node with several ranks does not support, as a phrase that follows "but"."""
+    if contexts > 1 and stages > 1:
+        yield "each of its ranks has only some of the layers, and context_parallel shares tokens among ranks that have all: set one of the two to 1"
+    if contexts > 1 and engine.model.hidden_states_folder:
+        yield "model.hidden_states_folder asks for tokens that other ranks compute: leave it out"
     if stages > 1 and engine.model.hidden_states_folder:
         yield "model.hidden_states_folder asks for layers that other stages compute: leave it out"
     if engine.scheduler.max_loras:

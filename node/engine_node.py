@@ -101,6 +101,7 @@ class EngineNode(Node[NodeService]):
             pin_seconds=config.engine.scheduler.pins_for_s,
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
+            context_parallel=config.context_parallel,
         )
 
     def _own_engine(self, loading: LoadSource, mailbox: Mailbox[Item]) -> Engine:

@@ -131,7 +131,7 @@ def ranks_wing() -> RanksWing:
     if module := find_wing(RANKS):
         return cast("RanksWing", module)
     raise ConfigurationError(
-        "tensor_parallel and pipeline_parallel must be 1: this installation has no node/ranks"
+        "tensor_parallel, pipeline_parallel and context_parallel must be 1: this installation has no node/ranks"
     )
 
 

@@ -20,7 +20,7 @@ from tandem.simulator.costs import (
     RequestCost,
     TransferCost,
 )
-from tandem.simulator.profile_client import ClusterNode
+from tandem.simulator.profile_client import ClusterNode, refuse_contexts
 from tandem.wire.nodes import ENGINE_ROLES, Role
 from tandem.wire.step_costs import FIRST_ROWS, FIRST_TOKENS, MANY_ROWS, MANY_TOKENS, StepCosts
 
@@ -65,6 +65,7 @@ def learnt_costs(url: str, transport: httpx.BaseTransport | None = None) -> Lear
 
 
 def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> LearntCosts:
+    refuse_contexts(nodes)
     readers = [node for node in nodes if node.learnt.prompts_seen >= FEWEST]
     writers = [node for node in nodes if node.learnt.rows_seen >= FEWEST]
     for what, found in (("read prompts", readers), ("write answers", writers)):

@@ -25,7 +25,7 @@ from tandem.simulator.costs import (
     Width,
     line_through,
 )
-from tandem.simulator.profile_client import ProfileClient, ProfiledRequest
+from tandem.simulator.profile_client import ProfileClient, ProfiledRequest, refuse_contexts
 from tandem.wire.nodes import Role
 
 REPEATS = 5
@@ -92,6 +92,7 @@ class Profiler:
                 "profile a cluster of one aggregated node, or of one prefill node and one decode node, not of "
                 f"{', '.join(roles) or 'none'}"
             )
+        refuse_contexts(nodes)
         widths = {Width(node.tensor_parallel, node.pipeline_parallel) for node in nodes}
         if len(widths) > 1:
             said = " and ".join(sorted(map(str, widths)))

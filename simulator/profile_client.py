@@ -32,7 +32,16 @@ class ClusterNode(msgspec.Struct):
     total_blocks: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    context_parallel: int = 1
     start_s: float = 0.0  # 0: the controller does not know
+
+
+def refuse_contexts(nodes: Sequence[ClusterNode]) -> None:
+    """Raises a ConfigurationError for nodes whose costs a plan cannot use."""
+    if any(node.context_parallel > 1 for node in nodes):
+        raise ConfigurationError(
+            "some nodes' ranks read prompts together (context_parallel), and no plan has such nodes: measure nodes where it is 1"
+        )
 
 
 class _RouterFacts(msgspec.Struct):

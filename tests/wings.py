@@ -124,6 +124,15 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_spread_nodes.py",
         ),
     ),
+    "divided prompts": Wing(
+        ("engine/model/divided/",),
+        (
+            "tests/engine/model/divided/",
+            "tests/integration/test_divided_handover.py",
+            "tests/integration/test_serve_divided.py",
+        ),
+        ("ranks",),
+    ),
     "speculation": Wing(
         ("engine/model/speculation/", "engine/scheduling/drafting/"),
         (

@@ -80,6 +80,7 @@ class NodeInfo(msgspec.Struct, frozen=True, cache_hash=True):
     wire_version: int = WIRE_VERSION  # of the messages that it understands: wire.versions
     tensor_parallel: int = 1  # ranks that share each of its layers
     pipeline_parallel: int = 1  # stages that share its layers
+    context_parallel: int = 1  # groups of ranks that share the tokens of its prompts
     start_s: float = 0.0  # from its launch until it was ready, by the controller's clock; 0: unknown
 
     @property

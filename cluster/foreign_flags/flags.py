@@ -175,6 +175,7 @@ _OTHER_WAYS = (
 )
 _WIDTHS = tuple(f"pools.{pool}.tensor_parallel" for pool in ("prefill", "decode", "aggregated"))
 _STAGES = tuple(f"pools.{pool}.pipeline_parallel" for pool in ("prefill", "decode", "aggregated"))
+_CONTEXTS = tuple(f"pools.{pool}.context_parallel" for pool in ("prefill", "aggregated"))
 _POOLS = "give each pool its nodes: --prefill N and --decode N, or --aggregated N for nodes that do both"
 _SAMPLING = {"auto": "model", "vllm": "openai"}
 # Names of parsers in vLLM and SGLang whose format has another name here.
@@ -327,6 +328,11 @@ VLLM: tuple[Flag, ...] = (
     # devices and machines
     Flag(("--tensor-parallel-size", "-tp", "--tp", "--tp-size"), sets_all(_WIDTHS)),
     Flag(("--pipeline-parallel-size", "-pp", "--pp-size"), sets_all(_STAGES)),
+    Flag(("--prefill-context-parallel-size", "-pcp"), sets_all(_CONTEXTS)),
+    Flag(
+        ("--decode-context-parallel-size", "-dcp"),
+        StandingFlag("the KV of a decode node is shared by heads, not by tokens: --tensor-parallel-size N", ("1",)),
+    ),
     Flag(("--data-parallel-size", "-dp", "--dp-size"), StandingFlag(_POOLS, ("1",))),
     Flag(("--enable-dp-attention",), UnsupportedFlag(_POOLS), 0),
     Flag(("--ep-size", "--ep"), StandingFlag(_OTHER_WAYS, ("1",))),

@@ -23,6 +23,7 @@ _OF_POOLS = {
     "threads": True,
     "tensor_parallel": True,
     "pipeline_parallel": True,
+    "context_parallel": True,
     "machines": True,
     "env": True,
     "transfer_options": True,

@@ -44,6 +44,7 @@ def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
         ("scheduler", "a node keeps room for the steps that it started with"),
         ("tensor_parallel", "a node keeps the ranks that it started with"),
         ("pipeline_parallel", "a node keeps the stages that it started with"),
+        ("context_parallel", "a node keeps the ranks that it started with"),
     ):
         if getattr(pools.of(before), name) != getattr(pools.of(after), name):
             raise ConfigurationError(

@@ -65,7 +65,9 @@ def of_one_machine(config: TandemConfig) -> TandemConfig:
         role.value: msgspec.structs.replace(
             pool,
             machines=1,
-            tensor_parallel=pool.tensor_parallel // pool.machines,
+            tensor_parallel=pool.ranks_per_machine,
+            pipeline_parallel=1,
+            context_parallel=1,
             resources=pool.resources_per_machine,
         )
         for role in Role
@@ -244,7 +246,7 @@ def _check_devices(config: TandemConfig, host: Host) -> None:
         if config.pools.of(role).first_size and not _has_devices(config, host, role):
             raise ConfigurationError(
                 f"a {role.value} node has {config.pools.of(role).ranks} ranks (pools.{role.value}.tensor_parallel times "
-                f"pipeline_parallel) and needs a GPU for each, but this machine has {counted(host.gpus, 'GPU')}: set fewer ranks, "
+                f"pipeline_parallel times context_parallel) and needs a GPU for each, but this machine has {counted(host.gpus, 'GPU')}: set fewer ranks, "
                 "or set model.device to cpu"
             )
 
@@ -319,6 +321,7 @@ def node_config(config: TandemConfig, node_id: str, role: Role, placement: NodeP
         logs=config.logs,
         tensor_parallel=pool.tensor_parallel,
         pipeline_parallel=pool.pipeline_parallel,
+        context_parallel=pool.context_parallel,
         cores=list(placement.cores),
         others=[OtherMachine(there.address, list(there.cores), there.device) for there in placement.others],
         env=pool.env,

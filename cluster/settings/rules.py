@@ -30,6 +30,7 @@ OF_WINGS: Mapping[Path, str] = {
     ("model", "exact"): "tandem.engine.model.exact",
     ("model", "hidden_states_folder"): "tandem.engine.model.hidden_states",
     **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
+    **{("pools", role.value, "context_parallel"): "tandem.engine.model.divided" for role in ENGINE_ROLES},
     ("router", "batches_folder"): "tandem.router.batches",
     ("router", "other_models"): "tandem.router.other_models",
     ("router", "processes"): "tandem.router.processes",
@@ -217,7 +218,7 @@ def _pool_of_engine(other: EngineWing, role: Role, pool: PoolConfig) -> Iterator
     elif pool.ranks > 1:
         yield (
             ("pools", role.value, "tensor_parallel"),
-            f"and pipeline_parallel are of Tandem's own engine: set model.engine_args to what {other.NAME} calls them",
+            f"and pipeline_parallel and context_parallel are of Tandem's own engine: set model.engine_args to what {other.NAME} calls them",
         )
 
 
@@ -271,7 +272,8 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
     yield from _machines(role, config)
     if pool.ranks == 1:
         return
-    name = "tensor_parallel" if pool.pipeline_parallel == 1 else "pipeline_parallel"
+    widths = ("pipeline_parallel", "context_parallel")
+    name = next((each for each in widths if getattr(pool, each) > 1), "tensor_parallel")
     setting, size = ("pools", role.value, name), getattr(pool, name)
     serving = [config.pools.of(other) for other in Role if config.pools.of(other).last_size]
     if not pool.last_size and all(other.ranks == 1 for other in serving):
@@ -301,7 +303,7 @@ def _ranks(role: Role, config: TandemConfig) -> Iterator[Broken]:
             ("pools", role.value, "resources"),
             f"has {{GPU: {gpus:g}}}, but a node's {pool.ranks} ranks need a GPU each: set {{GPU: {pool.ranks}}}",
         )
-    for reason in refused_with_ranks(config.engine, pool.pipeline_parallel):
+    for reason in refused_with_ranks(config.engine, pool.pipeline_parallel, pool.context_parallel):
         yield setting, f"is {size}, but {reason}"
 
 
@@ -312,7 +314,7 @@ def _machines(role: Role, config: TandemConfig) -> Iterator[Broken]:
     if pool.ranks % pool.machines:
         yield (
             setting,
-            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel times pipeline_parallel) cannot be divided equally among them: set "
+            f"is {pool.machines}, but a node's {counted(pool.ranks, 'rank')} (tensor_parallel times pipeline_parallel times context_parallel) cannot be divided equally among them: set "
             f"pools.{role.value}.tensor_parallel or pipeline_parallel so that the product is a multiple of it",
         )
     if config.engine_of(role).cache.tiers:

@@ -26,6 +26,7 @@ speculation/    drafts from the text, from a small model or from an EAGLE head
 lora/           LoRA adapters, several in one batch
 work/           what a token costs, by estimate
 wide/           the general path on several ranks
+divided/        prompts that several ranks read together
 fused/          the general path with fewer, larger operations; pieces and sums are their contract
 cuda/           what a CUDA device adds to the general path
 exact/          the same bits, required

@@ -122,6 +122,10 @@ class Capability:
         """Attention by kernels that read the cache in place; None if blocks are gathered. General path only."""
         return None
 
+    def exchanged(self, attention: PagedAttention, of: ToAttend) -> PagedAttention:
+        """Returns the attention that the model is computed with, for one that knows only this rank's rows. General path only."""
+        return attention
+
     def recorded(self, forward: TransformersForward, plan: CachePlan, shape: ForwardShape) -> Forward | None:
         """A forward pass that replays recorded steps of this one; None if it has none. General path only."""
         return None

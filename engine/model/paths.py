@@ -226,16 +226,19 @@ class _GeneralModel:
         model, parts, capabilities = self._model, self.parts, self._capabilities
         adapted = first_of(each.updates for each in capabilities)
         around = first_of(each.around(model) for each in capabilities)
-        if _is_alone(parts) or parts.mixers is not None:
-            # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they
-            # are not recorded.
-            states = parts.mixers.bound_to(kv_cache) if parts.mixers is not None else None
-            attention = gathering(kv_cache, plan, parts.latents)
-            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
-        chosen = _choose_attention(
-            ToAttend(kv_cache, plan, parts, shape, self._pieces, model.dtype), capabilities
+        of = ToAttend(kv_cache, plan, parts, shape, self._pieces, model.dtype)
+        # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they are not
+        # recorded.
+        gathers = _is_alone(parts) or parts.mixers is not None
+        attention = (
+            gathering(kv_cache, plan, parts.latents) if gathers else _choose_attention(of, capabilities)
         )
-        forward = TransformersForward(model, chosen, parts, adapted=adapted, around=around)
+        for each in capabilities:
+            attention = each.exchanged(attention, of)
+        if gathers:
+            states = parts.mixers.bound_to(kv_cache) if parts.mixers is not None else None
+            return TransformersForward(model, attention, parts, states, adapted, self._mixing_threads, around)
+        forward = TransformersForward(model, attention, parts, adapted=adapted, around=around)
         if any(each.unchanged for each in capabilities):
             return forward
         return first_of(each.recorded(forward, plan, shape) for each in capabilities) or forward

@@ -73,26 +73,36 @@ class Shard:
     # A descriptor of memory in which all ranks keep one KV cache, each its heads of every block. None: each has its own cache.
     kv_memory: int | None = None
     stages: int = 1
-    # The collectives among the ranks of one stage; None with one stage.
+    # The collectives among the ranks that share the matrices of the same layers; None if these are all ranks, or one.
     within_stage: Collectives | None = None
+    # How many ranks, or groups of ranks that share matrices, have the same part of the model, and each some of a step's rows. Ranks of one
+    # group are consecutive.
+    contexts: int = 1
+    # With contexts: the collectives among the ranks with the same part of the model, one of each group.
+    across: Collectives | None = None
     link: StageLink = dataclasses.field(default_factory=StageLink)
 
     @property
     def width(self) -> int:
-        """The number of ranks in a stage."""
-        return self.size // self.stages
+        """The number of ranks that share the matrices of the same layers."""
+        return self.size // (self.stages * self.contexts)
 
     @property
     def stage(self) -> int:
-        return self.rank // self.width
+        return self.rank * self.stages // self.size
+
+    @property
+    def context(self) -> int:
+        """This rank's place among those with the same part of the model."""
+        return self.rank // self.width % self.contexts
 
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.stages - 1
 
     def of_stage(self) -> Shard:
-        """This rank's place among the ranks of its stage, which have parts of the same layers."""
-        if self.stages == 1:
+        """This rank's place among the ranks that share the matrices of the same layers."""
+        if self.width == self.size:
             return self
         collectives = self.within_stage or self.collectives
         return Shard(

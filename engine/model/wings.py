@@ -9,6 +9,7 @@ from tandem.engine.model.capabilities import Capability, ModelLoad
 
 # Parts of the runner are called in this order.
 ROWS = (
+    "tandem.engine.model.divided.capability",
     "tandem.engine.model.wide.capability",
     "tandem.engine.model.lora.capability",
     "tandem.engine.model.vision.capability",

@@ -92,7 +92,7 @@ class GroupCollectives:
         return gathered.view(self._size, *tensor.shape)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._group.broadcast([tensor], 0).wait()
+        self._group.broadcast(tensor, 0).wait()
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         self._group.send([tensor], rank, 0).wait()
@@ -114,9 +114,21 @@ class GroupCollectives:
 def group_of_stage(
     rank: int, size: int, stages: int, rendezvous: str, device: torch.device, host: str = LOOPBACK
 ) -> GroupCollectives | None:
-    """The group of the ranks in this rank's stage. None if the stage has one rank, or the node has one stage."""
+    """The group of the ranks in this rank's stage. None if the stage has one rank, or the node has one stage. With contexts, each of them
+    counts as a stage."""
     width = size // stages
     if stages == 1 or width == 1:
         return None
     name = f"stage-{rank // width}"
     return GroupCollectives(rank % width, width, rendezvous, device, host=host, name=name)
+
+
+def group_across(
+    rank: int, size: int, contexts: int, rendezvous: str, device: torch.device, host: str = LOOPBACK
+) -> GroupCollectives | None:
+    """The group of the ranks with the same part of the model, one of each context. None with one context."""
+    width = size // contexts
+    if contexts == 1:
+        return None
+    name = f"context-{rank % width}"
+    return GroupCollectives(rank // width, contexts, rendezvous, device, host=host, name=name)

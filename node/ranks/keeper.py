@@ -169,6 +169,7 @@ class RankKeeper:
             config.logs,
             self._place.host,
             config.pipeline_parallel,
+            config.context_parallel,
         )
         self._processes = RankProcesses(plan, self, config.timeouts.rank_silence_s)
         self._processes.start()

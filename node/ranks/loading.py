@@ -42,7 +42,7 @@ class RanksOfNode:
             raise InternalError(
                 f"{config.node_id} is spread over {config.machines} machines, and {len(loading.keepers)} others keep ranks"
             )
-        _refuse(config, refused_with_ranks(config.engine, config.pipeline_parallel))
+        _refuse(config, refused_with_ranks(config.engine, config.pipeline_parallel, config.context_parallel))
         self._config = config
         self._loading = loading
         engine = msgspec.structs.replace(config.engine, model=loading.model)
@@ -56,6 +56,7 @@ class RanksOfNode:
             shares_of(config.cores, config.engine.model.threads, config.ranks // config.machines),
             config.logs,
             stages=config.pipeline_parallel,
+            contexts=config.context_parallel,
             apart=apart,
             host=config.host,
             keepers=loading.keepers,

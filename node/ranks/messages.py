@@ -23,6 +23,7 @@ class RankOrders(msgspec.Struct, frozen=True):
     logs: LogsConfig
     cores: list[int]
     stages: int = 1
+    contexts: int = 1
     kv_memory: int | None = None  # the descriptor of the KV cache that all ranks share
     # The descriptor of the line by which rank 0 orders transfers of this rank's own KV
     transfers: int | None = None

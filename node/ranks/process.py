@@ -79,13 +79,15 @@ def _serve(
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.shard import Shard
     from tandem.engine.model.wide.forward import follow
-    from tandem.node.ranks.group import GroupCollectives, group_of_stage
+    from tandem.node.ranks.group import GroupCollectives, group_across, group_of_stage
 
     device = choose_device(orders.model.device)
     _tell(control, RankHere(device.type))
     meeting = (orders.rendezvous, device)
     collectives = GroupCollectives(orders.rank, orders.size, *meeting, host=orders.host)
-    of_stage = group_of_stage(orders.rank, orders.size, orders.stages, *meeting, orders.host)
+    parts = orders.stages * orders.contexts
+    of_stage = group_of_stage(orders.rank, orders.size, parts, *meeting, orders.host)
+    across = group_across(orders.rank, orders.size, orders.contexts, *meeting, orders.host)
     shard = Shard(
         orders.rank,
         orders.size,
@@ -94,6 +96,8 @@ def _serve(
         kv_memory=orders.kv_memory,
         stages=orders.stages,
         within_stage=of_stage,
+        contexts=orders.contexts,
+        across=across,
     )
     runner = load_runner(
         orders.model,

@@ -89,6 +89,7 @@ class RankPlan:
     logs: LogsConfig
     host: str  # the address where they listen for the other ranks
     stages: int = 1
+    contexts: int = 1
 
 
 class Owner(Protocol):
@@ -275,6 +276,7 @@ class RankProcesses:
             plan.logs,
             share.cores,
             plan.stages,
+            plan.contexts,
             self.kv_fd,
             transfers,
             tiers,
@@ -433,7 +435,7 @@ def check_devices(device: str, ranks: range) -> None:
 
     if torch.device(last).index >= torch.cuda.device_count():
         raise ConfigurationError(
-            f"a node has {size} ranks on this machine (pools.<pool>.tensor_parallel times pipeline_parallel, shared by pools.<pool>.machines), "
+            f"a node has {size} ranks on this machine (pools.<pool>.tensor_parallel times pipeline_parallel times context_parallel, shared by pools.<pool>.machines), "
             f"and of {torch.cuda.device_count()} CUDA devices here {size} do not follow one another from {device_of_rank(device, 0)} on: give "
             f"each node so many, on a Ray cluster with resources: {{GPU: {size}}}"
         )

@@ -99,6 +99,7 @@ class Ranks:
         logs: LogsConfig,
         *,
         stages: int = 1,
+        contexts: int = 1,
         apart: bool = False,
         host: str = "127.0.0.1",
         keepers: Sequence[str] = (),
@@ -114,6 +115,7 @@ class Ranks:
         self._name = name
         self._size = size
         self._stages = stages
+        self._contexts = contexts
         self._apart = apart or machines > 1
         self._engine = engine
         self._host = host
@@ -127,11 +129,11 @@ class Ranks:
         self._is_stopped = False
         self._folder = tempfile.mkdtemp(prefix="tandem-ranks-")
         self._meeting: MeetingPlace | None = None
-        self._group: GroupCollectives | None = None
-        # The group of rank 0's stage; None if that stage has one rank
-        self._of_stage: GroupCollectives | None = None
+        self._groups: list[GroupCollectives] = []
         here = ranks_on(0, machines, size)
-        plan = RankPlan(name, here, size, engine, shares, logs, host if keepers else "127.0.0.1", stages)
+        plan = RankPlan(
+            name, here, size, engine, shares, logs, host if keepers else "127.0.0.1", stages, contexts
+        )
         self._here = RankProcesses(plan, self, silence_s)
         self._far_lines: list[socket.socket] = []
         self._inbox: Inbox[LetterFromMachine] | None = None
@@ -161,7 +163,13 @@ class Ranks:
         """Starts all ranks. Returns rank 0's Shard when they have found each other; each loads its part next."""
         from tandem.engine.model.checkpoint import choose_device
         from tandem.engine.model.shard import Shard
-        from tandem.node.ranks.group import LOOPBACK, GroupCollectives, MeetingPlace, group_of_stage
+        from tandem.node.ranks.group import (
+            LOOPBACK,
+            GroupCollectives,
+            MeetingPlace,
+            group_across,
+            group_of_stage,
+        )
 
         device = choose_device(self._engine.model.device)
         check_devices(self._engine.model.device, self._here.plan.ranks)
@@ -180,12 +188,24 @@ class Ranks:
         self._wait_for(RankHere)
         self._check_kinds(device.type)
         try:
-            self._group = GroupCollectives(0, self._size, rendezvous, device, host=host)
-            self._of_stage = group_of_stage(0, self._size, self._stages, rendezvous, device, host)
+            group = GroupCollectives(0, self._size, rendezvous, device, host=host)
+            parts = self._stages * self._contexts
+            of_stage = group_of_stage(0, self._size, parts, rendezvous, device, host)
+            across = group_across(0, self._size, self._contexts, rendezvous, device, host)
         except RuntimeError as error:
             raise self.cause_of(error) from error
+        self._groups = [each for each in (group, of_stage, across) if each is not None]
         return Shard(
-            0, self._size, self._group, self, str(device), self._here.kv_fd, self._stages, self._of_stage
+            0,
+            self._size,
+            group,
+            self,
+            str(device),
+            self._here.kv_fd,
+            self._stages,
+            of_stage,
+            self._contexts,
+            across,
         )
 
     def _prepare(self) -> None:
@@ -320,9 +340,8 @@ class Ranks:
         for machine in self._machines:
             self._tell(machine, EndRanks(at_once=verdict is not None))
         if verdict is not None:
-            for group in (self._group, self._of_stage):
-                if group is not None:
-                    group.abort()
+            for group in self._groups:
+                group.abort()
 
     def ended(self, verdict: TandemError | None) -> None:
         deadline = time.monotonic() + END_S + TICK_S

@@ -27,7 +27,7 @@ def file_of(config: NodeConfig, info: ModelInfo) -> Path | None:
     model = config.engine.model
     what = (
         info.content, info.dtype, model.threads, len(config.cores) or usable_cores(), config.role.value,
-        config.tensor_parallel, config.pipeline_parallel, _processor(info.device),
+        config.tensor_parallel, config.pipeline_parallel, config.context_parallel, _processor(info.device),
     )  # fmt: skip
     return folder / "step_costs" / f"{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.json"
 

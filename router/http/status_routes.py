@@ -119,6 +119,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         "block_size": info.block_size,
         "tensor_parallel": info.tensor_parallel,
         "pipeline_parallel": info.pipeline_parallel,
+        "context_parallel": info.context_parallel,
         "start_s": info.start_s,
         "state": state_of(member),
         "unusable": services.pool.unusable(member),

@@ -60,6 +60,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "pools.decode.nodes": {"pools.prefill.nodes": 1},
     "pools.aggregated.tensor_parallel": {"pools.aggregated.nodes": 1},
     "pools.aggregated.pipeline_parallel": {"pools.aggregated.nodes": 1},
+    "pools.aggregated.context_parallel": {"pools.aggregated.nodes": 1},
     **{f"pools.{pool}.min": {f"pools.{pool}.nodes": 10_000} for pool in ("prefill", "decode")},
     "pools.aggregated.min": {"pools.aggregated.nodes": 10_000},
     **{f"pools.{pool}.machines": {f"pools.{pool}.nodes": 1, f"pools.{pool}.tensor_parallel": 16} for pool in ("prefill", "decode", "aggregated")},

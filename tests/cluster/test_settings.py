@@ -152,6 +152,15 @@ MISTAKES = [
         "FILE: pools.decode.pipeline_parallel is 2, but model.hidden_states_folder asks for layers that other stages compute: leave it out",
     ),
     (
+        "{pools: {decode: {nodes: 1, context_parallel: 2}}, model: {hidden_states_folder: /tmp/x}}",
+        "FILE: pools.decode.context_parallel is 2, but model.hidden_states_folder asks for tokens that other ranks compute: leave it out",
+    ),
+    (
+        "{pools: {decode: {nodes: 1, pipeline_parallel: 2, context_parallel: 2}}}",
+        "FILE: pools.decode.pipeline_parallel is 2, but each of its ranks has only some of the layers, and context_parallel shares tokens among "
+        "ranks that have all: set one of the two to 1",
+    ),
+    (
         "{pools: {aggregated: {nodes: 1, tensor_parallel: 2}}, scheduler: {max_loras: 2}}",
         "FILE: pools.aggregated.tensor_parallel is 2, but scheduler.max_loras asks for adapters, whose matrices are not cut: set it to 0",
     ),
@@ -161,12 +170,12 @@ MISTAKES = [
     ),
     (
         "pools: {aggregated: {nodes: 1, tensor_parallel: 3, machines: 2}}",
-        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel times pipeline_parallel) cannot be divided equally among them: set "
+        "FILE: pools.aggregated.machines is 2, but a node's 3 ranks (tensor_parallel times pipeline_parallel times context_parallel) cannot be divided equally among them: set "
         "pools.aggregated.tensor_parallel or pipeline_parallel so that the product is a multiple of it",
     ),
     (
         "pools: {decode: {nodes: 1, machines: 2}}",
-        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel times pipeline_parallel) cannot be divided equally among them: set "
+        "FILE: pools.decode.machines is 2, but a node's 1 rank (tensor_parallel times pipeline_parallel times context_parallel) cannot be divided equally among them: set "
         "pools.decode.tensor_parallel or pipeline_parallel so that the product is a multiple of it",
     ),
     (

@@ -69,13 +69,14 @@ class OneEngine:
         draft: Path | str = "",
         width: int = 1,
         stages: int = 1,
+        contexts: int = 1,
         apart: bool = False,
         processes: bool = False,
         machines: int = 1,
         hidden_states: Path | str = "",
     ) -> OneEngine:
-        """`shares`: its host-memory tier reads other nodes' tiers, and mirrors. `width`: the number of ranks, in `stages` stages; they are
-        threads here, or with `processes` the processes of a real node, on `machines` machines. `apart`: each rank keeps the KV of its
+        """`shares`: its host-memory tier reads other nodes' tiers, and mirrors. `width`: the number of ranks, in `stages` stages or so many
+        `contexts`; they are threads here, or with `processes` the processes of a real node, on `machines` machines. `apart`: each rank keeps the KV of its
         heads in its own memory."""
         woken, epoch = threading.Event(), next(epochs)
         cache = CacheConfig(
@@ -104,7 +105,14 @@ class OneEngine:
         if processes:
             whole = EngineConfig(config, cache, scheduler)
             others = [OtherMachine("127.0.0.1", device="cpu") for _ in range(machines - 1)]
-            asked = NodeConfig(name, Role.AGGREGATED, engine=whole, tensor_parallel=width, others=others)
+            asked = NodeConfig(
+                name,
+                Role.AGGREGATED,
+                engine=whole,
+                tensor_parallel=width // contexts,
+                context_parallel=contexts,
+                others=others,
+            )
             far = [FarMachine(asked, number) for number in range(1, machines)]
             for machine in far:
                 ranks.callback(machine.end)
@@ -115,6 +123,7 @@ class OneEngine:
                 shares_of([], 1, width // machines),
                 LogsConfig(),
                 stages=stages,
+                contexts=contexts,
                 apart=apart,
                 keepers=[machine.endpoint for machine in far],
                 silence_s=2.0,
@@ -133,6 +142,7 @@ class OneEngine:
                     stages,
                     lines if apart else None,
                     tier_lines if apart and tiers else None,
+                    contexts,
                 )
             )
         info = runner.info

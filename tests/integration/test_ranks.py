@@ -45,13 +45,15 @@ def engine_of(path: Path) -> EngineConfig:
 class WideNode:
     """The part of a node that its ranks need."""
 
-    def __init__(self, path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> None:
+    def __init__(
+        self, path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False, contexts: int = 1
+    ) -> None:
         engine = engine_of(path)
         self.lost = threading.Event()
         self.why: list[str] = []
         self.said: list[str] = []  # the progress reports of the other ranks' loads
         self.ranks = Ranks(
-            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, apart=apart, silence_s=2.0, lost=self._lost,
+            "wide", width, engine, shares_of([], 1, width), LogsConfig(), stages=stages, contexts=contexts, apart=apart, silence_s=2.0, lost=self._lost,
             report=lambda what, share: self.said.append(what),
         )  # fmt: skip
         shard = self.ranks.start()
@@ -64,8 +66,10 @@ class WideNode:
 
 
 @contextlib.contextmanager
-def wide_node(path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False) -> Iterator[WideNode]:
-    node = WideNode(path, width, stages, apart=apart)
+def wide_node(
+    path: Path, width: int = WIDTH, stages: int = 1, *, apart: bool = False, contexts: int = 1
+) -> Iterator[WideNode]:
+    node = WideNode(path, width, stages, apart=apart, contexts=contexts)
     try:
         yield node
     finally:
@@ -100,16 +104,20 @@ def test_processes_say_what_one_says_and_end_when_they_are_stopped(
 
 
 @pytest.mark.parametrize(
-    ("sign", "stages"),
+    ("sign", "parts"),
     [
-        pytest.param(signal.SIGKILL, 1, id="killed, a part of each layer"),
-        pytest.param(signal.SIGSTOP, 2, id="stopped, some of the layers"),
-        pytest.param(signal.SIGKILL, 2, id="killed, some of the layers", marks=pytest.mark.more),
-        pytest.param(signal.SIGSTOP, 1, id="stopped, a part of each layer", marks=pytest.mark.more),
+        pytest.param(signal.SIGKILL, {}, id="killed, a part of each layer"),
+        pytest.param(signal.SIGSTOP, {"stages": 2}, id="stopped, some of the layers"),
+        pytest.param(signal.SIGKILL, {"stages": 2}, id="killed, some of the layers", marks=pytest.mark.more),
+        pytest.param(signal.SIGSTOP, {}, id="stopped, a part of each layer", marks=pytest.mark.more),
+        pytest.param(signal.SIGSTOP, {"contexts": 2}, id="stopped, some tokens", marks=pytest.mark.more),
+        pytest.param(signal.SIGKILL, {"contexts": 2}, id="killed, some tokens", marks=pytest.mark.more),
     ],
 )
-def test_a_rank_that_is_gone_or_hangs_ends_all(tiny_llama: Path, sign: signal.Signals, stages: int) -> None:
-    with wide_node(tiny_llama, stages=stages) as node:
+def test_a_rank_that_is_gone_or_hangs_ends_all(
+    tiny_llama: Path, sign: signal.Signals, parts: dict[str, int]
+) -> None:
+    with wide_node(tiny_llama, **parts) as node:
         driver = Driver(node.runner)
         driver.add("r", [7, 3, 5])
         driver.generate(2)

@@ -95,6 +95,11 @@ def test_nodes_of_one_role_and_two_widths_have_no_common_costs() -> None:
         learnt_costs(URL, answering(nodes))
 
 
+def test_no_plan_has_nodes_whose_ranks_read_prompts_together() -> None:
+    with pytest.raises(ConfigurationError, match=r"read prompts together .* no plan has such nodes"):
+        learnt_costs(URL, answering([node("aggregated", BOTH, context_parallel=2)]))
+
+
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster that commands reach at URL, and as the one that runs on this machine."""

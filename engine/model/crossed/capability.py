@@ -44,7 +44,7 @@ def capability(loading: ModelLoad) -> Capability | None:
         )
     scheduler, model = loading.scheduler, loading.model
     refused = {
-        "pools.<pool>.tensor_parallel or pipeline_parallel": loading.shard is not None,
+        "pools.<pool>.tensor_parallel, pipeline_parallel or context_parallel": loading.shard is not None,
         "scheduler.max_loras": bool(scheduler.max_loras),
         "model.hidden_states_folder": bool(model.hidden_states_folder),
         "model.draft": bool(model.draft and scheduler.num_speculative_tokens),

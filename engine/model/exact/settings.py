@@ -26,7 +26,7 @@ def refusals(engine: EngineConfig, ranks: int) -> Iterator[tuple[str, str]]:
         yield (
             "model.exact",
             f"is require, but a node has {ranks} ranks, and transformers computes a model on several: the order of its sums depends on the "
-            f"batch. Set tensor_parallel and pipeline_parallel to 1, {INSTEAD}",
+            f"batch. Set tensor_parallel, pipeline_parallel and context_parallel to 1, {INSTEAD}",
         )
     for name, value, why, right in _against(engine):
         yield name, f"is {value}, but model.exact is require, and {why}: {right}, {INSTEAD}"

@@ -48,8 +48,9 @@ class FusedModel(Capability):
         from tandem.engine.model.fused import cpu_attention
         from tandem.engine.model.fused.cpu import CpuPieces
 
+        shard = self._loading.shard
         # It knows no heads of other ranks in its cache, and its steps are recorded, which sums over ranks cannot be.
-        if not isinstance(of.pieces, CpuPieces) or self._loading.shard is not None:
+        if not isinstance(of.pieces, CpuPieces) or (shard is not None and shard.width > 1):
             return None
         reason = cpu_attention.reason_against(of.parts.layers, of.plan, of.kv_cache.dtype, of.dtype)
         if reason is not None:

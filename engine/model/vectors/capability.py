@@ -29,6 +29,11 @@ def capability(loading: ModelLoad) -> Capability | None:
             f"{loading.source.name} makes vectors, which rank 0 reads below the model's head, and that is another stage's. Set "
             "pools.<pool>.pipeline_parallel to 1"
         )
+    if loading.shard is not None and loading.shard.contexts > 1:
+        raise ConfigurationError(
+            f"{loading.source.name} makes vectors of all tokens of a prompt, and other ranks compute some. Set "
+            "pools.<pool>.context_parallel to 1"
+        )
     return PooledVectors(loading, pooling)
 
 

@@ -88,6 +88,7 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
         ["-pp", "2"],
         {f"pools.{pool}.pipeline_parallel": 2 for pool in ("prefill", "decode", "aggregated")},
     ),
+    (["-pcp", "2", "-dcp", "1"], {f"pools.{pool}.context_parallel": 2 for pool in ("prefill", "aggregated")}),
     (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
     (["--tool-call-parser", "qwen3_xml"], {"router.tool_format": "qwen3_coder"}),
     (["--reasoning-parser", "deepseek_r1"], {"router.reasoning_format": "think"}),

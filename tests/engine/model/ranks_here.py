@@ -19,7 +19,7 @@ from tandem.engine.model.torch_runner import TorchRunner
 from tandem.engine.model.wide.forward import follow
 from tandem.kvtransfer.nixl.ranks.thread import RankTransfers
 from tandem.kvtransfer.offload.ranks import RankTiers
-from tandem.node.ranks.group import GroupCollectives, group_of_stage
+from tandem.node.ranks.group import GroupCollectives, group_across, group_of_stage
 
 CPU = torch.device("cpu")
 Load = Callable[[Shard | None], TorchRunner]
@@ -50,9 +50,10 @@ def ranks_here(
     stages: int = 1,
     lines: list[socket.socket] | None = None,
     tier_lines: list[socket.socket] | None = None,
+    contexts: int = 1,
 ) -> Iterator[TorchRunner]:
     """Yields rank 0's runner; the other ranks follow its steps until the block ends. `width`: the number of ranks of all stages together;
-    1 is a whole model. `lines`: a list that makes each rank keep the KV of its heads apart, and gets the lines to the threads that move
+    1 is a whole model. `contexts`: so many of them, or of their groups, have the same part of the model. `lines`: a list that makes each rank keep the KV of its heads apart, and gets the lines to the threads that move
     that KV. `tier_lines`: the same for the threads that copy it to tiers."""
     if width == 1:
         yield load(None)
@@ -70,7 +71,8 @@ def ranks_here(
 
         def shard(rank: int) -> Shard:
             group = GroupCollectives(rank, width, f"{folder}/meeting", CPU)
-            within = group_of_stage(rank, width, stages, f"{folder}/meeting", CPU)
+            within = group_of_stage(rank, width, stages * contexts, f"{folder}/meeting", CPU)
+            across = group_across(rank, width, contexts, f"{folder}/meeting", CPU)
             group.gather(torch.zeros(1))  # one that ends at once must not while another is still connecting
             return Shard(
                 rank,
@@ -80,6 +82,8 @@ def ranks_here(
                 kv_memory=memory if lines is None else None,
                 stages=stages,
                 within_stage=within,
+                contexts=contexts,
+                across=across,
             )
 
         def other(rank: int) -> None:
