@@ -36,6 +36,8 @@
 # make check    style, types, which package imports which, and which doors of users a test goes through; make style leaves the tests out
 # make test-gpu-packages   without a GPU: FlashInfer's package accepts our calls and writes its kernels' sources, Triton interprets ours
 #                    and compiles them for cards, and the GPU's benchmark runs on a CPU
+# make test-gpu-kernels    by nvcc from its wheels, without a GPU: what FlashInfer's scheduler plans, and its kernels for Hopper (ten minutes
+#                    of two cores)
 # make wheel    dist/*.whl with compiled kernels, for glibc 2.28 and newer; test-install installs one with its dependencies in an empty environment
 # make docs     writes the parts of the documents that are generated from the code
 # make clean    deletes the environment and everything that tools left here; the model cache stays
@@ -48,7 +50,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Every process of the tests would compile every module again, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-hosts test-lab test-image test-vllm test-models test-objects test-versions models-page bench soak style check wheel test-install docs clean install
+.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-gpu-kernels test-hosts test-lab test-image test-vllm test-models test-objects test-versions models-page bench soak style check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -111,12 +113,27 @@ search: install
 		--worlds $(or $(WORLDS),cluster control) $(if $(FIRST),--first '$(FIRST)',--resume build/search.json))
 
 # Installed beside the environment, not in it: if Triton were in it, torch would compile for a GPU that is not there.
+INSTALL_GPU_PACKAGES = $(BIN)/python -m pip install -q --no-deps --target build/gpu-packages \
+	'flashinfer-python>=0.7,<0.8' apache-tvm-ffi triton tabulate einops nvidia-ml-py
 test-gpu-packages: install
-	$(BIN)/python -m pip install -q --no-deps --target build/gpu-packages \
-		'flashinfer-python>=0.7,<0.8' apache-tvm-ffi triton tabulate einops nvidia-ml-py
+	$(INSTALL_GPU_PACKAGES)
 	PYTHONPATH=build/gpu-packages $(BIN)/python -m pytest -q \
 		tests/engine/model/test_flashinfer_package.py tests/engine/model/test_triton_ops.py \
 		tests/benchmarks/test_gpu_dry_run.py
+
+# The linker wants the driver's library, too, which no wheel has: an empty one does.
+CUDA := $(CURDIR)/build/nvcc/nvidia/cu13
+test-gpu-kernels: install
+	$(INSTALL_GPU_PACKAGES)
+	$(BIN)/python -m pip install -q --no-deps --target build/nvcc \
+		nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl ninja
+	mkdir -p $(CUDA)/lib64/stubs
+	ln -sf ../lib/libcudart.so.13 $(CUDA)/lib64/libcudart.so
+	g++ -shared -o $(CUDA)/lib64/stubs/libcuda.so -x c /dev/null
+	export CUDA_HOME=$(CUDA) PATH=$(CUDA)/bin:$(CURDIR)/build/nvcc/bin:$$PATH PYTHONPATH=build/gpu-packages; \
+		$(BIN)/python -m pytest -q tests/engine/model/test_flashinfer_plan.py && \
+		FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=9.0a \
+		$(BIN)/python -m tandem.engine.model.cuda.prebuild 64
 
 VLLM_ENV ?= build/vllm
 test-vllm: install $(VLLM_ENV)/bin/vllm

@@ -221,6 +221,7 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_device_order.py",
             "tests/engine/model/test_exact_on_gpus.py",
             "tests/engine/model/test_flashinfer_package.py",
+            "tests/engine/model/test_flashinfer_plan.py",
             "tests/engine/model/test_fp8_kv.py",
             "tests/engine/model/test_fused.py",
             "tests/engine/model/test_latents.py",
