@@ -105,6 +105,12 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "this pool's own settings of `scheduler`, such as `{max_num_seqs: 64}`, with the same exception"
         ),
     ] = {}
+    engine_args: Annotated[
+        dict[str, Any],
+        about(
+            "`model.engine_args` of this pool's nodes, such as `{enforce_eager: true}` for prefill alone; these override those of all nodes"
+        ),
+    ] = {}
     min: Annotated[NodeCount, about("fewest nodes")] = 0
     max: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,
@@ -292,8 +298,10 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def engine_of(self, role: Role) -> EngineConfig:
         """Returns the engine's configuration with the pool's overrides. Raises ConfigurationError if they contradict each other."""
         pool = self.pools.of(role)
+        args = {**self.model.engine_args, **pool.engine_args}
         return msgspec.structs.replace(
             self.engine,
+            model=msgspec.structs.replace(self.model, engine_args=args),
             cache=_with(self.cache, pool.cache),
             scheduler=_with(self.scheduler, pool.scheduler),
         )
@@ -330,6 +338,7 @@ def _not_of(role: Role) -> Iterator[tuple[tuple[str, ...], str]]:
     if not role.runs_requests:
         yield (*pool, "cache"), "its nodes have no KV cache, and cache.encoder_tokens is of all nodes"
         yield (*pool, "scheduler"), "its nodes have no scheduler"
+        yield (*pool, "engine_args"), "its nodes have no engine"
 
 
 # Settings that follow from others and cannot be set, with what to set instead.

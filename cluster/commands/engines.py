@@ -39,7 +39,7 @@ def check_engine(config: TandemConfig) -> EngineFound | None:
     other = other_engine(config.model.engine)
     if other is None:
         return None
-    found = other.look(config.model, _environment(config))
+    found = other.look(_with_all_args(config), _environment(config))
     wrong = list(found.wrong)
     device = config.model.device
     if found.device == "cpu" and device.startswith("cuda"):
@@ -58,6 +58,13 @@ def check_engine(config: TandemConfig) -> EngineFound | None:
     if wrong:
         raise SettingsError(wrong)
     return found
+
+
+def _with_all_args(config: TandemConfig) -> ModelConfig:
+    """The model with the arguments of every pool: only their names are looked at."""
+    pools = (config.pools.aggregated, config.pools.prefill, config.pools.decode)
+    args = {name: value for pool in pools for name, value in pool.engine_args.items()}
+    return msgspec.structs.replace(config.model, engine_args={**config.model.engine_args, **args})
 
 
 def _environment(config: TandemConfig) -> dict[str, str]:

@@ -23,7 +23,7 @@ _CODE = (
     ("transfer", "connector"),  # may name a module
     ("transfer", "options"),
 )
-_CODE_OF_POOLS = ("env", "transfer_options")
+_CODE_OF_POOLS = ("env", "transfer_options", "engine_args")
 # Whatever is written there is a path.
 _PATHS = (
     "hidden_states_folder",

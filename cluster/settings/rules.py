@@ -168,10 +168,15 @@ def _pools(config: TandemConfig) -> Iterator[Broken]:
 def _engine(config: TandemConfig) -> Iterator[Broken]:
     model, engines = config.model, other_engines()
     if model.engine == OWN_ENGINE:
-        for name in ("engine_args", "engine_python"):
-            if getattr(model, name):
+        settings: dict[Path, object] = {
+            ("model", "engine_args"): model.engine_args,
+            ("model", "engine_python"): model.engine_python,
+            **{("pools", role.value, "engine_args"): config.pools.of(role).engine_args for role in Role},
+        }
+        for path, value in settings.items():
+            if value:
                 yield (
-                    ("model", name),
+                    path,
                     f"is of another engine, and model.engine is {OWN_ENGINE}: set that, such as to vllm",
                 )
         return
@@ -192,8 +197,15 @@ def _engine(config: TandemConfig) -> Iterator[Broken]:
     serving = [role for role in Role if config.pools.of(role).last_size]
     told: set[Broken] = set()
     for role in serving:
-        told |= {(tuple(name.split(".")), why) for name, why in other.refusals(config.engine_of(role))}
-        yield from _pool_of_engine(other, role, config.pools.of(role))
+        pool, engine = config.pools.of(role), config.engine_of(role)
+        for args, of_args in (
+            (model.engine_args, ("model", "engine_args")),
+            (pool.engine_args, ("pools", role.value, "engine_args")),
+        ):
+            asked = msgspec.structs.replace(engine, model=msgspec.structs.replace(model, engine_args=args))
+            for name, why in other.refusals(asked):
+                told.add((of_args if name == "model.engine_args" else tuple(name.split(".")), why))
+        yield from _pool_of_engine(other, role, pool)
     yield from sorted(told)
 
 

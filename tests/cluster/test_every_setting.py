@@ -35,10 +35,16 @@ VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 # Another engine than ours is a wing, and may be deleted.
 ENGINE = next(iter(other_engines()), None)
 ENGINE_PYTHON = {"model.engine_python": "/opt/engine/bin/python", "pools.aggregated.nodes": 1}
+POOLS_WITH_ENGINES = ("prefill", "decode", "aggregated")
 OF_OTHER_ENGINES: dict[str, dict[str, Any]] = (
     {
         name: {"model.engine": ENGINE, **ENGINE_PYTHON}
-        for name in ("model.engine", "model.engine_args", "model.engine_python")
+        for name in (
+            "model.engine",
+            "model.engine_args",
+            "model.engine_python",
+            *(f"pools.{pool}.engine_args" for pool in POOLS_WITH_ENGINES),
+        )
     }
     if ENGINE is not None
     else {}
@@ -115,6 +121,7 @@ OF_EACH_POOL = {
     "transfer_options": [{}, {"backend": "UCX"}],
     "cache": [{}, {"block_size": 32, "memory_bytes": "2MiB"}],
     "scheduler": [{}, {"max_num_seqs": 64}],
+    "engine_args": [{}] if ENGINE is None else [{}, {"enforce_eager": True}],
 }
 
 

@@ -13,6 +13,7 @@ from tandem.cluster.commands.engines import check_engine
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.settings.combined import SettingsError, resolve
 from tandem.cluster.settings.layers import read_assignments
+from tandem.wire.nodes import Role
 from tests.engine.vllm.test_vllm_wing import python_that_says
 
 
@@ -22,7 +23,9 @@ def config(**values: str) -> TandemConfig:
 
 
 def with_vllm(python: str, **others: str) -> TandemConfig:
-    return config(model__engine="vllm", model__engine_python=python, pools__aggregated="1", **others)
+    return config(
+        **{"model__engine": "vllm", "model__engine_python": python, "pools__aggregated": "1", **others}
+    )
 
 
 def test_the_command_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +52,17 @@ def test_the_flag_names_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
         ({"model__engine": "vllm", "pools__aggregated": "1"}, "model.engine_python is empty"),
         ({"model__engine_python": "/opt/python"}, "model.engine_python is of another engine"),
         ({"model__engine_args": "{enforce_eager: true}"}, "model.engine_args is of another engine"),
+        (
+            {"pools__decode__engine_args": "{enforce_eager: true}"},
+            "pools.decode.engine_args is of another engine",
+        ),
+        (
+            {
+                "model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1",
+                "pools__aggregated__engine_args": "{dtype: half}",
+            },
+            "pools.aggregated.engine_args has dtype, which follows from Tandem's settings",
+        ),
         (
             {"model__engine": "vllm", "model__engine_python": "python", "pools__aggregated": "1"},
             "must be a whole path",
@@ -88,6 +102,18 @@ def test_an_environment_that_lacks_something_is_refused_before_anything_starts(t
         check_engine(wrong)
     assert "has vLLM 0.31.0" in str(refused.value)
     assert "has a build for CPUs: set it to cpu" in str(refused.value)
+
+
+def test_a_pool_has_arguments_of_its_own_which_are_looked_for_too(tmp_path: Path) -> None:
+    args = {"model__engine_args": "{enforce_eager: true, kv_cache_dtype: auto}"}
+    pools = {"pools__aggregated": "0", "pools__prefill": "1", "pools__decode": "1"}
+    python = python_that_says(tmp_path)
+    told = with_vllm(python, **args, **pools, pools__decode__engine_args="{enforce_eager: false}")
+    assert told.engine_of(Role.PREFILL).model.engine_args["enforce_eager"]
+    assert told.engine_of(Role.DECODE).model.engine_args == {"enforce_eager": False, "kv_cache_dtype": "auto"}
+    assert check_engine(told) is not None
+    with pytest.raises(SettingsError, match=r"engine_args has 'enforce_eagr'"):
+        check_engine(with_vllm(python, **pools, pools__decode__engine_args="{enforce_eagr: true}"))
 
 
 def test_a_model_that_vllm_does_not_read_is_refused_before_anything_starts(tmp_path: Path) -> None:
