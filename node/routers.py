@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.base.errors import NodeLost
+from tandem.wire.block_hashes import beside_media, block_hashes, root_hash
 from tandem.wire.kv_events import (
     DEVICE_MEDIUM,
     SALT,
@@ -29,7 +30,7 @@ from tandem.wire.kv_events import (
     KVEvent,
 )
 from tandem.wire.lines import Position
-from tandem.wire.requests import CacheChange, CacheNews, NodeStatus, beside_media, block_hashes, root_hash
+from tandem.wire.requests import CacheChange, CacheNews, NodeStatus
 
 logger = logging.getLogger(__name__)
 

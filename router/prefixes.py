@@ -23,10 +23,11 @@ from functools import reduce
 from itertools import repeat
 from operator import or_
 
+from tandem.wire.block_hashes import block_hashes, hashes_with_media, root_hash
 from tandem.wire.images import MediaFeature
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo
-from tandem.wire.requests import CacheNews, block_hashes, hashes_with_media, root_hash
+from tandem.wire.requests import CacheNews
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,6 @@ A router binds one Inbox and names it as `reply_to`. A node answers every router
 engine step for all of that router's requests. A router pings each node about twice a second. A node sends its
 NodeStatus to every router that pinged it lately, and aborts the requests of a router that fell silent. All of these
 travel on numbered lines (`wire.lines`), so no loss goes unnoticed.
-
-About caches, routers and nodes name a prompt's blocks by `block_hashes`: one hash for each block and everything
-before it, the same in every process of a cluster. A node's cache has hashes of its own, which other processes cannot
-compute. `block_hashes` serve routing alone: routers compute them from prompts, nodes from the blocks that they
-cache. A wrong match costs time, and never changes an answer.
 """
 
 from __future__ import annotations
@@ -16,15 +11,11 @@ from __future__ import annotations
 import enum
 import os
 import re
-import struct
-import sys
-from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import xxhash
 
 from tandem.base.errors import WireError
 from tandem.wire.embeds import PromptEmbeds
@@ -467,49 +458,3 @@ class CacheNews(msgspec.Struct, frozen=True, tag="cache_news"):
 
 
 ToRouter = TokenBatch | NodeStatus | NodeTrace | ClockReading | Holding | Recalled | CacheNews
-
-_TOKEN_BYTES = 4
-
-
-def root_hash(salt: str | None, lora: str | None = None) -> int:
-    """Returns the parent of a prompt's first block: it stands for what changes all of the prompt's KV besides
-    tokens."""
-    if salt is None and lora is None:
-        return 0
-    return xxhash.xxh3_64_intdigest(repr((salt, lora)).encode("utf-8", "surrogatepass"))
-
-
-def beside_media(parent: int, keys: Sequence[str]) -> int:
-    """Returns the parent of a block with images, from its real one. `keys`: the images' keys, as KV events name
-    them."""
-    return root_hash(repr((parent, list(keys))))
-
-
-def hashes_with_media(
-    token_ids: Sequence[int], block_size: int, parent: int, media: Sequence[MediaFeature]
-) -> list[int]:
-    """As `block_hashes`, for a prompt with images, or with rows in place of tokens."""
-    hashes: list[int] = []
-    ends = [each.offset + each.length for each in media]
-    begins = [each.offset for each in media]
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        end = start + block_size
-        keys = [
-            f"media:{each.identifier}:{each.offset}"
-            for each in media[bisect_right(ends, start) : bisect_left(begins, end)]
-        ]
-        hashes += block_hashes(
-            token_ids[start:end], block_size, beside_media(parent, keys) if keys else parent
-        )
-        parent = hashes[-1]
-    return hashes
-
-
-def block_hashes(token_ids: Sequence[int], block_size: int, parent: int) -> list[int]:
-    """Returns one hash for each full block. `parent`: the hash of the block before them, or the root's."""
-    packed = array("I", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    block, digest = struct.Struct(f"{_TOKEN_BYTES * block_size}s"), xxhash.xxh3_64_intdigest
-    full = len(packed) - len(packed) % block_size
-    return [parent := digest(content, parent) for (content,) in block.iter_unpack(packed[:full])]

@@ -11,12 +11,11 @@ behind are forgotten again, here and at the mirror.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from tandem.base.errors import InternalError
@@ -32,9 +31,8 @@ from tandem.kvtransfer.base import (
     SchedulerConnector,
     TierRoom,
     TransferRequest,
-    WorkerMetadata,
 )
-from tandem.kvtransfer.offload.manager import StoreRoom
+from tandem.kvtransfer.offload.jobs import CHECKPOINTS_KEPT, EndedJobs, Entry, Load, Store, TierPlan
 from tandem.kvtransfer.offload.patience import LEAST_LOAD_S
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Part, Prefixes
@@ -46,71 +44,11 @@ logger = logging.getLogger(__name__)
 # While a request decodes, this many new blocks are stored at a time, so that a step costs the same whatever the
 # block size. The rest follows when the request ends. A preempted request computes again what was not stored.
 BLOCKS_PER_STORE = 8
-# What a mirrored request has left behind is forgotten when this many blocks, or checkpoints, came after it. The
-# mirror may not have got further before.
+# What a mirrored request has left behind is forgotten when this many blocks, or `CHECKPOINTS_KEPT` checkpoints, came
+# after it. The mirror may not have got further before.
 BLOCKS_BEHIND = 8
-CHECKPOINTS_KEPT = 3
 # A step with fewer prompt tokens than this is mostly fixed cost, and says little about how long computing takes.
 LEAST_PROMPT_TOKENS = 64
-
-
-@dataclasses.dataclass(slots=True)
-class TierPlan(ConnectorMetadata):
-    """One step's copies."""
-
-    loads: list[Copy] = dataclasses.field(default_factory=list)
-    stores: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that are already computed
-    stores_after: list[Copy] = dataclasses.field(default_factory=list)  # of blocks that this step computes
-    reads: list[int] = dataclasses.field(default_factory=list)  # see ConnectorMetadata
-
-
-@dataclasses.dataclass(slots=True)
-class EndedJobs(WorkerMetadata):
-    jobs: dict[int, bool | None]  # by number: see Mover.take_ended
-
-
-@dataclasses.dataclass(slots=True)
-class _Load:
-    request_id: str
-    num_tokens: int  # the request's tokens with KV once the load is done
-    keys: list[Key]
-    slots: list[int]
-    tokens: int  # how many of them the load brings
-    began: float
-    void: bool = False  # the loaded KV is no longer valid
-
-
-@dataclasses.dataclass(slots=True)
-class _Store:
-    request_id: str
-    room: StoreRoom
-    offered: Sequence[Key]  # all that the tier has when the store has ended
-    reads: Sequence[int] = ()  # blocks that the request may give up, or has given up, before it has
-    blocks: Sequence[int] = ()  # all that it copies, until the request has given them up
-
-
-@dataclasses.dataclass(slots=True)
-class _Entry:
-    """A request, until it has ended and no copy uses its blocks."""
-
-    request: TransferRequest
-    cursor: int = 0  # chunks that were offered to the tier since the last admission
-    due: int = -1  # the next step that looks at the request
-    looked: int = -1  # the last step that did
-    asked: bool = False  # `touch` was called since the request last had no blocks
-    counted: bool = False  # found tokens were counted since then
-    fetched: bool = False  # a copy from another node was considered since then
-    sought: bool = False  # the tier was to find out what it has since then
-    question: Key | None = None  # the last of the keys that it looks for now
-    ended: bool = False
-    jobs: set[int] = dataclasses.field(default_factory=set)
-    # Only for a mirrored answer: how many blocks of its windows were offered, what is stored for it alone (by group,
-    # with its place), and after how many blocks its checkpoints are.
-    windows: int = 0
-    trail: defaultdict[int, deque[tuple[int, Key]]] = dataclasses.field(
-        default_factory=lambda: defaultdict(deque)
-    )
-    checkpoints: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))
 
 
 class TierScheduler(SchedulerConnector):
@@ -126,8 +64,8 @@ class TierScheduler(SchedulerConnector):
         self._names_groups = len(groups) > 1
         self._tier = tier
         self._tables: BlockTables | None = None
-        self.entries: dict[str, _Entry] = {}
-        self.jobs: dict[int, _Load | _Store] = {}
+        self.entries: dict[str, Entry] = {}
+        self.jobs: dict[int, Load | Store] = {}
         self._loading: set[Key] = set()
         # Those of `_loading` whose load has ended since the last step was planned.
         self._loaded: list[Key] = []
@@ -138,13 +76,13 @@ class TierScheduler(SchedulerConnector):
         self._carried = False  # the last metadata has stores that begin with the next step
         # Which requests each step looks at. A decoding request fills a chunk in a known number of steps.
         self._step = 0
-        self._due: defaultdict[int, list[_Entry]] = defaultdict(list)
+        self._due: defaultdict[int, list[Entry]] = defaultdict(list)
 
     def bind_block_tables(self, tables: BlockTables) -> None:
         self._tables = tables
 
     def on_new_request(self, request: TransferRequest) -> None:
-        self.entries[request.request_id] = _Entry(request)
+        self.entries[request.request_id] = Entry(request)
 
     # ── loads ──
 
@@ -184,7 +122,7 @@ class TierScheduler(SchedulerConnector):
             return None, False
         return tokens, True
 
-    def _finds_out(self, entry: _Entry, end: int, last: int) -> bool:
+    def _finds_out(self, entry: Entry, end: int, last: int) -> bool:
         """Returns whether the request waits while the tier finds out whether it has more than the first `end` blocks."""
         manager = self._tier.manager
         if not entry.sought:
@@ -200,7 +138,7 @@ class TierScheduler(SchedulerConnector):
         """How long this node takes to compute as many blocks of a prompt; for ever, while that is not known."""
         return blocks * self._block_size * self._seconds_per_token or math.inf
 
-    def _fetches(self, entry: _Entry, first: int, end: int, last: int) -> bool:
+    def _fetches(self, entry: Entry, first: int, end: int, last: int) -> bool:
         """Returns whether the request waits while another node's tier is asked for what this one lacks of a prefix
         longer than `end` blocks. The device has the blocks before `first`."""
         sharing, request = self._tier.sharing, entry.request
@@ -224,7 +162,7 @@ class TierScheduler(SchedulerConnector):
             entry.cursor = entry.windows = 0
             self._look_at(entry, self._step)
 
-    def _load(self, entry: _Entry, block_ids: BlockIds, num_tokens: int) -> None:
+    def _load(self, entry: Entry, block_ids: BlockIds, num_tokens: int) -> None:
         request, factor = entry.request, self._factor
         first = request.num_computed_tokens // self._block_size
         end = first + num_tokens // self._block_size
@@ -238,14 +176,10 @@ class TierScheduler(SchedulerConnector):
             chunk_slots = list(itertools.islice(of_part, len(part.keys)))
             first_chunk = part.first // factor
             blocks += block_ids[part.group][part.first : part.end]
-            places += [
-                chunk_slots[i // factor - first_chunk] * factor + i % factor
-                for i in range(part.first, part.end)
-            ]
-        job = next(self._numbers)
-        self.jobs[job] = _Load(
-            request.request_id, end * self._block_size, keys, slots, num_tokens, self._clock()
-        )
+            in_part = range(part.first, part.end)
+            places += [chunk_slots[i // factor - first_chunk] * factor + i % factor for i in in_part]
+        job, now = next(self._numbers), self._clock()
+        self.jobs[job] = Load(request.request_id, end * self._block_size, keys, slots, num_tokens, now)
         self._loading.update(keys)
         entry.jobs.add(job)
         within_s = max(LEAST_LOAD_S, num_tokens * self._seconds_per_token)
@@ -296,12 +230,12 @@ class TierScheduler(SchedulerConnector):
         self._carried = bool(plan.stores_after)
         return plan
 
-    def _look_at(self, entry: _Entry, step: int) -> None:
+    def _look_at(self, entry: Entry, step: int) -> None:
         if entry.due != step:
             entry.due = step
             self._due[step].append(entry)
 
-    def _store_full_chunks(self, entry: _Entry, num_scheduled: int, plan: TierPlan) -> None:
+    def _store_full_chunks(self, entry: Entry, num_scheduled: int, plan: TierPlan) -> None:
         """Offers the chunks that this step fills. Drafts and unknown tokens have no hash, so a block with one of
         them is not full."""
         request = entry.request
@@ -336,9 +270,8 @@ class TierScheduler(SchedulerConnector):
 
     def wants_checkpoints(self, request: TransferRequest) -> bool:
         sharing = self._tier.sharing
-        return (
-            self.prefixes.group_of_states is not None and sharing is not None and sharing.has_mirror(request)
-        )
+        has_states = self.prefixes.group_of_states is not None
+        return has_states and sharing is not None and sharing.has_mirror(request)
 
     def checkpoint_kept(
         self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
@@ -361,7 +294,7 @@ class TierScheduler(SchedulerConnector):
             if len(entry.checkpoints) == CHECKPOINTS_KEPT:
                 self._give_up_passed(entry, entry.checkpoints[0])
 
-    def _give_up_passed(self, entry: _Entry, end: int) -> None:
+    def _give_up_passed(self, entry: Entry, end: int) -> None:
         """Forgets what an answer would read again only if it continued before its first `end` blocks."""
         gone: list[Key] = []
         for group, trail in entry.trail.items():
@@ -373,7 +306,7 @@ class TierScheduler(SchedulerConnector):
 
     def _store(
         self,
-        entry: _Entry,
+        entry: Entry,
         parts: Sequence[Part],
         tables: BlockIds,
         *,
@@ -419,7 +352,7 @@ class TierScheduler(SchedulerConnector):
                     if passing is not None:
                         entry.trail[group].append((passing if group == states else start, key))
         job = next(self._numbers)
-        self.jobs[job] = _Store(entry.request.request_id, room, keys, read, blocks)
+        self.jobs[job] = Store(entry.request.request_id, room, keys, read, blocks)
         if reads is not None:
             reads.reads += read
         entry.jobs.add(job)
@@ -433,7 +366,7 @@ class TierScheduler(SchedulerConnector):
         entry, read = self.entries.get(request_id), list[int]()
         for number in entry.jobs if entry is not None else ():
             job = self.jobs[number]
-            if isinstance(job, _Store) and job.blocks:
+            if isinstance(job, Store) and job.blocks:
                 read += job.blocks
                 job.reads, job.blocks = [*job.reads, *job.blocks], ()
         return read
@@ -458,7 +391,7 @@ class TierScheduler(SchedulerConnector):
         job = self.jobs.pop(number)
         entry = self.entries[job.request_id]
         entry.jobs.remove(number)
-        if isinstance(job, _Store):
+        if isinstance(job, Store):
             self._tier.manager.complete_store(job.room, written=bool(right))
             output.ended_reads += job.reads
             if right and not entry.ended:
@@ -466,11 +399,11 @@ class TierScheduler(SchedulerConnector):
         else:
             self._end_load(job, False if job.void else right, output)
         if entry.ended and not entry.jobs:
-            if isinstance(job, _Store):
+            if isinstance(job, Store):
                 output.finished_sending.add(job.request_id)
             del self.entries[job.request_id]
 
-    def _end_load(self, load: _Load, right: bool | None, output: ConnectorOutput) -> None:
+    def _end_load(self, load: Load, right: bool | None, output: ConnectorOutput) -> None:
         self._loaded += load.keys
         self._tier.manager.complete_load(load.slots)
         if right is False:
@@ -494,7 +427,7 @@ class TierScheduler(SchedulerConnector):
         prefixes = self.prefixes
         allocated = prefixes.num_blocks(block_ids) // self._factor
         full = min(right, len(request.block_hashes) // self._factor, allocated)
-        loads = any(isinstance(self.jobs[job], _Load) for job in entry.jobs)
+        loads = any(isinstance(self.jobs[job], Load) for job in entry.jobs)
         if not loads and full > 0 and (prefixes.keeps_last_windows or full > entry.cursor):
             parts = prefixes.to_store(request, entry.cursor, full)
             if prefixes.keeps_last_windows:
@@ -538,7 +471,7 @@ class TierScheduler(SchedulerConnector):
             self._tier.sharing.stored(request, (), keys)
         gone = set(keys)
         for job in self.jobs.values():
-            if isinstance(job, _Load):
+            if isinstance(job, Load):
                 job.void = job.void or not gone.isdisjoint(job.keys)
             else:
                 job.offered = [key for key in job.offered if key not in gone]
@@ -552,7 +485,7 @@ class TierScheduler(SchedulerConnector):
         if self._tier.recall is not None:
             self._tier.recall.forgot()
         for job in self.jobs.values():
-            if isinstance(job, _Load):
+            if isinstance(job, Load):
                 job.void = True
 
     @property

@@ -20,8 +20,9 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.offload.cpu import CpuTier
 from tandem.kvtransfer.offload.disk import identity
 from tandem.kvtransfer.offload.exchange import Exchange
+from tandem.kvtransfer.offload.jobs import EndedJobs, TierPlan
 from tandem.kvtransfer.offload.prefixes import Prefixes
-from tandem.kvtransfer.offload.scheduler_half import EndedJobs, TierPlan, TierScheduler
+from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.offload.spec import Copy, LastingSpec, Tier, create_tier, find_tiers_of_ranks
 from tandem.kvtransfer.sources import TierSources

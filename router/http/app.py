@@ -17,7 +17,8 @@ from tandem.router.http import (
     status_routes,
     text_routes,
 )
-from tandem.router.http.exchange import HttpExchange, HttpGate, HttpRoute, HttpRoutes
+from tandem.router.http.exchange import HttpExchange
+from tandem.router.http.gate import HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, generate
 from tandem.router.http.hosts import OwnHosts
 from tandem.router.http.other_paths import instead_of

@@ -15,9 +15,10 @@ from tandem.engine.scheduling.pins.pins import Pins
 from tandem.kvtransfer.offload.cpu import CopyThread
 from tandem.kvtransfer.offload.disk import _CHECKSUM_BYTES, _HEADER, HEADER_BYTES, SlotFile, _checked
 from tandem.kvtransfer.offload.exchange import Exchange
+from tandem.kvtransfer.offload.jobs import Load, Store
 from tandem.kvtransfer.offload.lending import ChunkLender
 from tandem.kvtransfer.offload.manager import SlotManager, StoreRoom
-from tandem.kvtransfer.offload.scheduler_half import TierScheduler, _Load, _Store
+from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.sharing import TierSharing
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.endpoint import TransferEndpoint
@@ -188,7 +189,7 @@ def _load_not_void_after_reset(right: Any) -> Any:
     def reset(self: TierScheduler) -> None:
         right(self)
         for job in self.jobs.values():
-            if isinstance(job, _Load):
+            if isinstance(job, Load):
                 job.void = False
 
     return reset
@@ -288,11 +289,11 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "freed-under-a-load": (
         "SGLang #24527, in a tier: an aborted request's blocks are used while its load is under way",
-        ((TierScheduler, "request_finished", _freed_under(_Load)),),
+        ((TierScheduler, "request_finished", _freed_under(Load)),),
     ),
     "freed-under-a-store": (
         "TensorRT-LLM #12540, in a tier: blocks are used again while a store reads them",
-        ((TierScheduler, "request_finished", _freed_under(_Store)),),
+        ((TierScheduler, "request_finished", _freed_under(Store)),),
     ),
     "preempted-store-not-waited-for": (
         "a preempted request's blocks are used again while a store reads them",

@@ -18,8 +18,8 @@ from tandem.engine.config import HashAlgorithm
 from tandem.kvtransfer.protocol.halves import token_hash
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.adapters import identity_of
+from tandem.wire.block_hashes import block_hashes, root_hash
 from tandem.wire.images import MediaFeature
-from tandem.wire.requests import block_hashes, root_hash
 from tandem.wire.sampling import SamplingParams
 from tests.engine.made_requests import made_request
 
