@@ -33,6 +33,7 @@ _GAUGES = {
     "quarantined_blocks": "Blocks of failed transfers that a peer may still write to",
     "pinned_requests": "Requests that have ended, and keep their blocks for their job's next turn",
     "pinned_blocks": "Blocks of these",
+    "idle_blocks": "Blocks of what runs when nothing else does",
     "step_age_s": "Seconds since the engine last completed a step or was idle",
 }
 

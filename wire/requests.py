@@ -299,6 +299,9 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         0  # steps that computed no prompt, and how long the model needed for them, all together
     )
     decode_seconds: float = 0.0
+    idle_steps: int = 0  # of these, what ran because nothing else did, such as the lines of batches
+    idle_seconds: float = 0.0
+    idle_tokens_written: int = 0
     # How many steps computed how many tokens: up to each of STEP_TOKEN_BOUNDS, and more in the last.
     step_tokens: tuple[int, ...] = ()
     tokens_scheduled: int = 0  # in all steps together
@@ -390,6 +393,7 @@ class NodeStatus(msgspec.Struct, frozen=True, tag="status", gc=False, omit_defau
     quarantined_blocks: int = 0  # blocks of failed transfers to which a peer may still write
     pinned_requests: int = 0  # ended turns that keep their blocks for their job's next turn
     pinned_blocks: int = 0  # their blocks in no other use: given up if a request could not run otherwise
+    idle_blocks: int = 0  # of what runs when nothing else does: given up for any other request
     tiers: tuple[TierStatus, ...] = ()
     # Prefill nodes from which this node takes nothing for a while, because their KV arrived wrong here.
     left_out: tuple[str, ...] = ()

@@ -357,7 +357,10 @@ class Scheduler:
         if self._judge is not None:
             self._judge.took(step, seconds)
         work = self.state.idle_work
-        if work.count and not work.yields and not step.encoder_inputs:
+        if not work.count or work.yields:
+            return
+        self.state.totals.worked_idle(step.num_scheduled_tokens.values(), seconds)
+        if not step.encoder_inputs:
             bound, count = work.rows, step.total_num_scheduled_tokens
             if step.num_prompt_tokens:
                 bound, count = work.prompt_tokens, step.num_prompt_tokens

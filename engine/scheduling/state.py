@@ -55,6 +55,9 @@ class Totals(ResidencyTotals):
     output_tokens: int = 0
     decode_steps: int = 0  # that computed no prompt
     decode_seconds: float = 0.0  # how long the model needed for these
+    idle_steps: int = 0  # of what runs when nothing else does, such as the lines of batches
+    idle_seconds: float = 0.0
+    idle_tokens_written: int = 0
     step_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     tokens_scheduled: int = 0
     context_read: int = 0  # tokens whose KV each step read for its requests, all together
@@ -84,6 +87,12 @@ class Totals(ResidencyTotals):
     def decoded(self, steps: int, seconds: float) -> None:
         self.decode_steps += steps
         self.decode_seconds += seconds
+
+    def worked_idle(self, rows: Iterable[int], seconds: float) -> None:
+        """A step of idle work, which computed so many tokens of each request."""
+        self.idle_steps += 1
+        self.idle_seconds += seconds
+        self.idle_tokens_written += sum(count == 1 for count in rows)
 
     def drafts_settled(self, num_drafts: int, num_accepted: int) -> None:
         self.speculative_steps += 1
@@ -121,6 +130,7 @@ class SchedulerStats(Totals, kw_only=True):
     held_requests: int = 0
     pinned_requests: int = 0  # ended turns that keep their blocks for their job's next turn
     pinned_blocks: int = 0  # pinned blocks that no other request uses
+    idle_blocks: int = 0  # of idle work
     # Blocks that unfinished requests, including waiting ones, are expected to take beyond those that they have.
     wanted_blocks: int = 0
     oldest_arrival: float | None = None  # the earliest arrival of a waiting request, by the scheduler's clock
@@ -376,12 +386,18 @@ class SchedulerState:
             held_requests=len(self.held),
             pinned_requests=len(pinned),
             pinned_blocks=sum(self.cache.num_blocks_of_one(request.request_id) for request in pinned),
+            idle_blocks=self._blocks_of_idle_work(),
             wanted_blocks=self._wanted_blocks(),
             oldest_arrival=min(
                 (one.arrival_time for one in self.waiting if not one.facts.when_idle), default=None
             ),
             quarantined_blocks=len(pool.quarantined),
         )
+
+    def _blocks_of_idle_work(self) -> int:
+        if not self.idle_work.count:
+            return 0
+        return sum(self.cache.num_blocks_of(one.request_id) for one in self.owners() if one.facts.when_idle)
 
     def _wanted_blocks(self) -> int:
         return sum(

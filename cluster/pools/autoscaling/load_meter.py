@@ -71,7 +71,10 @@ class LoadMeter:
             writes_tokens=role.writes_answers,
             queue_s=waiting / (rate * len(statuses)) if rate else 0.0,
             busy=_mean(work.busy for work in works),
-            blocks=_mean(1 - status.room_blocks / max(1, status.total_blocks) for status in statuses),
+            blocks=_mean(
+                1 - (status.room_blocks + status.idle_blocks) / max(1, status.total_blocks)
+                for status in statuses
+            ),
             step_s=_mean(stepping),
             written_per_s=sum(work.written_per_s for work in works),
             wait_s=0.0
@@ -86,14 +89,18 @@ class LoadMeter:
         if before is None or before.epoch != status.epoch or now <= before.at:
             return None
         seconds = max(0.0, counters.step_seconds - before.counters.step_seconds)
-        steps = counters.steps - before.counters.steps
         tokens = counters.prompt_tokens_computed - before.counters.prompt_tokens_computed
+        # A pool has the size that users need. What runs when nothing else does makes do with what they leave.
+        used_s = max(0.0, seconds - (counters.idle_seconds - before.counters.idle_seconds))
+        steps = counters.steps - before.counters.steps - (counters.idle_steps - before.counters.idle_steps)
+        written = counters.output_tokens - before.counters.output_tokens
+        written -= counters.idle_tokens_written - before.counters.idle_tokens_written
         return _Work(
             # A step that is still running counts with its age: `step_seconds` grows only when it ends.
-            busy=min(1.0, max(seconds, status.step_age_s) / (now - before.at)),
-            step_s=seconds / steps if steps > 0 else 0.0,
+            busy=min(1.0, max(used_s, status.step_age_s) / (now - before.at)),
+            step_s=used_s / steps if steps > 0 else 0.0,
             tokens_per_s=tokens / seconds if tokens >= _MIN_PROMPT_TOKENS and seconds > 0 else None,
-            written_per_s=max(counters.output_tokens - before.counters.output_tokens, 0) / (now - before.at),
+            written_per_s=max(written, 0) / (now - before.at),
         )
 
 

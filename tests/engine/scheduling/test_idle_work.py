@@ -30,6 +30,26 @@ def test_they_rest_while_others_compute_and_go_on_where_they_were() -> None:
     assert idle.num_preemptions == 0
 
 
+def test_what_it_takes_is_counted_apart() -> None:
+    driver = Driver(max_num_batched_tokens=4)
+    driver.add("idle", prompt=6, max_tokens=9, when_idle=True)
+    for _ in range(3):
+        step = driver.schedule()
+        driver.scheduler.took(step, 0.5)
+        driver.finish(step)
+    stats = driver.scheduler.stats()
+    assert (stats.idle_steps, stats.idle_seconds, stats.idle_tokens_written) == (3, 1.5, 1)
+    assert stats.idle_blocks == 2
+    driver.add("asked", prompt=6, max_tokens=3)
+    step = driver.schedule()
+    driver.scheduler.took(step, 0.5)
+    driver.finish(step)
+    stats = driver.scheduler.stats()
+    assert (stats.idle_steps, stats.idle_blocks) == (3, 2)
+    driver.run()
+    assert driver.scheduler.stats().idle_blocks == 0
+
+
 def test_a_prompt_that_is_half_read_rests_too() -> None:
     driver = Driver(max_num_batched_tokens=4)
     idle = driver.add("idle", prompt=10, max_tokens=1, when_idle=True)

@@ -266,6 +266,21 @@ def test_requests_wait_for_a_node_unless_their_kv_is_on_its_way() -> None:
     assert meter.history[Role.DECODE][-1].wait_s == 7.0
 
 
+def test_what_runs_when_nothing_else_does_is_no_load() -> None:
+    meter = LoadMeter(10)
+    users = {"steps": 20, "step_seconds": 2.0, "output_tokens": 60}
+    both = {"steps": 100, "step_seconds": 9.5, "output_tokens": 700}
+    apart = {"idle_steps": 80, "idle_seconds": 7.5, "idle_tokens_written": 640}
+    found = []
+    for counters, fields in ((users, {}), ({**both, **apart}, {"free_blocks": 5, "idle_blocks": 45})):
+        meter.look(1.0, [status()])
+        now = msgspec.structs.replace(status(**fields), counters=NodeCounters(**counters))  # type: ignore[arg-type]
+        meter.look(11.0, [now])
+        found.append(meter.history[Role.DECODE][-1])
+    assert found[0] == found[1]
+    assert (found[0].busy, found[0].step_s, found[0].written_per_s) == (0.2, 0.1, 6.0)
+
+
 def test_what_a_decode_pool_computes_all_the_time_is_no_load() -> None:
     assert decided(pool(wanted=2), loads(busy=1.0, blocks=0.1)).size == 1
 
