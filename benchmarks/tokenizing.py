@@ -20,38 +20,10 @@ from tandem.api.text.tokenizer import Tokenizer
 CHARACTERS = (10_000, 220_000, 300_000)  # the last is about 60,000 tokens
 MESSAGES = 20
 NEW_CHARACTERS = 300
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "then",
-    "it",
-    "sleeps",
-    "until",
-    "sun",
-    "comes",
-    "up",
-    "again",
-    "while",
-    "seventeen",
-    "engineers",
-    "discuss",
-    "latency",
-    "budgets;",
-    "def",
-    "compute(x):",
-    "return",
-    "x**2",
-    "+",
-    "3",
-]
+WORDS = (
+    "the quick brown fox jumps over a lazy dog and then it sleeps until sun comes up again while "
+    "seventeen engineers discuss latency budgets; def compute(x): return x**2 + 3"
+)
 COLUMNS = {
     "characters": "{characters:,.0f}",
     "tokens": "{tokens:,.0f}",
@@ -62,7 +34,8 @@ COLUMNS = {
 
 
 def message(rng: random.Random, role: str, characters: int) -> str:
-    words = " ".join(rng.choice(WORDS) for _ in range(characters // 6))
+    known = WORDS.split()
+    words = " ".join(rng.choice(known) for _ in range(characters // 6))
     return f"<|im_start|>{role}\n{words}<|im_end|>\n"
 
 

@@ -15,36 +15,10 @@ import msgspec
 from tandem.base.errors import Unavailable
 from tandem.cluster.api_client import trusted
 
-_WORDS = [
-    "river",
-    "stone",
-    "window",
-    "garden",
-    "paper",
-    "market",
-    "bridge",
-    "winter",
-    "summer",
-    "engine",
-    "letter",
-    "number",
-    "station",
-    "doctor",
-    "village",
-    "forest",
-    "mirror",
-    "candle",
-    "yellow",
-    "silver",
-    "broken",
-    "simple",
-    "quiet",
-    "early",
-    "moving",
-    "bright",
-    "narrow",
-    "distant",
-]
+_WORDS = (
+    "river stone window garden paper market bridge winter summer engine letter number station doctor "
+    "village forest mirror candle yellow silver broken simple quiet early moving bright narrow distant"
+)
 # (words of the prompt, tokens of the answer): short and long, so that blows meet prompts, transfers and answers.
 _SHAPES = ((12, 96), (40, 48), (120, 64), (400, 32), (700, 24))
 _A_REQUEST_S = 180.0
@@ -106,7 +80,7 @@ class Probes:
             {"temperature": 0.8, "seed": self._random.randrange(1 << 30)} if seeded else {"temperature": 0}
         )
         return {
-            "model": model, "prompt": " ".join(self._random.choices(_WORDS, k=words)), "max_tokens": tokens,
+            "model": model, "prompt": " ".join(self._random.choices(_WORDS.split(), k=words)), "max_tokens": tokens,
             "ignore_eos": True, "stream": True, **sampling,
         }  # fmt: skip
 
