@@ -126,7 +126,7 @@ CUDA := $(CURDIR)/build/nvcc/nvidia/cu13
 test-gpu-kernels: install
 	$(INSTALL_GPU_PACKAGES)
 	$(BIN)/python -m pip install -q --no-deps --target build/nvcc \
-		nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl ninja
+		nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl nvidia-curand ninja
 	mkdir -p $(CUDA)/lib64/stubs
 	ln -sf ../lib/libcudart.so.13 $(CUDA)/lib64/libcudart.so
 	g++ -shared -o $(CUDA)/lib64/stubs/libcuda.so -x c /dev/null
