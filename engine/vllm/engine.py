@@ -34,7 +34,7 @@ from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, Sche
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import StepTimes, Tracer
 from tandem.engine.vllm.handover import Handover, TransferView
-from tandem.engine.vllm.layout import CacheLayout
+from tandem.engine.vllm.layout import VllmCache
 from tandem.engine.vllm.settings import arguments, environment
 from tandem.engine.wings import Connect
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, TransferStats
@@ -89,7 +89,7 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
     except (VLLMError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ConfigurationError(f"vLLM does not load {source.name}: {error}") from error
     progress("ready", 1.0)
-    layout = CacheLayout(core.scheduler.kv_cache_config)
+    layout = VllmCache(core.scheduler.kv_cache_config)
     info = _described(core, source, identity, content.tokenizer, layout)
     return VllmEngine(core, info, layout.group_of, handover)
 
@@ -144,9 +144,7 @@ def _on_cpus(made: Any) -> str:
     )
 
 
-def _described(
-    core: Any, source: ModelSource, content: str, tokenizer: str, layout: CacheLayout
-) -> ModelInfo:
+def _described(core: Any, source: ModelSource, content: str, tokenizer: str, layout: VllmCache) -> ModelInfo:
     config, caches = core.vllm_config, core.scheduler.kv_cache_config
     model = config.model_config
     spec = caches.kv_cache_groups[0].kv_cache_spec if caches.kv_cache_groups else None

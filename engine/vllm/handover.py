@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.request import Request
-from tandem.engine.vllm.layout import CacheLayout
+from tandem.engine.vllm.layout import VllmCache
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, SchedulerConnector, WorkerConnector
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import CachePeers, KVTransferParams
@@ -94,7 +94,7 @@ class TransferView:
 class Handover:
     scheduler: SchedulerConnector
     worker: WorkerConnector
-    layout: CacheLayout
+    layout: VllmCache
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Handover:
         """Makes the halves for a cache of this KVCacheConfig. vLLM's worker calls it, and then its scheduler. Raises ConfigurationError
         for a cache that is not handed over."""
         if not self._has_begun:
-            self.layout = CacheLayout(config)
+            self.layout = VllmCache(config)
             self.layout.check()
             self.scheduler, self.worker = self._halves(self.layout.groups)
             self._has_begun = True

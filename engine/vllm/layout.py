@@ -29,7 +29,7 @@ _HANDED_OVER = (
 _ALONE = "serve it with nodes that do both (--aggregated N)"
 
 
-class CacheLayout:
+class VllmCache:
     """`groups` are vLLM's, but all that keep recurrent states are one, the last."""
 
     def __init__(self, config: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import AttentionKind
-from tandem.engine.vllm.layout import CacheLayout
+from tandem.engine.vllm.layout import VllmCache
 from tandem.kvtransfer.protocol.cache_map import layout_of
 
 
@@ -62,7 +62,7 @@ def cache_config(*groups: Any, blocks: int = 6, stride: int = 128) -> Any:
 
 def test_each_group_has_its_kind_and_its_layers() -> None:
     windows = SlidingWindowSpec(32, 96)
-    found = CacheLayout(cache_config(layers(windows, 2), layers(FullAttentionSpec(32), 1)))
+    found = VllmCache(cache_config(layers(windows, 2), layers(FullAttentionSpec(32), 1)))
     found.check()
     assert [(group.kind, group.layers, group.window) for group in found.groups] == [
         (AttentionKind.SLIDING, (0, 1), 96),
@@ -72,19 +72,19 @@ def test_each_group_has_its_kind_and_its_layers() -> None:
 
 
 def test_a_window_that_keeps_every_token_is_full_attention() -> None:
-    (group,) = CacheLayout(cache_config(layers(FullAttentionSpec(32, sliding_window=96), 2))).groups
+    (group,) = VllmCache(cache_config(layers(FullAttentionSpec(32, sliding_window=96), 2))).groups
     assert group.keeps_every_token
 
 
 def test_layers_of_several_shapes_are_one_group() -> None:
     shapes = UniformTypeKVCacheSpecs(32, {"a": SlidingWindowSpec(32, 64), "b": SlidingWindowSpec(32, 64)})
-    (group,) = CacheLayout(cache_config(layers(shapes, 2))).groups
+    (group,) = VllmCache(cache_config(layers(shapes, 2))).groups
     assert (group.window, group.layers) == (64, (0, 1))
 
 
 def test_all_recurrent_states_are_the_last_group() -> None:
     state = MambaSpec(4096)
-    found = CacheLayout(cache_config(layers(state, 1), layers(FullAttentionSpec(32), 1), layers(state, 1)))
+    found = VllmCache(cache_config(layers(state, 1), layers(FullAttentionSpec(32), 1), layers(state, 1)))
     found.check()
     assert [group.blocks_per_request for group in found.groups] == [0, 2]
     assert found.groups[1].layers == (0, 2)
@@ -110,19 +110,19 @@ def test_all_recurrent_states_are_the_last_group() -> None:
 )
 def test_what_is_not_handed_over_is_refused_with_the_reason(groups: list[Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        CacheLayout(cache_config(*groups)).check()
+        VllmCache(cache_config(*groups)).check()
 
 
 def test_a_block_is_one_run_of_bytes() -> None:
     config = cache_config(layers(SlidingWindowSpec(32, 96), 2), layers(FullAttentionSpec(32), 1))
     allocation = torch.arange(6 * 128, dtype=torch.int64).to(torch.int8)
     of_a_layer = allocation.as_strided((6, 16), (128, 1), 16).view(torch.float32)
-    memory = CacheLayout(config).memory(of_a_layer, "content", 100)
+    memory = VllmCache(config).memory(of_a_layer, "content", 100)
     assert (memory.num_blocks, memory.block_bytes, memory.block_size) == (6, 128, 32)
     assert (memory.num_groups, memory.num_layers, memory.has_windows) == (2, 3, True)
     assert bytes(memory.tensor[2].flatten().tolist()) == bytes(allocation[256:384].view(torch.uint8).tolist())
     assert layout_of(memory) == "slot,kv,head,token,dim"
-    other = CacheLayout(cache_config(layers(FullAttentionSpec(32), 3))).memory(of_a_layer, "content", 100)
+    other = VllmCache(cache_config(layers(FullAttentionSpec(32), 3))).memory(of_a_layer, "content", 100)
     assert other.model != memory.model, "nodes whose layers keep other things do not pair"
 
 
@@ -130,4 +130,4 @@ def test_layers_that_lie_apart_are_refused_with_what_would_be_right() -> None:
     config = cache_config(layers(FullAttentionSpec(32), 2))
     config.kv_cache_tensors[0].block_stride = 64
     with pytest.raises(ConfigurationError, match=r"pools\.POOL\.env to \{VLLM_KV_CACHE_LAYOUT: BLHNC\}"):
-        CacheLayout(config).memory(torch.zeros(6, 128, dtype=torch.int8), "content", 100)
+        VllmCache(config).memory(torch.zeros(6, 128, dtype=torch.int8), "content", 100)
