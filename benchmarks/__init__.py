@@ -9,6 +9,7 @@
     agents           agents' jobs with tool calls, with and without pins (`scheduler.policy: continuum`)
     adapters         what LoRA adapters cost a decode step
     engine           the engine alone (engine_vllm)
+    vllm_step        what Tandem adds to a step of vLLM
     images           first tokens of texts while images are encoded, with an encoder node and without
     hybrid           what recurrent layers cost, compared with a dense model and with transformers
     parallel         what several ranks cost a step, compared with one rank (parallel_vllm)

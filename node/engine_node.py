@@ -129,6 +129,7 @@ class EngineNode(Node[NodeService]):
                     block_size=groups[0].block_size,
                     config=transfer or TransferConfig(),
                     wake=mailbox.wake,
+                    state_blocks=groups[-1].blocks_per_request,
                     groups=groups,
                 )
             )

@@ -4,18 +4,18 @@ Tandem's connector, which plan and carry out the transfers as for Tandem's own e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 
-from tandem.base.errors import ConfigurationError
 from tandem.engine.vllm.handover import HANDOVERS, Handover
-from tandem.kvtransfer.base import ConnectorMetadata, KVCacheMemory
+from tandem.kvtransfer.base import ConnectorMetadata
 
 NAME = "TandemConnector"
 
@@ -28,7 +28,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # it is only kno
 class _Step:
     """vLLM's plan of a step, as `kvtransfer.base.ScheduledStep`."""
 
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan: Any, tables: Callable[[Sequence[Sequence[int]]], list[list[int]]]) -> None:
+        self._tables = tables
         self.num_scheduled_tokens: dict[str, int] = plan.num_scheduled_tokens
         self.total_num_scheduled_tokens: int = plan.total_num_scheduled_tokens
         self.preempted_req_ids: set[str] = set(plan.preempted_req_ids or ())
@@ -38,19 +39,21 @@ class _Step:
         cached = self._cached
         if request_id in cached.resumed_req_ids or request_id not in cached.req_ids:
             return ()
-        return cached.new_block_ids[cached.req_ids.index(request_id)] or ()
+        new = cached.new_block_ids[cached.req_ids.index(request_id)]
+        return self._tables(new) if new is not None else ()
 
 
-class TandemConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class TandemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         key = vllm_config.kv_transfer_config.kv_connector_extra_config["handover"]
         self._handover: Handover = HANDOVERS[key]
+        self._handover.begin(kv_cache_config)
 
     # --- in the worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._handover.worker.register_kv_caches(_memory(self._handover, list(kv_caches.values())))
+        self._handover.register(next(iter(kv_caches.values())))
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """vLLM begins loads only after the forward pass. Here a destination is registered before it, so that the peer does not wait."""
@@ -88,44 +91,27 @@ class TandemConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return 0, False
         return self._handover.scheduler.get_num_new_matched_tokens(view, num_computed_tokens)
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A handoff brings blocks of every group, so vLLM must zero none of them while they arrive."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if (view := self._handover.views.get(request.request_id)) is not None:
-            tables = blocks.get_block_ids()
+            tables = self._handover.layout.tables(blocks.get_block_ids())
             self._handover.scheduler.update_state_after_alloc(view, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return StepMetadata(self._handover.scheduler.build_connector_meta(_Step(scheduler_output)))
+        step = _Step(scheduler_output, self._handover.layout.tables)
+        return StepMetadata(self._handover.scheduler.build_connector_meta(step))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
         view = self._handover.views.pop(request.request_id, None)
         if view is None:
             return False, None
-        return self._handover.scheduler.request_finished(view, [block_ids]), None
+        tables = self._handover.layout.tables(block_ids)
+        return self._handover.scheduler.request_finished(view, tables), None
 
     def has_pending_push_work(self) -> bool:
         return self._handover.scheduler.has_pending_work()
-
-
-def _memory(handover: Handover, caches: Sequence[Any]) -> KVCacheMemory:
-    """vLLM's tensors, one for each layer, as one tensor in which a block's layers lie side by side. Within a layer's part of a block
-    only vLLM knows what lies where: both nodes' caches have the same identity, so whole blocks are the same."""
-    first, layers = caches[0], len(caches)
-    if any(cache.dim() != 4 for cache in caches) or any(cache.shape != first.shape for cache in caches):
-        raise ConfigurationError("vLLM keeps this model's KV in layers of several shapes, which are not handed over: serve it with --aggregated N")  # fmt: skip
-    blocks, heads, tokens, numbers = first.shape
-    of_layer = heads * tokens * numbers
-    begins = [(cache.data_ptr() - first.data_ptr()) // cache.element_size() for cache in caches]
-    if begins != [of_layer * i for i in range(layers)] or first.stride(0) != of_layer * layers:
-        raise ConfigurationError(
-            "vLLM's KV cache does not keep the layers of a block side by side: set pools.POOL.env to {VLLM_KV_CACHE_LAYOUT: BLHNC}, "
-            "or to BLNHC, whichever its attention takes"
-        )
-    shape = (blocks, layers, 1, heads, tokens, numbers)
-    strides = (of_layer * layers, of_layer, of_layer, tokens * numbers, numbers, 1)
-    return KVCacheMemory(
-        tensor=first.as_strided(shape, strides),
-        model=handover.identity,
-        num_layers=layers,
-        num_groups=1,
-        vocab_size=handover.vocab_size,
-    )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import time
@@ -22,7 +23,6 @@ from tandem.base.errors import (
     TandemError,
 )
 from tandem.base.progress import Report
-from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import EngineConfig, ModelConfig
 from tandem.engine.contract import StepResult
 from tandem.engine.model.checkpoint import eos_tokens
@@ -34,6 +34,7 @@ from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, Sche
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import StepTimes, Tracer
 from tandem.engine.vllm.handover import Handover, TransferView
+from tandem.engine.vllm.layout import VllmCache
 from tandem.engine.vllm.settings import arguments, environment
 from tandem.engine.wings import Connect
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, TransferStats
@@ -88,11 +89,13 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
     except (VLLMError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ConfigurationError(f"vLLM does not load {source.name}: {error}") from error
     progress("ready", 1.0)
-    return VllmEngine(core, _described(core, source, identity, content.tokenizer), handover)
+    layout = VllmCache(core.scheduler.kv_cache_config)
+    info = _described(core, source, identity, content.tokenizer, layout)
+    return VllmEngine(core, info, layout.group_of, handover)
 
 
 def _handover(made: Any, identity: str, connect: Connect) -> Handover:
-    """Makes the halves of the node's connector, and tells vLLM where to find its own two. They meet in this process."""
+    """Tells vLLM where to find its two connectors, which meet the halves of the node's in this process."""
     from vllm.config import KVTransferConfig
 
     from tandem.engine.vllm import connector
@@ -102,23 +105,13 @@ def _handover(made: Any, identity: str, connect: Connect) -> Handover:
         raise ConfigurationError(
             f"vLLM runs {made.parallel_config.world_size} ranks, which hand nothing over: serve with nodes that do both (--aggregated N)"
         )
-    # Layers with a window keep every token then, in one group with the others.
-    made.scheduler_config.disable_hybrid_kv_cache_manager = True
-    layout = ""
+    inside = os.environ.get("VLLM_KV_CACHE_LAYOUT", "")
     if made.device_config.device_type == "cpu":
-        from vllm.v1.attention.backends import cpu_attn
-
         # vLLM's attention on CPUs finds a block by its stride, so the layers of one may lie side by side.
         cache.kv_cache_layout = "BLHNC"
-        layout = cpu_attn._get_attn_isa(
-            model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype
-        )
-    group = KVCacheGroup(
-        AttentionKind.FULL, cache.block_size, tuple(range(model.get_num_layers(made.parallel_config)))
-    )
-    halves = connect.halves([group])
-    handover = Handover(*halves, fails=connect.fails)
-    handover.identity = f"{identity} {layout} {os.environ.get('VLLM_KV_CACHE_LAYOUT', '')} {cache.block_size}"
+        inside = _on_cpus(made)
+    handover = Handover(connect.halves, fails=connect.fails)
+    handover.identity = f"{identity} {_as_computed(model)} {inside}"
     handover.vocab_size = model.get_vocab_size()
     made.kv_transfer_config = KVTransferConfig(
         kv_connector=connector.NAME,
@@ -130,11 +123,30 @@ def _handover(made: Any, identity: str, connect: Connect) -> Handover:
     return handover
 
 
-def _described(core: Any, source: ModelSource, content: str, tokenizer: str) -> ModelInfo:
+def _as_computed(model: Any) -> str:
+    """What `engine_args` made of the model's files: one pool may have other arguments than the other."""
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name != "_name_or_path"}
+    said = json.dumps([str(model.dtype), model.quantization, config], default=str, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _on_cpus(made: Any) -> str:
+    """Returns what decides how the inside of a block is kept."""
+    model, cache = made.model_config, made.cache_config
+    if model.use_mla:
+        from tandem.engine.vllm.latents import write_by_strides
+
+        return write_by_strides(made)
+    from vllm.v1.attention.backends import cpu_attn
+
+    return str(
+        cpu_attn._get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    )
+
+
+def _described(core: Any, source: ModelSource, content: str, tokenizer: str, layout: VllmCache) -> ModelInfo:
     config, caches = core.vllm_config, core.scheduler.kv_cache_config
     model = config.model_config
-    layers: list[str] = [name for group in caches.kv_cache_groups for name in group.layer_names]
-    numbers = {name: number for number, name in enumerate(layers)}
     spec = caches.kv_cache_groups[0].kv_cache_spec if caches.kv_cache_groups else None
     return ModelInfo(
         name=source.name,
@@ -145,38 +157,31 @@ def _described(core: Any, source: ModelSource, content: str, tokenizer: str) -> 
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         eos_token_ids=eos_tokens(source, model.hf_config),
-        num_layers=len(layers),
+        num_layers=layout.num_layers,
         num_kv_heads=getattr(spec, "num_kv_heads", 0),
         head_dim=getattr(spec, "head_size", 0),
-        groups=tuple(
-            _group(group.kv_cache_spec, [numbers[name] for name in group.layer_names])
-            for group in caches.kv_cache_groups
-        ),
-        num_blocks=caches.num_blocks,
+        groups=tuple(layout.groups),
+        num_blocks=layout.num_blocks,
     )
-
-
-def _group(spec: Any, layers: Sequence[int]) -> KVCacheGroup:
-    window = getattr(spec, "sliding_window", None)
-    kind = AttentionKind.SLIDING if window else AttentionKind.FULL
-    return KVCacheGroup(kind, spec.block_size, tuple(layers), window or None)
 
 
 class _EventDesk:
     """Stands where vLLM has the publisher of its cache's events."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_of: Callable[[int], int]) -> None:
         self.events: list[KVEvent] = []
         self.keeps = False
+        self._group_of = group_of
 
     def publish(self, batch: Any) -> None:
         if self.keeps:
-            self.events += [_event(event) for event in batch.events]
+            self.events += [_event(event, self._group_of) for event in batch.events]
 
     def shutdown(self) -> None: ...
 
 
-def _event(event: Any) -> KVEvent:
+def _event(event: Any, group_of: Callable[[int], int]) -> KVEvent:
+    group = group_of(getattr(event, "group_idx", None) or 0) or None
     match type(event).__name__:
         case "BlockStored":
             return BlockStored(
@@ -186,12 +191,10 @@ def _event(event: Any) -> KVEvent:
                 event.block_size,
                 medium=event.medium,
                 extra_keys=event.extra_keys,
-                group_idx=event.group_idx or None,
+                group_idx=group,
             )
         case "BlockRemoved":
-            return BlockRemoved(
-                [_hash(each) for each in event.block_hashes], event.medium, event.group_idx or None
-            )
+            return BlockRemoved([_hash(each) for each in event.block_hashes], event.medium, group)
         case "AllBlocksCleared":
             return AllBlocksCleared()
         case other:
@@ -209,6 +212,7 @@ class VllmEngine:
         self,
         core: Any,
         info: ModelInfo,
+        group_of: Callable[[int], int],
         handover: Handover | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -220,10 +224,9 @@ class VllmEngine:
         self._clock = clock
         self._handover = handover  # None: no peers
         self._live: dict[str, VllmRequest] = {}
-        self._desk = _EventDesk()
+        self._desk = _EventDesk(group_of)
         core.scheduler.kv_event_publisher = self._desk
-        block_size = info.groups[0].block_size if info.groups else 1
-        self._figures = VllmFigures(core.scheduler, info.num_blocks, block_size)
+        self._figures = VllmFigures(core.scheduler, info)
         self._is_closed = False
         seed_every_step(core, self._live)
         self.tracer: Tracer | None = None

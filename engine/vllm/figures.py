@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.engine.model.runner import ModelInfo
 from tandem.engine.scheduling.state import AnswerLengths, SchedulerStats, Totals
 from tandem.engine.vllm.requests import VllmRequest
+from tandem.kvtransfer.base import count_blocks
 
 
 def watching(scheduler: type[Any]) -> type[Any]:
@@ -23,12 +25,13 @@ def watching(scheduler: type[Any]) -> type[Any]:
 
 
 class VllmFigures:
-    def __init__(self, scheduler: Any, num_blocks: int, block_size: int) -> None:
+    def __init__(self, scheduler: Any, info: ModelInfo) -> None:
         self.totals = Totals()
         self.answers = AnswerLengths()
         self._scheduler = scheduler
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+        self._num_blocks = info.num_blocks
+        # A group with a window or with states hardly grows while its request writes.
+        self._growing = [group.block_size for group in info.groups if group.keeps_every_token]
 
     def planned(self, plan: Any, live: Mapping[str, VllmRequest], now: float) -> int:
         """A step was planned. Returns how many of its tokens are prompts'."""
@@ -76,7 +79,7 @@ class VllmFigures:
             cached_blocks=len(pool.cached_block_hash_to_block),
             total_blocks=self._num_blocks - 1,  # the first is vLLM's null block
             held_requests=len(held),
-            held_blocks=sum(len(scheduler.kv_cache_manager.get_block_ids(each)[0]) for each in held),
+            held_blocks=sum(count_blocks(scheduler.kv_cache_manager.get_block_ids(each)) for each in held),
             quarantined_blocks=quarantined,
             wanted_blocks=sum(map(self._wanted, live.values())),
             oldest_arrival=min((each.ours.arrival_time for each in waiting), default=None),
@@ -87,7 +90,7 @@ class VllmFigures:
         limit = live.ours.num_prompt_tokens + live.ours.facts.sampling.max_tokens
         until = tokens + self.answers.rest(live.num_outputs, limit - tokens)
         has = int(live.theirs.num_computed_tokens)
-        return max(0, -(-until // self._block_size) - -(-has // self._block_size))
+        return sum(max(0, -(-until // size) - -(-has // size)) for size in self._growing)
 
 
 def _uncomputed(live: VllmRequest) -> int:

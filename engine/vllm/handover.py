@@ -7,13 +7,18 @@ nothing can write to them any more; until then the request waits with them.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.request import Request
+from tandem.engine.vllm.layout import VllmCache
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, SchedulerConnector, WorkerConnector
 from tandem.wire.images import MediaFeature
 from tandem.wire.requests import CachePeers, KVTransferParams
+
+if TYPE_CHECKING:
+    import torch
 
 HANDOVERS: dict[str, Handover] = {}
 """By the key that vLLM's configuration carries to its connectors, which it makes itself."""
@@ -87,11 +92,20 @@ class TransferView:
 
 
 class Handover:
-    def __init__(self, scheduler: SchedulerConnector, worker: WorkerConnector, *, fails: bool) -> None:
+    scheduler: SchedulerConnector
+    worker: WorkerConnector
+    layout: VllmCache
+
+    def __init__(
+        self,
+        halves: Callable[[Sequence[KVCacheGroup]], tuple[SchedulerConnector, WorkerConnector]],
+        *,
+        fails: bool,
+    ) -> None:
         """`fails`: a request fails with its load; otherwise it computes what did not come."""
         self.fails = fails
-        self.scheduler = scheduler
-        self.worker = worker
+        self._halves = halves
+        self._has_begun = False
         self.key = uuid.uuid4().hex
         self.identity = ""  # of what lies in the cache's blocks: set before vLLM makes its cache
         self.vocab_size = 0
@@ -100,6 +114,18 @@ class Handover:
         # Requests whose load has failed, and the blocks to which a peer may still write.
         self._unsafe: dict[str, set[int]] = {}
         HANDOVERS[self.key] = self
+
+    def begin(self, config: Any) -> None:
+        """Makes the halves for a cache of this KVCacheConfig. vLLM's worker calls it, and then its scheduler. Raises ConfigurationError
+        for a cache that is not handed over."""
+        if not self._has_begun:
+            self.layout = VllmCache(config)
+            self.layout.check()
+            self.scheduler, self.worker = self._halves(self.layout.groups)
+            self._has_begun = True
+
+    def register(self, cache: torch.Tensor) -> None:
+        self.worker.register_kv_caches(self.layout.memory(cache, self.identity, self.vocab_size))
 
     def collect(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """What vLLM may hear now: requests that are sent, received, and failed. Called once in each step."""
@@ -136,4 +162,5 @@ class Handover:
 
     def close(self) -> None:
         HANDOVERS.pop(self.key, None)
-        self.worker.shutdown()
+        if self._has_begun:
+            self.worker.shutdown()

@@ -59,7 +59,6 @@ _SET_BY = {
 }
 _OURS = {
     "scheduler_cls": "the node's loop counts what its scheduler does",
-    "disable_hybrid_kv_cache_manager": "what nodes hand over decides it",
     "disable_log_stats": "the node reports what vLLM counts",
     "structured_outputs_config": "routers write grammars for one backend",
     "skip_tokenizer_init": "grammars need the tokenizer",

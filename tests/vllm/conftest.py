@@ -24,7 +24,7 @@ PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 NEEDS_PYTHON = pytest.mark.skipif(
     not PYTHON, reason="TANDEM_VLLM_PYTHON names no Python with vLLM: `make test-vllm` sets it"
 )
-START_S = 300.0
+START_S = 900.0
 ARGS = {"enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 400}
 STEP_TOKENS = 256
 CONTEXT = 4096
@@ -33,10 +33,23 @@ CONTEXT = 4096
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights whose greedy answers do not repeat themselves."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny")
+    return write_model(
+        tmp_path_factory.mktemp("tiny"),
+        LlamaForCausalLM,
+        LlamaConfig,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+
+
+def write_model(folder: Path, model: Any, config: Any, **settings: Any) -> Path:
+    """Writes a model with random weights, four heads, and a tokenizer."""
+    import torch
+
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -49,16 +62,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     )
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    words["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=backend.get_vocab_size(), hidden_size=128, intermediate_size=256, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT,
-        bos_token_id=0, eos_token_id=1, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    shape = {
+        "vocab_size": backend.get_vocab_size(), "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": CONTEXT,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    model(config(**{**shape, **settings})).to(torch.float32).save_pretrained(folder)
     return folder
 
 
@@ -66,13 +78,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [3 + (seed * 131 + i * i * 7 + i * (seed + 3)) % 350 for i in range(length)]
 
 
-def answers_alone(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+def answers_alone(model: Path, prompts: list[list[int]], max_tokens: int, **other: Any) -> list[list[int]]:
     args = {
         **ARGS,
         "kv_cache_memory_bytes": 64 << 20,
         "max_model_len": CONTEXT,
         "max_num_batched_tokens": STEP_TOKENS,
         "max_num_seqs": 16,
+        **other,
     }
     ended = subprocess.run(
         [PYTHON or sys.executable, str(Path(__file__).parent / "alone.py"), str(model)],

@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.cluster_lab import Serve
 from tests.vllm.conftest import (
+    CONTEXT,
     NEEDS_PYTHON,
     answers_alone,
     is_at_rest,
@@ -27,7 +28,9 @@ from tests.vllm.conftest import (
 
 pytestmark = [NEEDS_PYTHON, pytest.mark.timeout(900)]
 TOKENS = 24
-LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 200, 255, 256, 257, 400, 511, 512, 700, 1000, 1500, 2200)
+# Keys and values of 32 tokens in three layers and two heads of 32 numbers; one block more than the longest context, and vLLM's own.
+DECODE_BYTES = (CONTEXT // 32 + 2) * 32 * 3 * 2 * 2 * 32 * 4
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 100, 200, 255, 256, 257, 400, 511, 512, 700, 1000, 1500, 3000)
 PROMPTS = [prompt(length, seed) for seed in (3, 4, 5) for length in LENGTHS]
 
 
@@ -35,8 +38,11 @@ PROMPTS = [prompt(length, seed) for seed in (3, 4, 5) for length in LENGTHS]
 def served(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Serve, httpx.Client]]:
-    # Short prompts go over, too: otherwise a decode node computes them itself.
-    flags = ("--prefill", "1", "--decode", "2", "--set", "router.local_prefill=never")
+    # Short prompts go over, too: otherwise a decode node computes them itself. A decode node has blocks for one request of the longest
+    # context, so that many which write long answers take each other's.
+    flags = (
+        "--prefill", "1", "--decode", "2", "--set", "router.local_prefill=never", f"pools.decode.cache={{memory_bytes: {DECODE_BYTES}}}",
+    )  # fmt: skip
     yield from serve_vllm(tiny_model, tmp_path_factory.mktemp("path"), ("prefill", "decode"), *flags)
 
 
@@ -83,6 +89,19 @@ def test_many_at_once_are_those_too(served: tuple[Serve, httpx.Client], expected
     wrong = [len(PROMPTS[i]) for i, tokens in enumerate(found) if tokens != expected[i]]
     assert not wrong
     until(client, is_at_rest)
+
+
+def test_requests_that_lose_their_blocks_to_others_go_on(
+    tiny_model: Path, served: tuple[Serve, httpx.Client]
+) -> None:
+    """A decode node computes a preempted request again, prompt and first token of the prefill node included."""
+    _, client = served
+    prompts = [prompt(300, seed) for seed in range(40, 54)]
+    expected = answers_alone(tiny_model, prompts, 420)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda tokens: ask(client, tokens, max_tokens=420), prompts))
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    until(client, lambda now: is_at_rest(now) and count(now, "preemptions") > 0)
 
 
 def test_an_answer_that_its_first_token_ends_is_whole(

@@ -24,6 +24,7 @@ from tandem.kvtransfer.base import (
 from tandem.kvtransfer.memory import KVCacheMemory
 from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
+from tests.engine.vllm.test_layout import FullAttentionSpec, cache_config, layers
 
 
 class Plans(SchedulerConnector):
@@ -64,7 +65,9 @@ class Moves(WorkerConnector):
 
 @pytest.fixture
 def handover() -> Handover:
-    return Handover(Plans(), Moves(), fails=False)
+    made = Handover(lambda groups: (Plans(), Moves()), fails=False)
+    made.begin(cache_config(layers(FullAttentionSpec(32), 2)))
+    return made
 
 
 def view(tokens: Sequence[int], computed: int = 0) -> TransferView:
