@@ -38,7 +38,4 @@ class WheelForAnyPython(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-setup(
-    distclass=MadeForOnePlatform,
-    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForAnyPython},
-)
+setup(distclass=MadeForOnePlatform, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForAnyPython})

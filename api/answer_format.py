@@ -40,9 +40,7 @@ class AnswerFormat(Protocol):
     @property
     def reads_calls(self) -> bool: ...
 
-    def reader(
-        self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False
-    ) -> AnswerReader | None:
+    def reader(self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False) -> AnswerReader | None:
         """Returns a reader of an answer, or None when the answer is only text. `tools`: None when the model
         may not call."""
 
@@ -59,9 +57,7 @@ class AnswerFormat(Protocol):
     def bounds_reasoning(self, prompt: str, tokenizer: Tokenizer) -> bool:
         """Whether an answer to the prompt may begin with reasoning. Raises InvalidRequest when its tokens cannot be bounded."""
 
-    def after_reasoning(
-        self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None
-    ) -> str:
+    def after_reasoning(self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None) -> str:
         """Returns a grammar that holds from the reasoning's end on. `budget`: the most tokens of reasoning."""
 
     def reasoning_tokens(self, token_ids: Sequence[int], prompt: str, tokenizer: Tokenizer) -> int | None:
@@ -86,9 +82,7 @@ class PlainText:
     def bounds_reasoning(self, prompt: str, tokenizer: Tokenizer) -> bool:
         raise InvalidRequest("this server tells no reasoning apart (it has no api/formats)")
 
-    def after_reasoning(
-        self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None
-    ) -> str:
+    def after_reasoning(self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None) -> str:
         return grammar
 
     def reasoning_tokens(self, token_ids: Sequence[int], prompt: str, tokenizer: Tokenizer) -> None:

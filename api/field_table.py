@@ -18,9 +18,7 @@ import msgspec
 RequestType = type[msgspec.Struct]
 
 # Fields between router and nodes. A client that could set them could read other clients' memory.
-INTERNAL: frozenset[str] = frozenset(
-    {"kv_transfer_params", "transfer", "reply_to", "output_token_ids", "lora"}
-)
+INTERNAL: frozenset[str] = frozenset({"kv_transfer_params", "transfer", "reply_to", "output_token_ids", "lora"})
 
 # Fields of other servers' APIs that do not change what is answered: taken, and not acted on.
 ACCEPTED: Mapping[str, str] = {

@@ -147,9 +147,7 @@ def _put_back(holder: list[Any], word: str, whole: list[str]) -> None:
         deeper: list[Any] = []
         for each in level:
             if isinstance(each, dict) and any(name.startswith(word) for name in each):
-                raise InvalidRequest(
-                    "the body has an unknown member: its name is longer than any that is known"
-                )
+                raise InvalidRequest("the body has an unknown member: its name is longer than any that is known")
             for key, child in list(each.items() if isinstance(each, dict) else enumerate(each)):
                 if isinstance(child, dict | list):
                     deeper.append(child)
@@ -191,9 +189,7 @@ def parse_object(body: bytes | bytearray, limits: JsonLimits) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(max_depth) from None
     except json.JSONDecodeError as error:
-        raise InvalidRequest(
-            f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        ) from None
+        raise InvalidRequest(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     _check(value, max_depth, surrogates="\\u" in text)
@@ -272,9 +268,7 @@ def _check_counts(body: bytes | bytearray, limits: JsonLimits) -> None:
         if containers > limits.json_containers:
             raise InvalidRequest(f"the body has more than {limits.json_containers} objects and arrays")
         if items > limits.json_items:
-            raise InvalidRequest(
-                f"the body has more than {limits.json_items} items in its objects and arrays"
-            )
+            raise InvalidRequest(f"the body has more than {limits.json_items} items in its objects and arrays")
         if members > limits.json_members:
             raise InvalidRequest(f"the body has more than {limits.json_members} members in its objects")
 

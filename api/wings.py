@@ -54,9 +54,7 @@ class ImageReader(Protocol):
 
 
 class ImagesWing(Protocol):
-    def image_reader(
-        self, folder: str, tokenizer: Tokenizer, limits: RequestLimits
-    ) -> ImageReader | None: ...
+    def image_reader(self, folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> ImageReader | None: ...
 
 
 class EmbedsWing(Protocol):
@@ -83,9 +81,7 @@ def told_in_words(
 
 
 def no_calls() -> InvalidRequest:
-    return InvalidRequest(
-        "tools: this server reads no calls (it has no api/formats); leave them out", "tools"
-    )
+    return InvalidRequest("tools: this server reads no calls (it has no api/formats); leave them out", "tools")
 
 
 def image_reader(folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> ImageReader | None:
@@ -103,6 +99,4 @@ async def embeds_of(request: CompletionRequest, config: ApiSettings) -> list[Pro
         raise InvalidRequest("prompt_embeds: this server takes none (router.prompt_embeds)", "prompt_embeds")
     if embeds := find_wing(EMBEDS):
         return await cast("EmbedsWing", embeds).embeds_of(request, config)
-    raise InvalidRequest(
-        "prompt_embeds: this server takes none (it has no api/prompt_embeds)", "prompt_embeds"
-    )
+    raise InvalidRequest("prompt_embeds: this server takes none (it has no api/prompt_embeds)", "prompt_embeds")

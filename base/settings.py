@@ -109,13 +109,9 @@ def refusal(annotation: Any, value: object, reason: str) -> str:
 
 def refusal_of(members: Sequence[msgspec.inspect.Type], value: object, reason: str) -> str:
     if any(
-        isinstance(value, python) and isinstance(member, kind)
-        for python, kind in _CONTAINERS
-        for member in members
+        isinstance(value, python) and isinstance(member, kind) for python, kind in _CONTAINERS for member in members
     ):
-        inside = next(
-            (member.value_type for member in members if isinstance(member, msgspec.inspect.DictType)), None
-        )
+        inside = next((member.value_type for member in members if isinstance(member, msgspec.inspect.DictType)), None)
         if inside is not None and _OUT_OF_RANGE.match(reason):
             return f"is not right: its values must {_range(_members(inside)[0])}"
         return f"is not right: {reason}"
@@ -194,12 +190,7 @@ def kinds_at(annotation: Any, path: str) -> Sequence[msgspec.inspect.Type]:
 def _inside(kind: msgspec.inspect.Type, step: str) -> Sequence[msgspec.inspect.Type]:
     match kind:
         case msgspec.inspect.StructType():
-            return [
-                member
-                for field in kind.fields
-                if field.encode_name == step
-                for member in _members(field.type)
-            ]
+            return [member for field in kind.fields if field.encode_name == step for member in _members(field.type)]
         case msgspec.inspect.CollectionType():
             return _members(kind.item_type)
         case msgspec.inspect.DictType():
@@ -213,9 +204,9 @@ def _range(kind: msgspec.inspect.Type) -> str:
     match kind:
         case msgspec.inspect.StrType(pattern=str()):
             return "not be empty"
-        case (
-            msgspec.inspect.IntType(ge=int(low), le=int(high)) | msgspec.inspect.FloatType(ge=low, le=high)
-        ) if low is not None and high is not None:
+        case msgspec.inspect.IntType(ge=int(low), le=int(high)) | msgspec.inspect.FloatType(ge=low, le=high) if (
+            low is not None and high is not None
+        ):
             return f"be from {low:g} to {high:.15g}"
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             limits = {"above": kind.gt, "at least": kind.ge, "below": kind.lt, "at most": kind.le}

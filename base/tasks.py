@@ -72,9 +72,7 @@ class Tasks:
             ends = [at for at in ends if clock() - at < RESTART_WINDOW_S] + [clock()]
             if len(ends) > MAX_RESTARTS:
                 self.down[name] = reason
-                logger.error(
-                    "task %s died %d times within %.0f s and stays down", name, len(ends), RESTART_WINDOW_S
-                )
+                logger.error("task %s died %d times within %.0f s and stays down", name, len(ends), RESTART_WINDOW_S)
                 return
             self.restarts[name] += 1
             logger.warning("task %s is started again: %s", name, reason)

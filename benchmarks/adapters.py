@@ -54,9 +54,7 @@ def main() -> int:
         rows = measure(Path(folder), options)
     title = f"a decode step of {options.adapters} requests, rank {options.rank}, {options.dtype}"
     floors = [at_most("one adapter each, of the model alone", rows[-1]["of_base"], CEILING, "×")]
-    return report(
-        options, rows, table_of(f"{title}, {options.threads} threads", rows, COLUMNS), floors=floors
-    )
+    return report(options, rows, table_of(f"{title}, {options.threads} threads", rows, COLUMNS), floors=floors)
 
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -109,11 +107,7 @@ def bench_of(
 ) -> tuple[EngineBench, Callable[[], int], list[str]]:
     """Returns an engine, a counter of how often its kernels' threads have met, and the adapters that it serves."""
     described = ModelConfig(
-        path=str(model),
-        dtype=options.dtype,
-        threads=options.threads,
-        adapters=adapters,
-        max_lora_rank=options.rank,
+        path=str(model), dtype=options.dtype, threads=options.threads, adapters=adapters, max_lora_rank=options.rank
     )
     cache = CacheConfig(memory_bytes=512 << 20, prefix_caching=False)
     # All prompts are processed in chunks of one length, so that all runs have equally many steps.
@@ -122,15 +116,9 @@ def bench_of(
     served = runner.adapters.served if runner.adapters is not None else {}
     attention = getattr(runner.forward, "attention", None)
     if not isinstance(attention, CpuAttention):
-        why = (
-            "this measures our CPU kernels, which do not run here: `python -m tandem.kernels.build` says why"
-        )
+        why = "this measures our CPU kernels, which do not run here: `python -m tandem.kernels.build` says why"
         raise Unavailable(why)
-    return (
-        EngineBench(engine),
-        lambda: attention.pieces.meetings,
-        [identity_of(*one) for one in served.items()],
-    )
+    return (EngineBench(engine), lambda: attention.pieces.meetings, [identity_of(*one) for one in served.items()])
 
 
 def write_adapter(folder: Path, model: torch.nn.Module, rank: int, seed: int) -> Path:

@@ -106,13 +106,7 @@ def blocks_for(jobs: list[list[AgentTurn]]) -> int:
 
 class Play:
     def __init__(
-        self,
-        seed: int,
-        policy: SchedulingPolicy,
-        *,
-        caching: bool = True,
-        repeats: bool = True,
-        by_steps: bool = False,
+        self, seed: int, policy: SchedulingPolicy, *, caching: bool = True, repeats: bool = True, by_steps: bool = False
     ) -> None:
         """`by_steps` is as for a simulated node."""
         self._by_steps = by_steps
@@ -233,8 +227,7 @@ def main() -> int:
     )  # fmt: skip
     results = {
         (trace, policy, caching): [
-            Play(seed, policy, caching=caching, repeats=trace == "again").run()
-            for seed in range(options.seeds)
+            Play(seed, policy, caching=caching, repeats=trace == "again").run() for seed in range(options.seeds)
         ]
         for trace, policy, caching in plays
     }

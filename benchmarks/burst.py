@@ -117,9 +117,7 @@ def tokens_computed(system: System) -> Tokens:
         counters = [node.get("counters", {}) for node in nodes]
         prompt = sum(one.get("prompt_tokens_computed", 0) for one in counters)
         # A prefill node's one output token of each answer is also counted as the decode node's first.
-        output = sum(
-            node.get("counters", {}).get("output_tokens", 0) for node in nodes if node["role"] != "prefill"
-        )
+        output = sum(node.get("counters", {}).get("output_tokens", 0) for node in nodes if node["role"] != "prefill")
         return Tokens(prompt, output)
     counted = dict.fromkeys(("prompt", "generation"), 0.0)
     for name, value in _VLLM.findall(text_of(system.url, "/metrics")):
@@ -145,13 +143,10 @@ def measure(
     for one in asked:
         by_stage[next((s for s in stages if one.sent_at - began_at < s.end), stages[-1]).name].append(one)
     goodput = {
-        stage.name: sum(map(slo.is_met_by, by_stage[stage.name])) / (stage.end - stage.begin)
-        for stage in stages
+        stage.name: sum(map(slo.is_met_by, by_stage[stage.name])) / (stage.end - stage.begin) for stage in stages
     }
     whole = [one for one in asked if one.succeeded]
-    answered = Tokens(
-        float(sum(one.prompt_tokens for one in whole)), float(sum(one.output_tokens for one in whole))
-    )
+    answered = Tokens(float(sum(one.prompt_tokens for one in whole)), float(sum(one.output_tokens for one in whole)))
     failures: dict[str, int] = {}
     told = 0
     for one in asked:
@@ -179,11 +174,7 @@ def measure(
 
 
 def recovery(
-    before: Sequence[Timeline],
-    after: Sequence[Timeline],
-    began_at: float,
-    stage: BurstStage,
-    slo: ServiceLevel,
+    before: Sequence[Timeline], after: Sequence[Timeline], began_at: float, stage: BurstStage, slo: ServiceLevel
 ) -> float | None:
     """Returns from when on, in every window of ten seconds, as many requests meet the service level as before, less 5%."""
     wanted = _BACK * attained(before, slo)
@@ -261,7 +252,7 @@ def main() -> int:
             "input": options.input,
             "within": options.within,
             "seed": options.seed,
-        },
+        }
     )
     adopt_orphans()
     for system in systems:
@@ -275,9 +266,7 @@ def main() -> int:
         except TandemError as error:
             outcome.absences[system.title] = str(error)
             console.print(f"{system.title}: {error}", style="yellow", markup=False)
-    floors = [
-        floor for one in outcome.measured if one.system.startswith("Tandem") for floor in floors_of(one)
-    ]
+    floors = [floor for one in outcome.measured if one.system.startswith("Tandem") for floor in floors_of(one)]
     return report(options, outcome, *shown(outcome), floors=floors, failed=not outcome.measured, width=150)
 
 
@@ -327,9 +316,7 @@ class Trial:
         arrivals = [stage.begin + time for stage in stages for time in self._times(stage.count, stage.rate)]
         load = self._play(len(arrivals), arrivals=arrivals)
         computed = tokens_computed(self._system).less(before)
-        return measure(
-            self._system.title, capacity, stages, load.began_at, load.timelines, computed, self._slo
-        )
+        return measure(self._system.title, capacity, stages, load.began_at, load.timelines, computed, self._slo)
 
     def _capacity(self) -> float:
         """Returns the capacity. Raises ConfigurationError if no rate that was tried meets the service level."""
@@ -355,9 +342,7 @@ class Trial:
             "name a wider one with --slo"
         )
 
-    def _play(
-        self, count: int, *, arrivals: list[float] | None = None, users: int | None = None
-    ) -> LoadStream:
+    def _play(self, count: int, *, arrivals: list[float] | None = None, users: int | None = None) -> LoadStream:
         prompts = self._prompts(count)
         return asyncio.run(played(self._system.url, self._shape, prompts, arrivals=arrivals, users=users))
 

@@ -142,9 +142,7 @@ def measure_vllm(folder: str, work: Work, cores: list[int]) -> Times:
     return times
 
 
-def row(
-    what: str, seconds: float, limits: MachineLimits, costs: Costs, theirs: float | None
-) -> dict[str, Any]:
+def row(what: str, seconds: float, limits: MachineLimits, costs: Costs, theirs: float | None) -> dict[str, Any]:
     kind, size, *context = what.replace(" x ", " ").split()
     if kind == "prefill":
         limit = costs.prefill_flops(int(size)) / limits.gemm_flops

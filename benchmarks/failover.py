@@ -99,9 +99,7 @@ def listener(endpoint: str) -> int:
             network = os.readlink(process / "ns" / "net")
             if network not in networks:
                 rows = [row.split() for row in (process / "net" / "tcp").read_text().splitlines()[1:]]
-                networks[network] = {
-                    f"socket:[{row[9]}]" for row in rows if row[1] == wanted and row[3] == "0A"
-                }
+                networks[network] = {f"socket:[{row[9]}]" for row in rows if row[1] == wanted and row[3] == "0A"}
             if any(os.readlink(file) in networks[network] for file in (process / "fd").iterdir()):
                 return int(process.name)
         except OSError:
@@ -131,9 +129,7 @@ def served(model: str, tokens: int, *, mirror: bool = False, ranks: int = 1) -> 
         return measure(client, what, tokens, mirror=mirror, ranks=ranks)
 
 
-def measure(
-    client: httpx.Client, what: str, tokens: int, *, mirror: bool = False, ranks: int = 1
-) -> Failover:
+def measure(client: httpx.Client, what: str, tokens: int, *, mirror: bool = False, ranks: int = 1) -> Failover:
     draw = random.Random(1)
     name = client.get("/v1/models").json()["data"][0]["id"]
     body = {

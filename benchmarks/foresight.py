@@ -58,15 +58,10 @@ COSTS = CostModel(
     prefill=CostTable(
         list(READS),
         list(CONTEXTS),
-        [
-            [0.008 + max(n - 128, 0) * 4e-5 + n * (before + n / 2) * 2.2e-9 for before in CONTEXTS]
-            for n in READS
-        ],
+        [[0.008 + max(n - 128, 0) * 4e-5 + n * (before + n / 2) * 2.2e-9 for before in CONTEXTS] for n in READS],
     ),
     decode=CostTable(
-        list(WRITES),
-        list(CONTEXTS),
-        [[0.008 + n * (4e-5 + before * 4.5e-8) for before in CONTEXTS] for n in WRITES],
+        list(WRITES), list(CONTEXTS), [[0.008 + n * (4e-5 + before * 4.5e-8) for before in CONTEXTS] for n in WRITES]
     ),
     transfer=TransferCost(0.004, 2e10),
     request=RequestCost(0.002, 1e-7, 0.001),
@@ -124,9 +119,9 @@ class Oracle(Chooser):
     def _first_token(self, node: SimulatedNode, prompt: Prompt) -> float:
         scheduler, costs = node.scheduler, node._costs
         under_way = node._plan_began + node._plan_s - node._loop.time() if node._plan is not None else 0.0
-        cached = scheduler.state.cache.coordinator.find_longest_hit(
-            prompt.block_hashes, len(prompt.all_token_ids) - 1
-        )[1]
+        cached = scheduler.state.cache.coordinator.find_longest_hit(prompt.block_hashes, len(prompt.all_token_ids) - 1)[
+            1
+        ]
         line = 0.0
         for request in scheduler.requests.values():
             left = request.num_tokens - request.num_computed_tokens
@@ -224,9 +219,7 @@ def changes(options: argparse.Namespace) -> list[dict[str, Any]]:
             came = percentile(outcome, percent)
             inside[percent] += one.low <= came <= one.high
             errors.append(abs(one.then / came - 1))
-    shares = {
-        f"first token p{percent:.0f} inside": count / options.changes for percent, count in inside.items()
-    }
+    shares = {f"first token p{percent:.0f} inside": count / options.changes for percent, count in inside.items()}
     return [{"changes": options.changes, **shares, "median error": round(percentile(sorted(errors), 50), 3)}]
 
 

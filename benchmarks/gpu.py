@@ -67,9 +67,7 @@ def _wanted(arguments: argparse.Namespace) -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--stage", choices=sorted(STAGES), help="a third of the parts: ten minutes on one card"
-    )
+    parser.add_argument("--stage", choices=sorted(STAGES), help="a third of the parts: ten minutes on one card")
     add = adder(parser)
     add("--only", None, str, f"these parts, with commas: {', '.join(PARTS)}")
     add("--out", None, Path, "a file to which a line of JSON is appended for each row")
@@ -91,12 +89,7 @@ def _arguments() -> argparse.Namespace:
 
 def run_part(name: str, arguments: argparse.Namespace) -> int:
     setting = Setting(
-        arguments.device,
-        arguments.dtype,
-        arguments.models,
-        arguments.model,
-        arguments.kv_memory,
-        arguments.quick,
+        arguments.device, arguments.dtype, arguments.models, arguments.model, arguments.kv_memory, arguments.quick
     )
     report = Report(name, arguments.out)
     began = time.monotonic()
@@ -116,16 +109,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> int:
 def run_apart(name: str, arguments: argparse.Namespace) -> str:
     """Runs a part in a process of its own. Returns how it ended."""
     deadline = arguments.deadline or PARTS[name].deadline_s
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "benchmarks.gpu",
-        "--part",
-        name,
-        "--models",
-        str(arguments.models),
-    ]
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--part", name, "--models", str(arguments.models)]
     command += ["--device", arguments.device, "--dtype", arguments.dtype]
     for flag in ("out", "model", "kv_memory"):
         if (value := getattr(arguments, flag)) is not None:

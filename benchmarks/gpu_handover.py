@@ -189,12 +189,7 @@ def felt(told: dict[str, Told], first: dict[str, Told] | None = None) -> dict[st
 
 
 def compare_pair(
-    plan: Plan,
-    alone: dict[str, Told],
-    load: dict[str, Told],
-    singles: list[Ask],
-    loaded: list[Ask],
-    report: Report,
+    plan: Plan, alone: dict[str, Told], load: dict[str, Told], singles: list[Ask], loaded: list[Ask], report: Report
 ) -> int:
     """`alone` and `load` are one engine's answers to the same requests: each sent by itself, and all of `loaded` together. Returns how
     many of `singles` got the same answers from two engines."""

@@ -35,13 +35,7 @@ class ParitySide:
     """One engine. Prompts are cut into chunks and mixed with decodes."""
 
     def __init__(
-        self,
-        path: Path,
-        dtype: Dtype,
-        device: str,
-        *,
-        native: bool,
-        exact: Literal["auto", "require"] = "auto",
+        self, path: Path, dtype: Dtype, device: str, *, native: bool, exact: Literal["auto", "require"] = "auto"
     ) -> None:
         cache = CacheConfig(memory_bytes=256 << 20, prefix_caching=False)
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96, max_model_len=1024)
@@ -63,8 +57,7 @@ class ParitySide:
 
     def answers(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
         return [
-            [token for update in updates for token in update.token_ids]
-            for updates in self._updates(prompts, sampling)
+            [token for update in updates for token in update.token_ids] for updates in self._updates(prompts, sampling)
         ]
 
     def logprobs(self, texts: list[list[int]]) -> torch.Tensor:
@@ -91,21 +84,15 @@ def check_parity(path: Path, device: torch.device) -> list[Parity]:
     halves: tuple[Dtype, ...] = ("bfloat16", "float16")
     for dtype in halves if device.type == "cuda" else halves[:1]:
         cpu = ParitySide(path, dtype, "cpu", native=False)
-        found.append(
-            _near_enough(dtype, exact, cpu, ParitySide(path, dtype, str(device), native=True), prompts)
-        )
+        found.append(_near_enough(dtype, exact, cpu, ParitySide(path, dtype, str(device), native=True), prompts))
     return found
 
 
 def _same_tokens(exact: ParitySide, tried: ParitySide, prompts: list[list[int]]) -> Parity:
     different = total = 0
     for temperature in (0.0, 0.8):
-        sampling = SamplingParams(
-            temperature=temperature, max_tokens=_NUM_TOKENS, seed=7, top_p=0.95, ignore_eos=True
-        )
-        for right, ours in zip(
-            exact.answers(prompts, sampling), tried.answers(prompts, sampling), strict=True
-        ):
+        sampling = SamplingParams(temperature=temperature, max_tokens=_NUM_TOKENS, seed=7, top_p=0.95, ignore_eos=True)
+        for right, ours in zip(exact.answers(prompts, sampling), tried.answers(prompts, sampling), strict=True):
             different += right != ours
             total += 1
     said = f"float32: {total - different} of {total} answers, greedy and seeded, token for token"
@@ -141,9 +128,7 @@ def check_same_bits(path: Path, device: torch.device) -> list[Parity]:
     alone = torch.cat([logprobs for _, logprobs in one_by_one])
     other = int((found != alone).sum())
     holds = other == 0 and answers == [answer for one, _ in one_by_one for answer in one]
-    return [
-        Parity("the same bits", holds, f"{other} of {len(alone)} log-probabilities have other bits alone")
-    ]
+    return [Parity("the same bits", holds, f"{other} of {len(alone)} log-probabilities have other bits alone")]
 
 
 def check_against_transformers(path: Path, device: torch.device) -> list[Parity]:

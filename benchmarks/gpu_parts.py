@@ -73,18 +73,10 @@ def machine(setting: Setting, report: Report) -> None:
     report.row("versions", **versions, cuda=str(torch.version.cuda))
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
-        asked = [
-            "nvidia-smi",
-            "--query-gpu=driver_version,memory.total,clocks.max.sm",
-            "--format=csv,noheader",
-        ]
+        asked = ["nvidia-smi", "--query-gpu=driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
         told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
         report.row(
-            "card",
-            name=card.name,
-            gib=card.total_memory / 2**30,
-            capability=f"{card.major}.{card.minor}",
-            smi=told,
+            "card", name=card.name, gib=card.total_memory / 2**30, capability=f"{card.major}.{card.minor}", smi=told
         )
 
 
@@ -127,10 +119,7 @@ def lanes(setting: Setting, report: Report) -> None:
     if found.error:
         raise RuntimeError(found.error)
     report.row(
-        "a megabyte",
-        gigabytes_per_s=found.gigabytes_per_s,
-        lanes=", ".join(found.transports),
-        version=found.version,
+        "a megabyte", gigabytes_per_s=found.gigabytes_per_s, lanes=", ".join(found.transports), version=found.version
     )
 
 

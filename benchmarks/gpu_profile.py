@@ -47,11 +47,7 @@ def sampling_times(
                     tokens.tolist()  # waits for the device
                     taken.append(time.perf_counter() - began)
             rows.append(
-                {
-                    "what": f"{name} x {batch}",
-                    "ms": statistics.median(taken[1:]) * 1e3,
-                    "logits_bytes": logits.nbytes,
-                }
+                {"what": f"{name} x {batch}", "ms": statistics.median(taken[1:]) * 1e3, "logits_bytes": logits.nbytes}
             )
     return rows
 

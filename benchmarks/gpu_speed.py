@@ -106,9 +106,7 @@ def attention_seconds(
     last = torch.tensor([(context - 1) % size + 1 for context in contexts], dtype=torch.int32)
     hopper = torch.cuda.get_device_capability(device)[0] == 9 and max(counts) > 16
     workspace = torch.empty(384 << 20, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        workspace, "HND", backend="fa3" if hopper else "fa2"
-    )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3" if hopper else "fa2")
     wrapper.plan(
         rows,
         starts,
@@ -131,11 +129,7 @@ class Sizes(msgspec.Struct, frozen=True):
     prefills: tuple[int, ...] = (128, 512, 2048, 8192)
     decodes: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024), (256, 1024), (64, 4096))
     behind: tuple[int, int] = (400, 30_000)  # a chunk's tokens, and those before it in the cache
-    beside: tuple[int, int, int] = (
-        2048,
-        64,
-        4096,
-    )  # a chunk's tokens, and decodes of so many tokens beside it
+    beside: tuple[int, int, int] = (2048, 64, 4096)  # a chunk's tokens, and decodes of so many tokens beside it
     tokens_per_step: int = 8192
     repeats: int = 5
     decode_steps: int = 24
@@ -147,13 +141,7 @@ DRY = Sizes((16,), ((2, 16),), (8, 64), (16, 2, 32), 256, 1, 2)
 
 class SpeedBench:
     def __init__(
-        self,
-        path: Path,
-        dtype: Dtype,
-        device: torch.device,
-        kv_memory: int | None,
-        sizes: Sizes,
-        report: Report,
+        self, path: Path, dtype: Dtype, device: torch.device, kv_memory: int | None, sizes: Sizes, report: Report
     ) -> None:
         self._path, self._device, self._sizes, self._report = path, device, sizes, report
         self._cache = CacheConfig(prefix_caching=True, memory_bytes=kv_memory)
@@ -168,18 +156,14 @@ class SpeedBench:
         stages = Stages()
         # On a CPU this takes a GPU's code path as far as it goes.
         model = ModelConfig(path=str(path), dtype=dtype, device=str(device))
-        self._runner = load_runner(
-            model, self._cache, self._config, stages.reached, native=device.type == "cuda"
-        )
+        self._runner = load_runner(model, self._cache, self._config, stages.reached, native=device.type == "cuda")
         stages.reached("", 0.0)
         info = self._runner.info
         self._dtype = getattr(torch, info.dtype)
         report.row("loading", **{f"{what}_s": seconds for what, seconds in stages.seconds.items()})
         report.row("computed by", path=computed_by(self._runner), dtype=info.dtype, blocks=info.num_blocks)
         note("the card's limits")
-        self._limits = measure_limits(
-            self._dtype, device, torch.get_num_threads(), roughly=device.type == "cpu"
-        )
+        self._limits = measure_limits(self._dtype, device, torch.get_num_threads(), roughly=device.type == "cpu")
         report.row("limits", **msgspec.to_builtins(self._limits))
         kv_bytes = self._runner.kv_cache[0].numel() * self._runner.kv_cache.element_size()
         self._costs = read_costs(path, self._dtype, kv_bytes * len(info.groups) // self._cache.block_size)

@@ -93,9 +93,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     models, benches = {}, {}
     for name, config in configurations().items():
         models[name] = save_random_model(config, folder / name, options.dtype)
-        described = ModelConfig(
-            path=str(folder / name), dtype=options.dtype, device="cpu", threads=options.threads
-        )
+        described = ModelConfig(path=str(folder / name), dtype=options.dtype, device="cpu", threads=options.threads)
         benches[name] = EngineBench(load_engine(described, cache, scheduling)[0])
     taken: dict[str, list[tuple[float, float]]] = defaultdict(list)  # seconds of the prompt, and of a decode
     for _ in range(options.rounds + 1):  # the first warms up
@@ -103,9 +101,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             taken[name].append((bench.prefill(prompt), bench.decode([prompt[:CONTEXT]], DECODES)))
             torch.set_num_threads(options.threads)
             taken[f"{name}, transformers"].append(_transformers(models[name], prompt))
-    medians = {
-        name: tuple(map(statistics.median, zip(*runs[1:], strict=True))) for name, runs in taken.items()
-    }
+    medians = {name: tuple(map(statistics.median, zip(*runs[1:], strict=True))) for name, runs in taken.items()}
     sizes = {name: sum(weight.numel() for weight in model.parameters()) for name, model in models.items()}
     return [
         {

@@ -30,15 +30,7 @@ from transformers import AutoModelForImageTextToText, SmolVLMConfig
 
 from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.processes import adopt_orphans
-from benchmarks.lib.servers import (
-    RunningSystem,
-    System,
-    check_alive,
-    model_folder,
-    played,
-    running,
-    tandem_system,
-)
+from benchmarks.lib.servers import RunningSystem, System, check_alive, model_folder, played, running, tandem_system
 from benchmarks.lib.tables import table_of
 from tandem.base.errors import Unavailable
 from tandem.base.flags import adder
@@ -155,9 +147,7 @@ async def measure(started: RunningSystem, options: argparse.Namespace) -> Images
         alone = await _texts(started, rng, options.texts, options.every)
         before = await _encoded(http)
         took: list[float] = []
-        senders = [
-            asyncio.create_task(_send_on(http, started.model, numbers, took)) for _ in range(options.senders)
-        ]
+        senders = [asyncio.create_task(_send_on(http, started.model, numbers, took)) for _ in range(options.senders)]
         clock = asyncio.get_running_loop().time
         begun = clock()
         beside = await _texts(started, rng, options.texts, options.every)

@@ -77,9 +77,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM in it")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the script that runs its generator")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="any model's folder, for vLLM's prompts"
-    )
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="any model's folder, for vLLM's prompts")
     options = parser.parse_args()
     peer = (options.vllm, options.peers, options.tokenizer)
     if any(peer) and not all(peer):
@@ -96,9 +94,7 @@ def main() -> int:
     return report(
         options,
         result,
-        table_of(
-            f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", result.compared, _COLUMNS
-        ),
+        table_of(f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", result.compared, _COLUMNS),
         f"Processor time for each chunk: {our_cost:.0f} µs; httpx: {their_cost:.0f} µs",
         floors=[
             at_most(f"furthest from what is known: {worst.figure}", off, MOST_OFF_PERCENT, "%"),
@@ -109,9 +105,7 @@ def main() -> int:
 
 async def _ours(port: int) -> tuple[Summary, float]:
     """Returns what the generator reports, and its processor time per chunk in microseconds."""
-    sessions = random_prompts(
-        GuessedVocabulary(), np.random.default_rng(0), _REQUESTS, Lengths(_INPUT, _OUTPUT)
-    )
+    sessions = random_prompts(GuessedVocabulary(), np.random.default_rng(0), _REQUESTS, Lengths(_INPUT, _OUTPUT))
     async with HttpClient(Address.of_url(f"http://127.0.0.1:{port}")) as http:
         load = LoadStream("paced", Api(http, RequestShape("paced")), sessions, concurrency=_USERS)
         before = time.process_time()

@@ -101,12 +101,8 @@ class Reader:
         self._ended = contextlib.ExitStack()
         config = EngineConfig(
             model=ModelConfig(path=str(folder), dtype="float32", device="cpu", threads=1),
-            cache=CacheConfig(
-                memory_bytes=ranks * (6 * 2 * 2 * 64 * 4) * (longest + 1024), prefix_caching=False
-            ),
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=chunk, max_model_len=longest + 64, step_target_ms=0
-            ),
+            cache=CacheConfig(memory_bytes=ranks * (6 * 2 * 2 * 64 * 4) * (longest + 1024), prefix_caching=False),
+            scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_model_len=longest + 64, step_target_ms=0),
         )
         self._counted: list[CountedCollectives] = []
         shard = None
@@ -119,9 +115,7 @@ class Reader:
             self._ended.callback(supervised.stop)
             shard = supervised.start()
             all_ranks, across = self._counting(shard.collectives), shard.across
-            shard = dataclasses.replace(
-                shard, collectives=all_ranks, across=across and self._counting(across)
-            )
+            shard = dataclasses.replace(shard, collectives=all_ranks, across=across and self._counting(across))
         runner = load_runner(config.model, config.cache, config.scheduler, native=False, shard=shard)
         if ranks > 1:
             supervised.await_ready()

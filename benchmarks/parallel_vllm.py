@@ -85,10 +85,7 @@ def main() -> None:
             telling.append(told - began)
     finally:
         executor.shutdown()
-    print(
-        json.dumps({"telling": statistics.median(telling), "answered": statistics.median(answered)}),
-        flush=True,
-    )
+    print(json.dumps({"telling": statistics.median(telling), "answered": statistics.median(answered)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens_twice": max(0.0, computed / wanted - 1) if wanted else 0.0,
         "preemptions": gained["tandem_node_preemptions_total"],
         "failovers": gained["tandem_failovers_total"],
-        "transfers": {
-            name: count for name, count in gained.items() if name.startswith("transfers") and count
-        },
+        "transfers": {name: count for name, count in gained.items() if name.startswith("transfers") and count},
         "first_token_ms": summary.ttft_ms,
         "gap_ms": summary.itl_ms,
     }

@@ -78,9 +78,7 @@ def play(number: int, reserve: Reserve) -> ReplayResult:
     return _run(scheduler, arrivals, needed)
 
 
-def _run(
-    scheduler: Scheduler, arrivals: list[tuple[float, str, list[int], int]], needed: int
-) -> ReplayResult:
+def _run(scheduler: Scheduler, arrivals: list[tuple[float, str, list[int], int]], needed: int) -> ReplayResult:
     now, computed = 0.0, 0
     came: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -108,9 +106,7 @@ def _run(
             else:
                 first_tokens.append(now - came[name])
             last[name] = now
-    return ReplayResult(
-        scheduler.stats().preemptions, computed, needed, now, first_tokens, list(gaps.values())
-    )
+    return ReplayResult(scheduler.stats().preemptions, computed, needed, now, first_tokens, list(gaps.values()))
 
 
 def measure(runs: int) -> list[ReserveOutcome]:

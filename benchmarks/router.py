@@ -91,9 +91,7 @@ def main() -> int:
     parser.add_argument(
         "--processes", metavar="N,...", help="how many share a port, each number in turn; as many clients"
     )
-    parser.add_argument(
-        "--peer", action="append", default=[], metavar="COMMAND", help="vllm-router or sglang-router"
-    )
+    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="vllm-router or sglang-router")
     options = parser.parse_args()
     if options.processes or options.peer:
         each = 200 if options.quick else 1000
@@ -132,12 +130,7 @@ def measure(tokens: int) -> dict[str, Any]:
             asyncio.run(streams(url, 4, 8))  # warm-up: everything has been used once
             one = statistics.median(asyncio.run(streams(url, 1, 2))[0].first_s * 1000 for _ in range(100))
             idle = idle_share(cpu_s)
-            figures |= {
-                "bare_ttft_ms": bare,
-                "ttft_ms": one,
-                "added_ttft_ms": one - bare,
-                "idle_ms_per_s": idle * 1000,
-            }
+            figures |= {"bare_ttft_ms": bare, "ttft_ms": one, "added_ttft_ms": one - bare, "idle_ms_per_s": idle * 1000}
             for count in (1, 64, 512):
                 row = measure_streams(url, cpu_s, count, tokens, idle)
                 row["relay_us_per_token"] = relay_us_per_token(nodes, count, tokens)
@@ -269,9 +262,7 @@ def bare_first_token_s(node: NodeInfo) -> float:
             arrived.set()
 
     outbox = Outbox()
-    lines: Lines[ToRouter] = Lines(
-        1, outbox.send_frame, on_message, meets_strangers=False, lock=threading.Lock()
-    )
+    lines: Lines[ToRouter] = Lines(1, outbox.send_frame, on_message, meets_strangers=False, lock=threading.Lock())
     inbox: Inbox[LetterToRouter] = Inbox("127.0.0.1", LetterToRouter, lines.receive, name="bare")
     lines.endpoint = inbox.endpoint
     lines.meet(node.request_endpoint, node.epoch)
@@ -381,13 +372,7 @@ class HttpEngine(InstantServer):
 
 def _choice(text: str, finish: str | None) -> dict[str, Any]:
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-    return {
-        "id": "cmpl-1",
-        "object": "text_completion",
-        "created": 1,
-        "model": MODEL,
-        "choices": [choice],
-    }
+    return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
 
 
 def serve_http_engine(pipe: Connection) -> None:

@@ -32,9 +32,7 @@ Once = Callable[[HttpConnection], Awaitable[None]]
 
 
 def _names() -> bytes:
-    return (
-        b'x","logit_bias":{' + b",".join(b'"%06x":1' % number for number in range(BODY_BYTES // 11)) + b"}}"
-    )
+    return b'x","logit_bias":{' + b",".join(b'"%06x":1' % number for number in range(BODY_BYTES // 11)) + b"}}"
 
 
 # Bodies of the largest size that is allowed. They are refused after they have been parsed.
@@ -277,10 +275,7 @@ def raw(kind: str) -> Attack:
 TOOLS = [
     {
         "type": "function",
-        "function": {
-            "name": f"f{number}",
-            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-        },
+        "function": {"name": f"f{number}", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
     }
     for number in range(128)
 ]
@@ -302,9 +297,7 @@ ATTACKS: dict[str, Callable[[Sequence[str]], Attack]] = {
     ),
     "chains of responses": lambda _: again(4, chain),
     "wide requests on all places": lambda _: again(4, generating(n=128, stream=True)),
-    "wide requests, whole, with log-probabilities": lambda _: again(
-        2, generating(n=128, max_tokens=1500, logprobs=20)
-    ),
+    "wide requests, whole, with log-probabilities": lambda _: again(2, generating(n=128, max_tokens=1500, logprobs=20)),
     "many prompts": lambda _: again(4, generating(prompt=["x" * 2000] * 128, max_tokens=1)),
     "many short streams": lambda _: again(100, generating(max_tokens=2, stream=True)),
     "stop strings": lambda _: again(

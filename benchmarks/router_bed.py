@@ -61,10 +61,7 @@ _RELAYED = b"data: " + b"x" * 150 + b"\n\n"
 _draw = random.Random(0)
 _ROWS = [
     TokenLogprobs(
-        TOKEN,
-        -_draw.random(),
-        1,
-        [(_draw.randrange(256), -20 * _draw.random()) for _ in range(MOST_LOGPROBS)],
+        TOKEN, -_draw.random(), 1, [(_draw.randrange(256), -20 * _draw.random()) for _ in range(MOST_LOGPROBS)]
     )
     for _ in range(257)
 ]
@@ -79,9 +76,7 @@ class InstantNode:
         self._wake = threading.Event()
         epoch = new_epoch()
         self._channel = NumberedChannel("127.0.0.1", epoch, name=node_id)
-        self.info = NodeInfo(
-            node_id, role, epoch, self._channel.endpoint, "tcp://127.0.0.1:1", MODEL, 1 << 20, 16
-        )
+        self.info = NodeInfo(node_id, role, epoch, self._channel.endpoint, "tcp://127.0.0.1:1", MODEL, 1 << 20, 16)
         self._channel.listen(self._on_message, begun=lambda endpoint: None, replaced=lambda endpoint: None)
         threading.Thread(target=self._steps, daemon=True).start()
 
@@ -105,9 +100,7 @@ class InstantNode:
             finish = FinishReason.LENGTH
         elif submit.transfer is not None and submit.transfer.role is TransferRole.PRODUCE:
             finish = FinishReason.HANDOFF
-        chunk = TokenChunk(
-            submit.request_id, 0, [TOKEN], finish=finish, cached_tokens=0, logprobs=_logprobs(submit, 0)
-        )
+        chunk = TokenChunk(submit.request_id, 0, [TOKEN], finish=finish, cached_tokens=0, logprobs=_logprobs(submit, 0))
         self._send(submit.reply_to, [chunk])
         if finish is None and (submit.transfer is None or self._role is not Role.PREFILL):
             with self._lock:
@@ -233,11 +226,7 @@ def router_config(folder: str, **settings: Any) -> RouterConfig:
 
 
 def serve_router(
-    pipe: Connection,
-    folder: str,
-    nodes: list[NodeInfo],
-    door: str = "",
-    settings: dict[str, Any] | None = None,
+    pipe: Connection, folder: str, nodes: list[NodeInfo], door: str = "", settings: dict[str, Any] | None = None
 ) -> None:
     uvloop.run(_serve_router(pipe, router_config(folder, **settings or {}), nodes, door))
 
@@ -272,9 +261,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def running_router(
-    nodes: Engines,
-    settings: dict[str, Any] | None = None,
-    special: Sequence[str] = (),
+    nodes: Engines, settings: dict[str, Any] | None = None, special: Sequence[str] = ()
 ) -> Iterator[tuple[str, Probe]]:
     """Yields the router's URL, and what measures it: its CPU time in seconds, its memory in bytes, or ("hold") the longest time for which its
     event loop was held since this was asked last. `settings`: the router's, besides those of all benchmarks. `special`: the tokenizer's
@@ -345,9 +332,7 @@ class Relay:
         request_id = f"relay-{id(transport)}"
         self._clients[request_id] = transport
         sampling = SamplingParams(max_tokens=self._tokens)
-        submit = Submit(
-            request_id, self._links.endpoint, ANSWER_S, prompt_token_ids=[1] * 128, sampling=sampling
-        )
+        submit = Submit(request_id, self._links.endpoint, ANSWER_S, prompt_token_ids=[1] * 128, sampling=sampling)
         self._links.submit(self._decode, submit)
 
     def _on_tokens(self, message: TokenBatch) -> None:

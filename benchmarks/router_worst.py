@@ -31,16 +31,7 @@ from benchmarks.lib.connections import connected
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.processes import child
 from benchmarks.lib.tables import table_of
-from benchmarks.router_attacks import (
-    ATTACKS,
-    CONNECTIONS,
-    GREEDY,
-    LARGE_BODIES,
-    OTHER,
-    SPECIAL,
-    attack_for,
-    large_body,
-)
+from benchmarks.router_attacks import ATTACKS, CONNECTIONS, GREEDY, LARGE_BODIES, OTHER, SPECIAL, attack_for, large_body
 from benchmarks.router_bed import (
     MODEL,
     PROMPT,
@@ -63,12 +54,7 @@ STEP_S = 0.02
 BAR_MS = 50.0
 BODIES = 4
 Crowd = Callable[[str, int], Awaitable[None]]
-HELD_COLUMNS = {
-    "beside": "{crowd}",
-    "turns": "{turns}",
-    "ms p99": "{p99_ms:.2f}",
-    "longest": "{longest_ms:.1f}",
-}
+HELD_COLUMNS = {"beside": "{crowd}", "turns": "{turns}", "ms p99": "{p99_ms:.2f}", "longest": "{longest_ms:.1f}"}
 ATTACK_COLUMNS = {
     "beside": "{attack}",
     "answered": "{answered} of {asked}",

@@ -84,9 +84,7 @@ class Cluster:
         self.pool.set_members(self.nodes)
         self._running = {node.node_id: self._rng.randint(0, 40) for node in self.nodes}
         self._steps = dict.fromkeys((node.node_id for node in self.nodes), 0)
-        self._step_s = dict.fromkeys(
-            (node.node_id for node in self.nodes), 0.0
-        )  # the sum over a node's steps
+        self._step_s = dict.fromkeys((node.node_id for node in self.nodes), 0.0)  # the sum over a node's steps
         for _ in range(3):
             self.report(self.statuses(len(self.nodes)))
         self._applications = [words(self._rng, self._rng.randint(500, 4000)) for _ in range(APPLICATIONS)]
@@ -108,8 +106,7 @@ class Cluster:
             waiting = rng.choice((0, 0, 1, 2)) if is_prefill else 0
             running = self._running[node.node_id] = max(0, self._running[node.node_id] + rng.randint(-2, 2))
             is_counted = (
-                steps // STEPS_PER_STATUS % COUNTED_EVERY
-                == int(node.node_id.rpartition("-")[2]) % COUNTED_EVERY
+                steps // STEPS_PER_STATUS % COUNTED_EVERY == int(node.node_id.rpartition("-")[2]) % COUNTED_EVERY
             )
             statuses.append(
                 _as_it_comes(NodeStatus(
@@ -198,11 +195,7 @@ def index(nodes: int, blocks: int) -> dict[str, Any]:
     began = time.thread_time()
     for frame in frames:
         cached.on_news(decoder.decode(frame))
-    return {
-        "nodes": nodes,
-        "block_events_per_s": told / (time.thread_time() - began),
-        "blocks_known": cached.count,
-    }
+    return {"nodes": nodes, "block_events_per_s": told / (time.thread_time() - began), "blocks_known": cached.count}
 
 
 def step(tokens: int, requests: int) -> dict[str, Any]:
@@ -218,9 +211,7 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
         asked = [
             Request(
                 f"r{i}",
-                RequestFacts(
-                    prompt_token_ids=list(words(rng, tokens)), sampling=SamplingParams(max_tokens=9)
-                ),
+                RequestFacts(prompt_token_ids=list(words(rng, tokens)), sampling=SamplingParams(max_tokens=9)),
                 block_hasher=hasher,
             )
             for i in range(requests)
@@ -263,9 +254,9 @@ def least_wait(pool: NodePool) -> Chooser:
 
 def quality(trace: str, seconds: float) -> dict[str, Any]:
     few = simulated(trace, seconds, least_wait)["mean_wait_ms"]
-    every = simulated(
-        trace, seconds, lambda pool: EveryNode(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
-    )["mean_wait_ms"]
+    every = simulated(trace, seconds, lambda pool: EveryNode(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER))[
+        "mean_wait_ms"
+    ]
     return {"trace": trace, "mean_wait_ms": few, "ranking_every_node_ms": every, "ratio": few / every}
 
 
@@ -298,9 +289,7 @@ def main() -> int:
             together(trace, seconds, *each) for trace in traces for each in routers
         ],
     }
-    return report(
-        options, found, *(table_of(title, rows) for title, rows in found.items() if rows), width=150
-    )
+    return report(options, found, *(table_of(title, rows) for title, rows in found.items() if rows), width=150)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,7 @@ def system_prompts(rng: random.Random, seconds: float, load: float) -> Iterator[
         if at > seconds:
             return
         (system,) = rng.choices(applications, weights)
-        yield SimulatedRequest(
-            at, f"user-{number}", (*system, *words(rng, rng.randint(20, 200))), rng.randint(20, 150)
-        )
+        yield SimulatedRequest(at, f"user-{number}", (*system, *words(rng, rng.randint(20, 200))), rng.randint(20, 150))
 
 
 def bursts(rng: random.Random, seconds: float, load: float) -> Iterator[SimulatedRequest]:
@@ -153,8 +151,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         pools = [
-            NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None)
-            for _ in range(routers)
+            NodePool("m", Heartbeat(), lambda: self.now, lambda node, why: None, lambda: None) for _ in range(routers)
         ]
         self._routers = [(pool, chooser_of(pool)) for pool in pools]
         self._telling_s = telling_s
@@ -200,9 +197,7 @@ class Simulation:
         pool, chooser = self._routers[self._asked % len(self._routers)]
         self._send(ask, hashes, chooser.choose(request, hashes), pool)
 
-    def _send(
-        self, ask: SimulatedRequest, hashes: PromptHashes, decision: RoutingDecision, pool: NodePool
-    ) -> None:
+    def _send(self, ask: SimulatedRequest, hashes: PromptHashes, decision: RoutingDecision, pool: NodePool) -> None:
         if decision.prefill is None or decision.decode is None:
             raise AssertionError("the simulator knows prefill on prefill nodes only")
         prefill, decode = self.nodes[decision.prefill.node_id], self.nodes[decision.decode.node_id]

@@ -117,9 +117,7 @@ def add_all(scheduler: Scheduler, prompts: list[list[int]], answer: int) -> floa
         sampling = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0.0)
         scheduler.add_request(
             Request(
-                str(i),
-                RequestFacts(prompt_token_ids=prompt, sampling=sampling),
-                block_hasher=scheduler.block_hasher,
+                str(i), RequestFacts(prompt_token_ids=prompt, sampling=sampling), block_hasher=scheduler.block_hasher
             )
         )
     return time.perf_counter() - started
@@ -167,9 +165,7 @@ def measure(work: SchedulerWorkload) -> Speed:
 
 def best(measurements: list[Speed]) -> Speed:
     """The smallest value of each figure, because other load on the machine only adds time."""
-    return Speed(
-        **{name: min(getattr(one, name) for one in measurements) for name in Speed.__struct_fields__}
-    )
+    return Speed(**{name: min(getattr(one, name) for one in measurements) for name in Speed.__struct_fields__})
 
 
 def measure_decoding(scheduler: Scheduler, count: int) -> float:
@@ -190,8 +186,7 @@ def prefilled(running: int, waiting: int = 0, num_blocks: int = NUM_BLOCKS) -> S
     for i in range(waiting):
         scheduler.add_request(
             Request(
-                f"waits {i}",
-                RequestFacts(prompt_token_ids=[i % VOCABULARY] * 8, sampling=SamplingParams(max_tokens=1)),
+                f"waits {i}", RequestFacts(prompt_token_ids=[i % VOCABULARY] * 8, sampling=SamplingParams(max_tokens=1))
             )
         )
     return scheduler
@@ -225,8 +220,7 @@ def measure_hashing(repeats: int) -> dict[str, float]:
     for algorithm in HashAlgorithm:
         hasher = make_block_hasher(algorithm, BLOCK_SIZE, "seed")
         requests = [
-            Request("a", RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams()))
-            for prompt in prompts
+            Request("a", RequestFacts(prompt_token_ids=prompt, sampling=SamplingParams())) for prompt in prompts
         ]
         timed = []
         for request in requests:
@@ -286,17 +280,11 @@ def growth_rows(
     pools: dict[int, dict[str, float]], lines: dict[int, float], hashing: dict[str, float]
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
-        {
-            "what": f"a pool of {size:,} blocks",
-            "step": found["step_us"],
-            "made": f"{found['build_ms']:.0f} ms",
-        }
+        {"what": f"a pool of {size:,} blocks", "step": found["step_us"], "made": f"{found['build_ms']:.0f} ms"}
         for size, found in pools.items()
     ]
     rows += [{"what": f"{length:,} requests in line", "step": step} for length, step in lines.items()]
-    rows += [
-        {"what": f"hashing 512 tokens, {name}", "made": f"{cost:.0f} µs"} for name, cost in hashing.items()
-    ]
+    rows += [{"what": f"hashing 512 tokens, {name}", "made": f"{cost:.0f} µs"} for name, cost in hashing.items()]
     return rows
 
 

@@ -27,12 +27,7 @@ from vllm.sampling_params import SamplingParams as TheirSampling
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler as TheirScheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request as TheirRequest
 from vllm.v1.request import RequestStatus as TheirStatus
@@ -190,9 +185,7 @@ class Pair:
                 accepted = draw.randrange(len(step.spec_token_ids.get(name, ())) + 1)
                 sampled[name] = [draw.randrange(100) for _ in range(1 + accepted)]
         drafts = {
-            name: [draw.randrange(100) for _ in range(draw.randrange(1, 4))]
-            for name in sampled
-            if draw.random() < 0.3
+            name: [draw.randrange(100) for _ in range(draw.randrange(1, 4))] for name in sampled if draw.random() < 0.3
         }
         names = list(step.num_scheduled_tokens)
         self.theirs.update_from_output(
@@ -212,10 +205,7 @@ class Pair:
                 self.theirs.requests[name].spec_token_ids = list(proposal)
         self.ours.check_integrity()
         queue = self.theirs.kv_cache_manager.block_pool.free_block_queue
-        free = (
-            list(self.ours.state.cache.pool.free_queue),
-            [block.block_id for block in queue.get_all_free_blocks()],
-        )
+        free = (list(self.ours.state.cache.pool.free_queue), [block.block_id for block in queue.get_all_free_blocks()])
         return {} if free[0] == free[1] else {"free queue": free}
 
 
@@ -284,9 +274,7 @@ def main() -> int:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     init_none_hash(sha256)
-    model = theirs.ModelConfig(
-        model=options.model, dtype="bfloat16", max_model_len=CONTEXT, skip_tokenizer_init=True
-    )
+    model = theirs.ModelConfig(model=options.model, dtype="bfloat16", max_model_len=CONTEXT, skip_tokenizer_init=True)
     total = preempted = 0
     for number in range(options.first, options.first + options.runs):
         steps, preemptions, different = compare(number, model)

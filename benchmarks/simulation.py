@@ -213,12 +213,7 @@ def autoscaler(options: argparse.Namespace) -> list[dict[str, Any]]:
     with progress(console, "constant sizes") as on_progress:
         of_one_width = {role: {costs[role].width: costs[role]} for role in ENGINE_ROLES}
         evaluate = evaluator(
-            lambda settings: TandemConfig(),
-            of_one_width,
-            traffic,
-            LIMITS,
-            options.attainment,
-            lambda what: on_progress,
+            lambda settings: TandemConfig(), of_one_width, traffic, LIMITS, options.attainment, lambda what: on_progress
         )
         least = least_by_width(of_one_width, traffic)
         prices = {"prefill": 1.0, "decode": 1.0, "aggregated": 1e6}  # of two roles, as the autoscaler's are

@@ -103,11 +103,7 @@ def shown(soaked: SoakVerdict) -> Iterator[Table | str]:
         yield f"{len(soaked.kills)} nodes killed; {after}"
     rows = [
         msgspec.structs.asdict(growth)
-        | {
-            "minutes": growth.seconds / 60,
-            "memory": growth.memory / _MIB,
-            "memory_grew": growth.memory_grew / _MIB,
-        }
+        | {"minutes": growth.seconds / 60, "memory": growth.memory / _MIB, "memory_grew": growth.memory_grew / _MIB}
         for growth in sorted(soaked.growths, key=lambda growth: growth.process)
     ]
     yield table_of("After the first third: the middle, and what was gained", rows, _COLUMNS)

@@ -44,11 +44,7 @@ PARTS = (
     SuitePart("transfer", ("benchmarks.transfer", "--quick"), 180),
     SuitePart("router", ("benchmarks.router", "--quick"), 180),
     SuitePart("load generator", ("benchmarks.load_generator",), 120),
-    SuitePart(
-        "disaggregation",
-        ("benchmarks.disaggregation", "--quick", "--model", "{model}", "--out", "{out}"),
-        600,
-    ),
+    SuitePart("disaggregation", ("benchmarks.disaggregation", "--quick", "--model", "{model}", "--out", "{out}"), 600),
 )
 
 

@@ -134,9 +134,7 @@ def prefixes() -> list[list[bytes]]:
     draw = random.Random(5)
     made: list[list[bytes]] = []
     for number in range(REQUESTS):
-        shared = (
-            made[draw.randrange(len(made))][: draw.randrange(PREFIX)] if made and draw.random() < 0.6 else []
-        )
+        shared = made[draw.randrange(len(made))][: draw.randrange(PREFIX)] if made and draw.random() < 0.6 else []
         made.append([*shared, *(b"%016d%016d" % (number, i) for i in range(PREFIX - len(shared)))])
     return made
 

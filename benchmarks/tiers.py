@@ -35,15 +35,7 @@ from benchmarks import tier_parity
 from benchmarks.lib.engines import greedy, request_of
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import Floor, at_least, at_most, table_of
-from benchmarks.scheduler import (
-    BLOCK_SIZE,
-    CONTEXT,
-    NUM_BLOCKS,
-    TOKEN_BUDGET,
-    add_all,
-    answer_to,
-    random_prompts,
-)
+from benchmarks.scheduler import BLOCK_SIZE, CONTEXT, NUM_BLOCKS, TOKEN_BUDGET, add_all, answer_to, random_prompts
 from tandem.cluster.models.store import prepare_model
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
@@ -117,10 +109,7 @@ def with_free_tiers(
     """Returns a scheduler, and the worker half of its connector if there are tiers: each has so many slots."""
     context = ConnectorContext("n", 1, "127.0.0.1", BLOCK_SIZE, TransferConfig(), lambda: None)
     made = [Tier(FreeTier(policy, slots), 1) for slots, policy in tiers]
-    planners, workers = (
-        [TierScheduler(GROUPS, tier) for tier in made],
-        [TierWorker(context, tier) for tier in made],
-    )
+    planners, workers = ([TierScheduler(GROUPS, tier) for tier in made], [TierWorker(context, tier) for tier in made])
     # A lone tier is used as a node without peers uses it.
     planner = planners[0] if len(made) == 1 else MultiScheduler(planners, longest=True)
     worker = workers[0] if len(made) == 1 else MultiWorker(workers)
@@ -166,9 +155,7 @@ class OneModel:
                 has_peers=False, tiers=tiers, groups=info.groups,
             )  # fmt: skip
             planner, worker = create_connector(context)
-        self.scheduler = Scheduler(
-            config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner
-        )
+        self.scheduler = Scheduler(config, cache, info.groups, info.num_blocks, info.max_model_len, connector=planner)
         self.engine = Engine(self.scheduler, self.runner, worker)
         self._count = 0
 
@@ -226,9 +213,7 @@ def _await(tier: Tier, ended: threading.Event) -> None:
 def replay(rows: Sequence[TraceRow]) -> dict[str, float]:
     """Returns, for each layout, the share of all prompt tokens that needed no computing."""
     prompts = [
-        [block * BLOCK_SIZE + i for block in row.blocks for i in range(BLOCK_SIZE)]
-        for row in rows
-        if row.blocks
+        [block * BLOCK_SIZE + i for block in row.blocks for i in range(BLOCK_SIZE)] for row in rows if row.blocks
     ]
     distinct = len({block for row in rows for block in row.blocks})
     longest = max(map(len, prompts))
@@ -340,9 +325,7 @@ def floors_of(figures: TierFigures) -> list[Floor]:
     for policy in EvictionPolicy:
         ours, theirs = managers.our_us.get(policy.value), managers.their_us.get(policy.value)
         faster = theirs / ours if ours and theirs else None
-        floors.append(
-            at_least(f"{policy.value}, a request's operations beside vLLM's (--vllm)", faster, 1, "×")
-        )
+        floors.append(at_least(f"{policy.value}, a request's operations beside vLLM's (--vllm)", faster, 1, "×"))
     return floors
 
 

@@ -59,9 +59,7 @@ def _that_fit(wanted: list[Case], device: str, block_bytes: int) -> tuple[list[C
 
 def _config(options: argparse.Namespace) -> TransferConfig:
     return TransferConfig(
-        connector=options.connector,
-        direction=options.direction,
-        checksums=ChecksumPolicy(options.checksums),
+        connector=options.connector, direction=options.direction, checksums=ChecksumPolicy(options.checksums)
     )
 
 

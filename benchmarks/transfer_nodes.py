@@ -94,21 +94,15 @@ class TransferNode:
         self.cache = shape.of_share(share, num_blocks, device)
         self.wake = threading.Event()
         self.scheduler_half, self.worker_half = find_connector(config.connector)(
-            ConnectorContext(
-                node_id, epoch, address, BLOCK_SIZE, config, self.wake.set, rank_lines=rank_lines
-            )
+            ConnectorContext(node_id, epoch, address, BLOCK_SIZE, config, self.wake.set, rank_lines=rank_lines)
         )
-        self.worker_half.register_kv_caches(
-            KVCacheMemory(self.cache, "benchmark", shape.layers, 1, 1000, heads=share)
-        )
+        self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "benchmark", shape.layers, 1, 1000, heads=share))
         self.step_seconds: list[float] = []
 
     def endpoint(self) -> str:
         return self.worker_half.peer_endpoint
 
-    def step(
-        self, scheduled: dict[str, int] | None = None, compute_s: float = 0.0
-    ) -> tuple[ConnectorOutput, float]:
+    def step(self, scheduled: dict[str, int] | None = None, compute_s: float = 0.0) -> tuple[ConnectorOutput, float]:
         began = time.perf_counter()
         metadata = self.scheduler_half.build_connector_meta(TransferStep(scheduled or {}))
         self.worker_half.bind_connector_metadata(metadata)
@@ -172,9 +166,7 @@ class TransferNode:
         self._admit(names, tokens, TransferRole.CONSUME, peer)
         return self._step_until(set(names), lambda output: {*output.finished_recving, *output.failed_recving})
 
-    def send(
-        self, names: list[str], tokens: int, peer: PeerAddress, chunks: int = 1, compute_s: float = 0.0
-    ) -> float:
+    def send(self, names: list[str], tokens: int, peer: PeerAddress, chunks: int = 1, compute_s: float = 0.0) -> float:
         """Returns when the last forward pass had ended."""
         requests = self._admit(names, tokens, TransferRole.PRODUCE, peer)
         for _ in range(chunks):
@@ -270,9 +262,7 @@ def _compute(seconds: float) -> None:
 class TransferPair:
     """Two nodes, with prompts that go from one to the other."""
 
-    def __init__(
-        self, producer: Remote, consumer: Remote, direction: str, block_bytes: int, repeats: int
-    ) -> None:
+    def __init__(self, producer: Remote, consumer: Remote, direction: str, block_bytes: int, repeats: int) -> None:
         self.producer, self.consumer = producer, consumer
         self.direction = direction
         self.block_bytes = block_bytes

@@ -112,9 +112,7 @@ class RawPairs:
         return self._cache.shape[1] * 2 * shard.share.count * _HEAD_BYTES
 
     def _whole(self, shard: RawShard, blocks: int) -> BlockArray:
-        return _described(
-            shard.address + np.arange(blocks) * self._block_bytes(shard), self._block_bytes(shard)
-        )
+        return _described(shard.address + np.arange(blocks) * self._block_bytes(shard), self._block_bytes(shard))
 
     def _pieces(self, shard: RawShard, peer: _RawPeer, blocks: np.ndarray) -> BlockArray:
         """Returns the common heads of each layer's keys and of its values in each block, which are one run each."""
@@ -194,9 +192,7 @@ class OtherRank(_RankOfNode):
         self._transfers.stop(10.0)
 
 
-def start_ranks(
-    node_id: str, epoch: int, num_blocks: int, config: TransferConfig, width: int
-) -> list[Remote]:
+def start_ranks(node_id: str, epoch: int, num_blocks: int, config: TransferConfig, width: int) -> list[Remote]:
     shares = [
         HeadShare(kept.start, len(kept), LLAMA_1B.heads)
         for kept in (heads_of_rank(LLAMA_1B.heads, rank, width) for rank in range(width))

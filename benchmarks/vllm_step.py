@@ -61,11 +61,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     asked = parser.parse_args()
     model = ModelConfig(
-        path=asked.model,
-        dtype=asked.dtype,
-        device="cpu",
-        engine="vllm",
-        engine_args={"enforce_eager": True},
+        path=asked.model, dtype=asked.dtype, device="cpu", engine="vllm", engine_args={"enforce_eager": True}
     )
     config = EngineConfig(
         model=model,
@@ -86,12 +82,7 @@ def main() -> int:
     while len(begun) < asked.users:
         begun |= {chunk.request_id for chunk in engine.step().updates}
     meter.watch(engine._core, "step_fn", "vllm")
-    for name in (
-        "build_connector_meta",
-        "bind_connector_metadata",
-        "wait_for_save",
-        "get_transfer_results",
-    ):
+    for name in ("build_connector_meta", "bind_connector_metadata", "wait_for_save", "get_transfer_results"):
         meter.watch(TandemConnector, name, "connector")
     steps = []
     for _ in range(asked.steps):

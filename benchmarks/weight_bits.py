@@ -62,9 +62,7 @@ def _q4_or_q5(blocks: Floats, bits: int) -> Bytes:
     quants = _quants(groups + _wide(minimum, minima)[..., None], _wide(scale, scales)[..., None], most)
     s, m = scales.astype(np.uint8), minima.astype(np.uint8)
     steps = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | m[:, 4:] << 4]
-    fifth = (
-        [(quants >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)] if bits == 5 else []
-    )
+    fifth = [(quants >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(1, dtype=np.uint8)] if bits == 5 else []
     low = quants & 15
     return np.concatenate(
         [scale.view(np.uint8), minimum.view(np.uint8), *steps, *fifth, (low[:, ::2] | low[:, 1::2] << 4).reshape(-1, 128)], axis=1
@@ -191,9 +189,7 @@ def made(name: str, options: Any, dtype: torch.dtype, folder: Path) -> tuple[Nat
         return load(source, read_config(source), options, dtype), weights
     take, weights = blocks_of(name, options.model)
     config = read_config(find_source(str(options.model)))
-    forward = NativeLlamaForward(
-        config, take, dtype=dtype, threads=options.threads, instruction_set=options.limit
-    )
+    forward = NativeLlamaForward(config, take, dtype=dtype, threads=options.threads, instruction_set=options.limit)
     return forward, weights
 
 
@@ -269,9 +265,7 @@ def answered(reference: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
     rows = torch.tensor([[0] * pads + prompt for pads, prompt in zip(before, prompts, strict=True)])
     mask = torch.tensor([[0] * pads + [1] * (longest - pads) for pads in before])
     with torch.inference_mode():
-        found = reference.generate(
-            rows, attention_mask=mask, max_new_tokens=ANSWER, do_sample=False, pad_token_id=0
-        )
+        found = reference.generate(rows, attention_mask=mask, max_new_tokens=ANSWER, do_sample=False, pad_token_id=0)
     whole = []
     for pads, row in zip(before, found, strict=True):
         ends = torch.isin(row[longest:], torch.tensor(end)).nonzero()
@@ -279,9 +273,7 @@ def answered(reference: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
     return whole
 
 
-def logits_of(
-    forward: NativeLlamaForward, config: Any, ids: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def logits_of(forward: NativeLlamaForward, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     a, count = describe(config), len(ids)
     blocks = -(-count // BLOCK_SIZE)
     layers = tuple(

@@ -30,9 +30,7 @@ _NOTICE_SILENT_PEER = [
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     key = environ.get(KEY) or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigurationError(
-            f"{KEY} must be letters, digits and signs in ASCII, without spaces: set it again"
-        )
+        raise ConfigurationError(f"{KEY} must be letters, digits and signs in ASCII, without spaces: set it again")
     return key
 
 
@@ -60,9 +58,7 @@ class ApiClient:
                 headers=headers,
                 timeout=timeout,
                 transport=transport
-                or httpx.HTTPTransport(
-                    verify=trusted(self.url), trust_env=False, socket_options=_NOTICE_SILENT_PEER
-                ),
+                or httpx.HTTPTransport(verify=trusted(self.url), trust_env=False, socket_options=_NOTICE_SILENT_PEER),
                 trust_env=False,
             )
         except httpx.InvalidURL as error:

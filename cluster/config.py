@@ -39,9 +39,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         NodeCount | None,
         about("nodes at the start; `null`: one for each place that machines offer, as they come and go"),
     ] = 0
-    threads: Annotated[
-        AtLeastOne | None, about("cores of each node; `null`: an equal share of its machine's")
-    ] = None
+    threads: Annotated[AtLeastOne | None, about("cores of each node; `null`: an equal share of its machine's")] = None
     tensor_parallel: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_RANKS)],
         about(
@@ -90,8 +88,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = {}
     transfer_options: Annotated[
-        dict[str, str],
-        about("`transfer.options` of this pool's nodes; these override those of all nodes"),
+        dict[str, str], about("`transfer.options` of this pool's nodes; these override those of all nodes")
     ] = {}
     cache: Annotated[
         dict[str, Any],
@@ -101,9 +98,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
     scheduler: Annotated[
         dict[str, Any],
-        about(
-            "this pool's own settings of `scheduler`, such as `{max_num_seqs: 64}`, with the same exception"
-        ),
+        about("this pool's own settings of `scheduler`, such as `{max_num_seqs: 64}`, with the same exception"),
     ] = {}
     engine_args: Annotated[
         dict[str, Any],
@@ -113,8 +108,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
     min: Annotated[NodeCount, about("fewest nodes")] = 0
     max: Annotated[
-        Annotated[int, Meta(ge=1, le=MOST_NODES)] | None,
-        about("most nodes; with it the pool is scaled by its load"),
+        Annotated[int, Meta(ge=1, le=MOST_NODES)] | None, about("most nodes; with it the pool is scaled by its load")
     ] = None
 
     @property
@@ -170,9 +164,7 @@ class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_s: Annotated[
         Seconds, about("seconds to the first token that users should feel; half of them may be waiting")
     ] = 2.0
-    inter_token_s: Annotated[
-        Seconds, about("seconds between two tokens of an answer that users should feel")
-    ] = 0.1
+    inter_token_s: Annotated[Seconds, about("seconds between two tokens of an answer that users should feel")] = 0.1
 
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,9 +198,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long the controller waits for what, and when it replaces a process."""
 
-    start_s: Annotated[
-        Seconds, about("a process that downloads or loads without progress for this long is ended")
-    ] = 300.0
+    start_s: Annotated[Seconds, about("a process that downloads or loads without progress for this long is ended")] = (
+        300.0
+    )
     heartbeat_s: Annotated[Seconds, fixed("between the controller's questions to a node")] = 0.5
     silence_s: Annotated[
         Seconds,
@@ -216,9 +208,7 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "for a node's answer to the controller; a later answer counts as silence, which `timeouts.unresponsive_s` bounds"
         ),
     ] = 2.0
-    unresponsive_s: Annotated[Seconds, about("a node that is silent for this long is ended and replaced")] = (
-        15.0
-    )
+    unresponsive_s: Annotated[Seconds, about("a node that is silent for this long is ended and replaced")] = 15.0
     step_s: Annotated[
         Seconds, about("an engine step that takes longer than this is stuck: its node is ended and replaced")
     ] = 120.0
@@ -227,13 +217,9 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds, about("longest wait before a node is started again; the first is 0.5 s, and each doubles")
     ] = 15.0
     stop_s: Annotated[
-        Seconds,
-        fixed("for a process to end after it was told to; `timeouts.nodes.drain_s` is for its requests"),
+        Seconds, fixed("for a process to end after it was told to; `timeouts.nodes.drain_s` is for its requests")
     ] = 10.0
-    machines_s: Annotated[
-        Seconds,
-        about("at start, for the machines that the first nodes need"),
-    ] = 900.0
+    machines_s: Annotated[Seconds, about("at start, for the machines that the first nodes need")] = 900.0
     nodes: NodeTimeouts = NodeTimeouts()
 
 
@@ -261,8 +247,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     start_s: Annotated[
-        Seconds,
-        about("seconds for a controller with another environment to serve, before the old one comes back"),
+        Seconds, about("seconds for a controller with another environment to serve, before the old one comes back")
     ] = 120.0
 
 

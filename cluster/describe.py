@@ -9,17 +9,7 @@ from tandem.base.errors import ConfigurationError
 
 LARGEST = 2**63 - 1  # the largest whole number in messages between processes
 
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_size(text: str, what: str) -> int | None:
@@ -31,9 +21,7 @@ def parse_size(text: str, what: str) -> int | None:
         raise ConfigurationError(f"{what} must be a size such as 2GiB or 500MB, not {text!r}")
     size = float(match[1]) * _UNITS[match[2]]
     if size > LARGEST:
-        raise ConfigurationError(
-            f"{what} must be a size that a machine can have, such as 2GiB, not {text[:40]!r}"
-        )
+        raise ConfigurationError(f"{what} must be a size that a machine can have, such as 2GiB, not {text[:40]!r}")
     return int(size)
 
 

@@ -70,9 +70,7 @@ class NodeHandle(Handle[NodeInfo], Protocol):
         """Empties the prefix cache in every tier: requests that arrive after this reuse none of the KV that is cached now.
         Returns False if the node could not do it in time."""
 
-    async def set_adapters(
-        self, wanted: Mapping[str, str], timeout_s: float, report: Report
-    ) -> dict[str, str]:
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float, report: Report) -> dict[str, str]:
         """Makes exactly the adapters in `wanted` (name: location) available to new requests. Returns their digests by name.
         Raises ConfigurationError for an adapter that the node cannot serve; then nothing has changed."""
 
@@ -83,11 +81,7 @@ class NodeHandle(Handle[NodeInfo], Protocol):
 
 class RouterHandle(Handle[RouterInfo], Protocol):
     async def set_members(
-        self,
-        members: list[NodeInfo],
-        paused: Sequence[str],
-        desks: Mapping[str, str],
-        pools: Sequence[PoolReport],
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str], pools: Sequence[PoolReport]
     ) -> RouterQueue:
         """Sets all nodes that the router may use; a node that is missing has ended. Processes that are not members cannot talk to
         the router. `paused` names the pools and nodes that get no new requests. `desks` gives, by name, the address of each
@@ -118,20 +112,13 @@ class Launcher(Protocol):
     """
 
     def launch_node(
-        self,
-        config: NodeConfig,
-        host: Host,
-        slot: Role,
-        needs: Mapping[str, float],
-        beside: Sequence[Host] = (),
+        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
     ) -> NodeHandle:
         """`slot` is the role whose place on the host the node takes; it differs from the node's role if that was changed after
         the node was placed. `needs` is what it takes besides, such as {"GPU": 1}. `beside` lists the other machines of its
         ranks in order; the node takes the same on each."""
 
-    def launch_router(
-        self, name: str, config: RouterConfig, host: Host | None, door: str = ""
-    ) -> RouterHandle:
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> RouterHandle:
         """`host` None places the router on the head. `door` is where the router that it replaces hands over its listening
         socket."""
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 # Each has `TRAITS`. Where its package was deleted, there are no nodes of its role.
 _WINGS = ("tandem.encode_node.role",)
 TRAITS: dict[Role, RoleTraits] = {
-    traits.role: traits
-    for traits in (PREFILL, DECODE, AGGREGATED, *(module.TRAITS for module in find_wings(_WINGS)))
+    traits.role: traits for traits in (PREFILL, DECODE, AGGREGATED, *(module.TRAITS for module in find_wings(_WINGS)))
 }
 
 

@@ -72,9 +72,7 @@ def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
 
     if module := find_wing(JUDGE):
         return cast("JudgeWing", module).judge(url, file)
-    raise ConfigurationError(
-        "--verify needs cluster/verify/, which this installation does not have: leave it out"
-    )
+    raise ConfigurationError("--verify needs cluster/verify/, which this installation does not have: leave it out")
 
 
 class ForeignFlags(Protocol):

@@ -15,10 +15,7 @@ from tandem.wire.sampling import FinishReason, SamplingParams
 class DecodeNode(EngineNode):
     def __init__(self, config: NodeConfig) -> None:
         super().__init__(
-            config,
-            DecodeRules(config.role),
-            open_channel=NumberedChannel,
-            make_connector=create_connector,
+            config, DecodeRules(config.role), open_channel=NumberedChannel, make_connector=create_connector
         )
 
 

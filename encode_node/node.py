@@ -40,9 +40,7 @@ class EncodeNode(Node[EncodeService]):
             tokenizer=tower.info.tokenizer,
         )
 
-    def set_adapters(
-        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
-    ) -> dict[str, str]:
+    def set_adapters(self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float) -> dict[str, str]:
         """Does nothing: adapters change nothing that this node computes."""
         return {}
 

@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from tandem.base.errors import (
-    InvalidRequest,
-    NodeLost,
-    TandemError,
-)
+from tandem.base.errors import InvalidRequest, NodeLost, TandemError
 from tandem.engine.scheduling.output import EncoderInput
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.machine.resources import bind, core_quota
@@ -33,13 +29,7 @@ from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import MOST_BYTES, Encode, EncodedRows, EncodingRefused, ToAsker, checksum
 from tandem.wire.images import digest_of_image, rows_name
 from tandem.wire.nodes import NodeState
-from tandem.wire.requests import (
-    NodeCounters,
-    NodeStatus,
-    Submit,
-    TokenBatch,
-    ToNode,
-)
+from tandem.wire.requests import NodeCounters, NodeStatus, Submit, TokenBatch, ToNode
 from tandem.wire.sockets import Inbox, Outbox
 
 if TYPE_CHECKING:

@@ -139,9 +139,7 @@ def _names_an_address(endpoint: str) -> bool:
     try:
         parts = urlsplit(endpoint)
         return (
-            parts.scheme == "tcp"
-            and bool(parts.port)
-            and not ipaddress.ip_address(parts.hostname or "").is_unspecified
+            parts.scheme == "tcp" and bool(parts.port) and not ipaddress.ip_address(parts.hostname or "").is_unspecified
         )
     except ValueError:
         return False
@@ -198,13 +196,9 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         check_fields(self, "cache")
         if self.tiers and not self.prefix_caching:
-            raise ConfigurationError(
-                "cache.tiers needs cache.prefix_caching: a tier finds blocks by their hashes"
-            )
+            raise ConfigurationError("cache.tiers needs cache.prefix_caching: a tier finds blocks by their hashes")
         if self.events.endpoint and not self.prefix_caching:
-            raise ConfigurationError(
-                "cache.events.endpoint needs cache.prefix_caching: without it nothing is cached"
-            )
+            raise ConfigurationError("cache.events.endpoint needs cache.prefix_caching: without it nothing is cached")
         if self.block_size & (self.block_size - 1):
             raise ConfigurationError(f"cache.block_size must be a power of two, not {self.block_size}")
 

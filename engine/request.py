@@ -254,9 +254,7 @@ class Request:
             return True
         if self.facts.pooling is not None and self.facts.pooling.kind is not PoolingKind.LAST:
             return True
-        return (
-            self.facts.sampling.prompt_logprobs is not None or self.facts.sampling.hidden_states is not None
-        )
+        return self.facts.sampling.prompt_logprobs is not None or self.facts.sampling.hidden_states is not None
 
     @property
     def is_finished(self) -> bool:

@@ -90,9 +90,7 @@ class Tracer:
         traced.add(Span(TracePhase.INBOX, self._arrivals.pop(submit.request_id, now), now))
         self._live[submit.request_id] = traced
 
-    def on_step(
-        self, plan: SchedulerOutput, output: ModelOutput, transfers: ConnectorOutput, times: StepTimes
-    ) -> None:
+    def on_step(self, plan: SchedulerOutput, output: ModelOutput, transfers: ConnectorOutput, times: StepTimes) -> None:
         for request_id, traced in self._live.items():
             if request_id in plan.preempted_req_ids:
                 traced.waits_since, traced.waits_as, traced.writes = times.began, TracePhase.PREEMPTED, False

@@ -53,9 +53,7 @@ class EngineWing(Protocol):
         """Asks the Python that `model.engine_python` names what it has, and whether that knows `model.engine_args`. `env`: variables of
         the nodes' processes besides this one's. Takes a few seconds at most."""
 
-    def make(
-        self, config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None
-    ) -> NodeEngine:
+    def make(self, config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None) -> NodeEngine:
         """Loads the model. `model` has the paths of this machine; `connect` is None on a node without peers. Raises ConfigurationError for
         what an operator can change."""
 
@@ -70,7 +68,5 @@ def other_engine(name: str) -> EngineWing | None:
         return None
     engines = other_engines()
     if name not in engines:
-        raise ConfigurationError(
-            f"model.engine must be one of {', '.join((OWN_ENGINE, *engines))}, not {name!r}"
-        )
+        raise ConfigurationError(f"model.engine must be one of {', '.join((OWN_ENGINE, *engines))}, not {name!r}")
     return engines[name]

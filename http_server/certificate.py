@@ -46,9 +46,7 @@ class Certificate:
     def _look(self) -> _Stamp:
         """What changes with every new version of a file, also when a link is pointed at another folder, as
         Kubernetes does with Secrets."""
-        found = [
-            _of_file(setting, file, os.stat) for setting, file in zip(_SETTINGS, self._files, strict=True)
-        ]
+        found = [_of_file(setting, file, os.stat) for setting, file in zip(_SETTINGS, self._files, strict=True)]
         return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
 
     def _load_into(self, context: ssl.SSLContext) -> None:
@@ -112,10 +110,7 @@ def check_before_use(certificate_file: str, key_file: str) -> None:
             return  # what else a client asks of a certificate, such as its name, it knows better
 
 
-_DATES = {
-    9: "is not valid yet",
-    10: "has expired",
-}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+_DATES = {9: "is not valid yet", 10: "has expired"}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def _context() -> ssl.SSLContext:

@@ -56,14 +56,10 @@ class Door:
                     guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 )
                 if user != os.geteuid():
-                    logger.warning(
-                        "a process of user %d asked for the listening socket, and was refused", user
-                    )
+                    logger.warning("a process of user %d asked for the listening socket, and was refused", user)
                     return
                 sockets = [(self._listener, self._tally), *self._former][:MOST_SOCKETS]
-                socket.send_fds(
-                    guest, [b"\0"], [one for there, tally in sockets for one in (there.fileno(), tally)]
-                )
+                socket.send_fds(guest, [b"\0"], [one for there, tally in sockets for one in (there.fileno(), tally)])
         except OSError as error:
             logger.warning("the listening socket could not be handed on: %s", error)
 

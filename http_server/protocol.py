@@ -109,9 +109,7 @@ class HttpConnection(asyncio.Protocol):
             longest_idle = self.server.idle.take_longest()
             if longest_idle is None:
                 limit = self.server.limits.connections
-                self._refuse(
-                    503, f"more than {limit} connections, each with a request in progress", retry_after=True
-                )
+                self._refuse(503, f"more than {limit} connections, each with a request in progress", retry_after=True)
                 self.transport.close()  # lingering would keep it among the connections
                 return
             longest_idle.give_way()

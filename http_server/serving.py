@@ -74,9 +74,7 @@ class Tally:
             if memory is None:
                 os.close(given)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
-        self._words = memoryview(self._page).cast(
-            "d"
-        )  # for each place: connections, and when that was written
+        self._words = memoryview(self._page).cast("d")  # for each place: connections, and when that was written
         self._place = next((place for place in range(PLACES) if self._take(place)), None)
         self.set(None)
 

@@ -96,9 +96,7 @@ def look(for_all: bool) -> tuple[Path | None, str, Path]:
     if not os.environ.get("CXX") and (shipped := _shipped()) is not None:
         return shipped, "", shipped
     compiler = find_compiler()
-    of_all, of_this = (
-        _cache_folder() / _fingerprint(compiler, units) / _NAME for units in (frozenset(), left_out())
-    )
+    of_all, of_this = (_cache_folder() / _fingerprint(compiler, units) / _NAME for units in (frozenset(), left_out()))
     found = next((library for library in (of_all, of_this) if library.exists()), None)
     return (found if not for_all or found == of_all else None), compiler, of_all if for_all else of_this
 
@@ -184,23 +182,14 @@ def _compile(compiler: str, library: Path, without: frozenset[str], report: Repo
         sources = _sources(".cpp")[::-1]  # the units take longest, so they come first
         objects = [finished / f"{source.stem}.o" for source in sources]
         commands = [
-            [
-                compiler,
-                *_flags_of(source.name, without),
-                "-c",
-                str(source),
-                "-o",
-                str(Path(work) / target.name),
-            ]
+            [compiler, *_flags_of(source.name, without), "-c", str(source), "-o", str(Path(work) / target.name)]
             for source, target in zip(sources, objects, strict=True)
             if not target.exists()
         ]
 
         def say(seconds: float) -> None:
             done = sum(target.exists() for target in objects)
-            what = (
-                f"compiling the native library, {done} of {len(objects)} files ({seconds:.0f} s of computing)"
-            )
+            what = f"compiling the native library, {done} of {len(objects)} files ({seconds:.0f} s of computing)"
             (folder / SAID).write_text(f"{done / len(objects)} {what}", encoding="utf-8")
             report(what, done / len(objects))
 

@@ -119,13 +119,7 @@ class StepBatch(ctypes.Structure):
 
 
 class KernelRows(ctypes.Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("count", c_int64),
-        ("stride", c_int64),
-        ("width", c_int64),
-        ("dtype", c_int32),
-    )
+    _fields_ = (("data", c_void_p), ("count", c_int64), ("stride", c_int64), ("width", c_int64), ("dtype", c_int32))
 
 
 class Heads(ctypes.Structure):
@@ -183,10 +177,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_instruction_set": (c_char_p, [c_int32, c_char_p]),
     "tandem_create": (c_void_p, [POINTER(Spec), POINTER(c_int32), c_int32, c_char_p]),
     "tandem_destroy": (None, [c_void_p]),
-    "tandem_load_linear": (
-        c_int32,
-        [c_void_p, c_int32, c_int32, POINTER(WeightRows), POINTER(WeightRows), c_int32],
-    ),
+    "tandem_load_linear": (c_int32, [c_void_p, c_int32, c_int32, POINTER(WeightRows), POINTER(WeightRows), c_int32]),
     "tandem_weight_bytes": (c_int64, [c_void_p]),
     "tandem_widen": (c_int32, [POINTER(WeightRows), c_int64, c_int32, c_void_p]),
     "tandem_load_vector": (c_int32, [c_void_p, c_int32, c_int32, POINTER(WeightRows)]),
@@ -205,17 +196,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tandem_operations_destroy": (None, [c_void_p]),
     "tandem_lanes": (c_int32, [c_void_p]),
     "tandem_meetings": (c_int64, [c_void_p]),
-    "tandem_add_linear": (
-        c_int32,
-        [c_void_p, POINTER(WeightRows), POINTER(WeightRows), c_int32, c_int32, c_int32],
-    ),
+    "tandem_add_linear": (c_int32, [c_void_p, POINTER(WeightRows), POINTER(WeightRows), c_int32, c_int32, c_int32]),
     "tandem_add_norm": (c_int32, [c_void_p, POINTER(WeightRows), c_float, c_float]),
     "tandem_add_attention": (c_int32, [c_void_p, POINTER(KernelAttentionKind)]),
     "tandem_operations_use_cache": (c_int32, [c_void_p, POINTER(CacheLayout)]),
-    "tandem_linear_rows": (
-        c_int32,
-        [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows), POINTER(RowUpdates)],
-    ),
+    "tandem_linear_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows), POINTER(RowUpdates)]),
     "tandem_gated_rows": (
         c_int32,
         [
@@ -230,10 +215,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "tandem_norm_rows": (c_int32, [c_void_p, c_int32, POINTER(KernelRows), POINTER(KernelRows)]),
-    "tandem_update_rows": (
-        c_int32,
-        [c_void_p, POINTER(RowUpdates), POINTER(KernelRows), POINTER(KernelRows)],
-    ),
+    "tandem_update_rows": (c_int32, [c_void_p, POINTER(RowUpdates), POINTER(KernelRows), POINTER(KernelRows)]),
     "tandem_operations_begin": (c_int32, [c_void_p, POINTER(StepBatch)]),
     "tandem_attend": (
         c_int32,

@@ -322,9 +322,7 @@ class SchedulerConnector(abc.ABC):
         """The scheduler has accepted the request. Nothing is allocated yet."""
 
     @abc.abstractmethod
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens beyond the `num_computed_tokens` found locally the connector can bring.
 
         (None, _): ask again in a later step. (n, True): the tokens arrive while other steps run, and the request waits
@@ -333,9 +331,7 @@ class SchedulerConnector(abc.ABC):
         """
 
     @abc.abstractmethod
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         """The request has blocks now; this connector has promised `num_external_tokens` of its tokens.
 
         After a load that arrives later, the scheduler calls this again, with 0, when it admits the request. The

@@ -93,9 +93,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "{spec: package.module:factory}"
             )
         if bool(self.disk) != (self.size is not None):
-            raise ConfigurationError(
-                "cache.tiers: `disk` and `size` go together: {disk: /folder, size: 100GiB}"
-            )
+            raise ConfigurationError("cache.tiers: `disk` and `size` go together: {disk: /folder, size: 100GiB}")
         if self.options and not self.spec:
             raise ConfigurationError("cache.tiers: options are of a spec of your own; cpu and disk have none")
 

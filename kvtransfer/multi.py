@@ -74,9 +74,7 @@ class MultiScheduler(SchedulerConnector):
         for part in self._parts:
             part.on_new_request(request)
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._loaders.pop(request.request_id, None)
         most = 0
         for index, part in enumerate(self._parts):
@@ -90,9 +88,7 @@ class MultiScheduler(SchedulerConnector):
                     break
         return most, most > 0 and self._loaders[request.request_id][1]
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         loader, later = None, False
         if num_external_tokens:
             loader, later = self._loaders.pop(request.request_id)
@@ -140,9 +136,7 @@ class MultiScheduler(SchedulerConnector):
             if self._let_go(output, index, request_id, failure):
                 output.failed_recving[request_id] = failure
 
-    def _let_go(
-        self, output: ConnectorOutput, index: int, request_id: str, failure: LoadFailure | None = None
-    ) -> bool:
+    def _let_go(self, output: ConnectorOutput, index: int, request_id: str, failure: LoadFailure | None = None) -> bool:
         """Part `index` has let go of the request. Returns whether the engine may be told so now, as the part said
         it."""
         ended = self._ended.get(request_id)
@@ -172,9 +166,7 @@ class MultiScheduler(SchedulerConnector):
 
     def request_finished(self, request: TransferRequest, block_ids: BlockIds) -> bool:
         self._loaders.pop(request.request_id, None)
-        keepers = {
-            index for index, part in enumerate(self._parts) if part.request_finished(request, block_ids)
-        }
+        keepers = {index for index, part in enumerate(self._parts) if part.request_finished(request, block_ids)}
         if keepers:
             self._ended[request.request_id] = _EndedRequest(keepers)
         return bool(keepers)

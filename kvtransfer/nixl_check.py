@@ -58,9 +58,7 @@ def check(timeout_s: float = 60.0, device: str = "") -> NixlReport:
             return NixlReport(version, error=f"it did not finish within {timeout_s:.0f} s")
         if child.returncode != 0:
             words = child.stderr.decode(errors="replace").strip().splitlines()
-            return NixlReport(
-                version, error=words[-1] if words else f"it ended with status {child.returncode}"
-            )
+            return NixlReport(version, error=words[-1] if words else f"it ended with status {child.returncode}")
         moved = msgspec.json.decode(child.stdout, type=_MoveResult)
         # UCX writes its log when the process ends.
         transports = lanes_in(log.read_text(errors="replace")) if log.exists() else []

@@ -17,10 +17,7 @@ from tandem.kvtransfer.base import (
     WorkerConnector,
 )
 
-CONNECTORS = {
-    "nccl": "tandem.kvtransfer.nccl:create",
-    "nixl": "tandem.kvtransfer.nixl:create",
-}
+CONNECTORS = {"nccl": "tandem.kvtransfer.nccl:create", "nixl": "tandem.kvtransfer.nixl:create"}
 # What makes `cache.tiers`, and a rank's part of them.
 TIERS = {
     "tiers": "tandem.kvtransfer.offload.worker_half:create_tiers",

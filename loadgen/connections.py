@@ -97,9 +97,7 @@ class HttpClient:
                 # connection this is a failure.
                 if used_before:
                     continue
-                raise RequestFailure(
-                    "disconnected", "the server closed the connection without an answer"
-                ) from None
+                raise RequestFailure("disconnected", "the server closed the connection without an answer") from None
             finally:
                 if connection.reusable:
                     self._idle.append(connection)
@@ -121,9 +119,7 @@ class HttpClient:
         except TimeoutError as error:
             raise RequestFailure("connect", f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         except OSError as error:  # refused, unreachable, unknown name, bad certificate
-            raise RequestFailure(
-                "connect", f"{self._address.authority}: {error.strerror or error}"
-            ) from error
+            raise RequestFailure("connect", f"{self._address.authority}: {error.strerror or error}") from error
         return connection, False
 
 

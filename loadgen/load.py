@@ -62,11 +62,7 @@ class LoadStream:
 
     async def run(self, stop_after_s: float | None = None) -> None:
         self.began_at = time.perf_counter()
-        alarm = (
-            asyncio.get_running_loop().call_later(stop_after_s, self.stop)
-            if stop_after_s is not None
-            else None
-        )
+        alarm = asyncio.get_running_loop().call_later(stop_after_s, self.stop) if stop_after_s is not None else None
         try:
             async with asyncio.TaskGroup() as group:
                 for index, session in enumerate(self._sessions):
@@ -99,9 +95,7 @@ class LoadStream:
                     if self._stopping.is_set():
                         return
                 trace = self._trace if session is self._traced and not index else ""
-                timeline = Timeline(
-                    self.label, turn.max_tokens, prompt_tokens=turn.prompt_tokens, trace=trace
-                )
+                timeline = Timeline(self.label, turn.max_tokens, prompt_tokens=turn.prompt_tokens, trace=trace)
                 self.active.add(timeline)
                 try:
                     await self._api.ask(self._conversation(history, turn.prompt), timeline)
@@ -119,9 +113,7 @@ class LoadStream:
         if not self._api.is_chat:
             return prompt if not history else "".join(history) + str(prompt)
         said = [*history, str(prompt)]
-        return [
-            {"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)
-        ]
+        return [{"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)]
 
 
 _MEASURED, _WARM_UP, _ARRIVALS = range(3)

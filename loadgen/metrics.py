@@ -49,9 +49,7 @@ class ServiceLevel(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         limits = {name: getattr(self, name) for name in self.__struct_fields__}
-        return ", ".join(
-            f"{name} ≤ {limit * 1e3:g} ms" for name, limit in limits.items() if limit is not None
-        )
+        return ", ".join(f"{name} ≤ {limit * 1e3:g} ms" for name, limit in limits.items() if limit is not None)
 
 
 def parse_service_level(text: str) -> ServiceLevel:
@@ -119,9 +117,7 @@ class Summary(msgspec.Struct, frozen=True):
     attainment: float | None = None  # the share of all requests that met it
 
 
-def summarize(
-    label: str, timelines: Iterable[Timeline], duration_s: float, slo: ServiceLevel | None = None
-) -> Summary:
+def summarize(label: str, timelines: Iterable[Timeline], duration_s: float, slo: ServiceLevel | None = None) -> Summary:
     timelines = list(timelines)
     served = [timeline for timeline in timelines if timeline.succeeded]
     tpots = [timeline.tpot for timeline in served]

@@ -94,9 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None and value < 0:
                 raise ConfigurationError(f"--{name} must not be negative, not {value:g}")
         if (self.trace is not None) != (self.workload is Workload.TRACE):
-            raise ConfigurationError(
-                "--trace FILE and --workload trace need each other: give both, or neither"
-            )
+            raise ConfigurationError("--trace FILE and --workload trace need each other: give both, or neither")
         if self.prompt_format is PromptFormat.IDS and self.endpoint is ApiEndpoint.CHAT:
             raise ConfigurationError("the chat endpoint takes no token ids: leave --prompt-format at text")
 
@@ -113,12 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", "S", 600.0, "seconds for one request (%(default)s)")
 
     add = adder(parser.add_argument_group("what is asked"))
-    add(
-        "--tokenizer",
-        "FOLDER",
-        Path,
-        "the model's folder; its tokenizer makes prompts' lengths exact to the token",
-    )
+    add("--tokenizer", "FOLDER", Path, "the model's folder; its tokenizer makes prompts' lengths exact to the token")
     add("--prompt-format", None, PromptFormat.TEXT, "(%(default)s)")
     add("--workload", None, Workload.RANDOM, "(%(default)s)")
     all_of = f"({_DEFAULT_REQUESTS}, or all of a trace)"

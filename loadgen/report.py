@@ -57,11 +57,7 @@ def record(timeline: Timeline, began_at: float) -> RequestRecord:
     sent_s = timeline.sent_at - began_at
     if timeline.failure is not None:
         return RequestRecord(
-            timeline.label,
-            sent_s,
-            timeline.prompt_tokens,
-            timeline.output_tokens,
-            failure=timeline.failure.kind,
+            timeline.label, sent_s, timeline.prompt_tokens, timeline.output_tokens, failure=timeline.failure.kind
         )
     return RequestRecord(
         timeline.label,

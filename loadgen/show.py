@@ -43,7 +43,7 @@ def render(summary: Summary) -> RenderableType:
 def lines_of(summary: Summary) -> list[str]:
     lines = [
         f"{summary.succeeded} requests in {summary.duration_s:.2f} s: {summary.requests_per_s:.2f} requests/s, "
-        f"{summary.output_tokens_per_s:.1f} output tokens/s, {summary.input_tokens_per_s:.1f} input tokens/s",
+        f"{summary.output_tokens_per_s:.1f} output tokens/s, {summary.input_tokens_per_s:.1f} input tokens/s"
     ]
     if summary.goodput_per_s is not None and summary.attainment is not None:
         lines.append(
@@ -64,13 +64,9 @@ _REFRESH_S = 0.5
 _PLAIN_LINE_S = 5.0  # for output in which a line cannot be redrawn, such as a log file
 
 
-async def with_progress(
-    run: Awaitable[None], loads: Sequence[LoadStream], console: Console, title: str
-) -> None:
+async def with_progress(run: Awaitable[None], loads: Sequence[LoadStream], console: Console, title: str) -> None:
     """Shows the loads' progress until `run` ends."""
-    shown = asyncio.create_task(
-        _redraw(loads, console, title) if console.is_terminal else _log(loads, console, title)
-    )
+    shown = asyncio.create_task(_redraw(loads, console, title) if console.is_terminal else _log(loads, console, title))
     try:
         await run
     finally:
@@ -84,9 +80,7 @@ async def _redraw(loads: Sequence[LoadStream], console: Console, title: str) -> 
         task = progress.add_task(title, total=sum(load.total for load in loads), state="")
         try:
             while True:
-                progress.update(
-                    task, completed=sum(len(load.timelines) for load in loads), state=state_of(loads)
-                )
+                progress.update(task, completed=sum(len(load.timelines) for load in loads), state=state_of(loads))
                 progress.refresh()
                 await asyncio.sleep(_REFRESH_S)
         finally:
@@ -105,10 +99,7 @@ def state_of(loads: Sequence[LoadStream]) -> str:
     failed = sum(not timeline.succeeded for load in loads for timeline in load.timelines)
     running = sum(len(load.active) for load in loads)
     chunks = sum(
-        len(timeline.chunk_times)
-        for load in loads
-        for group in (load.timelines, load.active)
-        for timeline in group
+        len(timeline.chunk_times) for load in loads for group in (load.timelines, load.active) for timeline in group
     )
     elapsed = max((load.duration_s for load in loads), default=0.0)
     rate = chunks / elapsed if elapsed > 0 else 0.0

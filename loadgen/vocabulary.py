@@ -42,9 +42,7 @@ class Vocabulary(Protocol):
 def words_for(vocabulary: Vocabulary, tokens: int) -> int:
     """Returns how many words make a prompt of `tokens` tokens."""
     if tokens <= vocabulary.overhead:
-        raise ConfigurationError(
-            f"a prompt must have at least {vocabulary.overhead + 1} tokens, not {tokens}"
-        )
+        raise ConfigurationError(f"a prompt must have at least {vocabulary.overhead + 1} tokens, not {tokens}")
     return tokens - vocabulary.overhead
 
 
@@ -93,9 +91,7 @@ class IdVocabulary:
         return tuple(self._ids[word] for word in words)
 
     def continuation(self, words: Sequence[int]) -> str:
-        raise ConfigurationError(
-            "a conversation continues the answer's text, so it needs --prompt-format text"
-        )
+        raise ConfigurationError("a conversation continues the answer's text, so it needs --prompt-format text")
 
 
 class GuessedVocabulary:
@@ -135,9 +131,7 @@ def _stable_words(backend: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
     """Returns the words that are one token each after another word, and those tokens."""
     spelled = [
         (token, f" {match[1]}")
-        for name, token in sorted(
-            backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]
-        )
+        for name, token in sorted(backend.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
         if (match := _WORD.fullmatch(name))
     ][:_MOST_WORDS]
     before = backend.encode(ANCHOR, add_special_tokens=False).ids

@@ -44,9 +44,7 @@ class Lengths:
         if self.input < 1 or self.output < 1:
             raise ConfigurationError("a prompt and an answer must have at least 1 token each")
         if not 0.0 <= self.spread < 1.0:
-            raise ConfigurationError(
-                f"the lengths' spread must be at least 0 and below 1, not {self.spread:g}"
-            )
+            raise ConfigurationError(f"the lengths' spread must be at least 0 and below 1, not {self.spread:g}")
 
     def draw_input(self, rng: np.random.Generator) -> int:
         return self._draw(rng, self.input)
@@ -59,9 +57,7 @@ class Lengths:
         return int(rng.integers(low, math.ceil(mean * (1 + self.spread)) + 1))
 
 
-def random_prompts(
-    vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: Lengths
-) -> list[Session]:
+def random_prompts(vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: Lengths) -> list[Session]:
     """Returns prompts that have nothing in common."""
     sessions = []
     for _ in range(count):
@@ -72,12 +68,7 @@ def random_prompts(
 
 
 def shared_prefix(
-    vocabulary: Vocabulary,
-    rng: np.random.Generator,
-    count: int,
-    lengths: Lengths,
-    prefix_tokens: int,
-    prefixes: int,
+    vocabulary: Vocabulary, rng: np.random.Generator, count: int, lengths: Lengths, prefix_tokens: int, prefixes: int
 ) -> list[Session]:
     """Returns prompts that begin with one of a few prefixes, in turn. `lengths.input` counts what follows the prefix."""
     if prefixes < 1:

@@ -143,7 +143,5 @@ def folders_of(controller: str, membership: Path = _MEMBERSHIP, mount: Path = _M
             continue
         root = mount / controller if controllers else mount
         inner = root / path.lstrip("/")
-        folders.extend(
-            [inner, *(parent for parent in inner.parents if parent == root or root in parent.parents)]
-        )
+        folders.extend([inner, *(parent for parent in inner.parents if parent == root or root in parent.parents)])
     return folders

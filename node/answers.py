@@ -53,10 +53,7 @@ class KeptAnswers:
     """Used by the step thread alone. An answer in progress is never dropped to make room; a new answer is refused."""
 
     def __init__(
-        self,
-        config: AnswersConfig,
-        send: Callable[[str, list[TokenChunk]], None],
-        clock: Callable[[], float],
+        self, config: AnswersConfig, send: Callable[[str, list[TokenChunk]], None], clock: Callable[[], float]
     ) -> None:
         self._config = config
         self._send = send

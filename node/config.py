@@ -28,19 +28,13 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 10.0
     drain_s: Annotated[Seconds, about("for the requests of a node that drains to finish")] = 60.0
     rank_silence_s: Annotated[
-        Seconds,
-        fixed(
-            "a node of several ranks ends when one of them has not run, or not taken a step, for this long"
-        ),
+        Seconds, fixed("a node of several ranks ends when one of them has not run, or not taken a step, for this long")
     ] = 2.0
     grammar_s: Annotated[
         Seconds, fixed("for one answer's grammar to be compiled; one that takes longer would hold up others'")
     ] = 10.0
     encoder_s: Annotated[
-        Seconds,
-        fixed(
-            "for an encoder node's rows of an image; then the node that reads the prompt encodes it itself"
-        ),
+        Seconds, fixed("for an encoder node's rows of an image; then the node that reads the prompt encodes it itself")
     ] = 5.0
 
 
@@ -55,9 +49,7 @@ class AnswersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 64 << 20
     kept_s: Annotated[
         Seconds,
-        fixed(
-            "seconds after its end for which any router finds a background answer, as long as OpenAI keeps one"
-        ),
+        fixed("seconds after its end for which any router finds a background answer, as long as OpenAI keeps one"),
     ] = 600.0
 
 

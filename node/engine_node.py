@@ -48,9 +48,7 @@ class EngineNode(Node[NodeService]):
             # Under a CPU quota only the number of threads matters. Do not bind them: the other containers of this machine would
             # bind theirs to the same cores, because each counts them from the first.
             config = msgspec.structs.replace(config, cores=[])
-        super().__init__(
-            ranks_wing().of_first_rank(config) if config.ranks > 1 else config, rules.role, open_channel
-        )
+        super().__init__(ranks_wing().of_first_rank(config) if config.ranks > 1 else config, rules.role, open_channel)
         self._whole = config
         self._rules = rules
         self._make_connector = make_connector
@@ -142,9 +140,7 @@ class EngineNode(Node[NodeService]):
                 config.engine,
                 loading.model,
                 loading.progress or (lambda what, fraction: None),
-                Connect(halves, transfer.on_failure is LoadFailurePolicy.FAIL)
-                if transfer is not None
-                else None,
+                Connect(halves, transfer.on_failure is LoadFailurePolicy.FAIL) if transfer is not None else None,
             )
         finally:
             bind(helpers, anywhere)
@@ -187,9 +183,7 @@ class EngineNode(Node[NodeService]):
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             connector=connector,
-            load_failure_policy=config.transfer.on_failure
-            if config.transfer
-            else LoadFailurePolicy.RECOMPUTE,
+            load_failure_policy=config.transfer.on_failure if config.transfer else LoadFailurePolicy.RECOMPUTE,
             reads_images=info.images is not None,
             reads_hidden=info.reads_hidden,
             has_encoder=info.encoder is not None,
@@ -246,24 +240,17 @@ class EngineNode(Node[NodeService]):
         bind(helpers, config.cores)
         if config.ranks > 1:
             self._ranks = ranks_wing().make(
-                self._whole,
-                loading,
-                lambda why: mailbox.put(InStep(partial(_lose, why))),
-                apart=self.caches_apart,
+                self._whole, loading, lambda why: mailbox.put(InStep(partial(_lose, why))), apart=self.caches_apart
             )
             runner = self._ranks.load()
         else:
-            runner = load_runner(
-                loading.model, config.engine.cache, config.engine.scheduler, loading.progress
-            )
+            runner = load_runner(loading.model, config.engine.cache, config.engine.scheduler, loading.progress)
         bind(helpers, anywhere)
         if runner.kv_cache.device.type == "cpu":
             runner.pages = PageMaker(runner.kv_cache)
         return runner
 
-    def set_adapters(
-        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
-    ) -> dict[str, str]:
+    def set_adapters(self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float) -> dict[str, str]:
         service = self._serving()
         slots = self._engine.adapters if self._engine is not None else None
         if slots is None:
@@ -272,9 +259,7 @@ class EngineNode(Node[NodeService]):
             return {}
         read = [slots.read(name, Path(folder)) for name, folder in folders.items()]
         if not service.set_adapters(read, frozenset(kept), timeout_s):
-            raise DeadlineExceeded(
-                f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s"
-            )
+            raise DeadlineExceeded(f"{self.config.node_id} is in a step that takes longer than {timeout_s:.0f} s")
         return dict(slots.served)
 
     def _memory(self) -> NodeMemory | None:
@@ -284,18 +269,14 @@ class EngineNode(Node[NodeService]):
         if not isinstance(engine, Engine) or engine.info.device != "cpu" or resident is None:
             return None
         info, kv = engine.info, engine.runner.kv_in_memory
-        return NodeMemory(
-            info.weight_bytes, info.shares_weights, kv, max(0, resident - info.weight_bytes - kv)
-        )
+        return NodeMemory(info.weight_bytes, info.shares_weights, kv, max(0, resident - info.weight_bytes - kv))
 
     @property
     def _runner(self) -> ModelRunner:
         if self._engine is None:
             raise Unavailable(f"{self.config.node_id} has not started")
         if not isinstance(self._engine, Engine):
-            raise InternalError(
-                f"{self.config.node_id} runs {self.config.engine.model.engine}, and keeps its role"
-            )
+            raise InternalError(f"{self.config.node_id} runs {self.config.engine.model.engine}, and keeps its role")
         return self._engine.runner
 
     def _close(self) -> None:

@@ -58,11 +58,7 @@ class NodeLifecycle:
     thread of the channel to them."""
 
     def __init__(
-        self,
-        config: NodeConfig,
-        epoch: int,
-        line: RouterLine,
-        clock: Callable[[], float] = time.monotonic,
+        self, config: NodeConfig, epoch: int, line: RouterLine, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
         self._epoch = epoch

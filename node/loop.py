@@ -190,9 +190,7 @@ class EngineLoop(Generic[T]):
         frame = sys._current_frames().get(self._thread.ident or 0)
         where = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else "nowhere in Python\n"
         threads = ", ".join(f"{count} × {state}" for state, count in states_of_threads().most_common())
-        logger.warning(
-            "a step has run for %.0f s, and is at\n%sThreads: %s", self._LONG_STEP_S, where, threads
-        )
+        logger.warning("a step has run for %.0f s, and is at\n%sThreads: %s", self._LONG_STEP_S, where, threads)
 
     def _run(self) -> None:
         try:

@@ -29,11 +29,7 @@ class NodeChannel(RouterLine, Protocol):
     @property
     def endpoint(self) -> str: ...
     def listen(
-        self,
-        on_message: Callable[[ToNode], None],
-        *,
-        begun: Callable[[str], None],
-        replaced: Callable[[str], None],
+        self, on_message: Callable[[ToNode], None], *, begun: Callable[[str], None], replaced: Callable[[str], None]
     ) -> None: ...
     def close(self) -> None: ...
 
@@ -132,9 +128,7 @@ class Node(Generic[ServiceT]):
         """As its service does. True for a node that has not started: its cache is empty."""
         return self._service.reset_cache(timeout_s) if self._service is not None else True
 
-    def set_adapters(
-        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
-    ) -> dict[str, str]:
+    def set_adapters(self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float) -> dict[str, str]:
         """Serves the adapters in `folders` (by name) and the served ones named in `kept` to new requests. Returns the digests of all, by
         name. Raises ConfigurationError, and changes nothing, if an adapter cannot be served; Unavailable if the node has not started;
         DeadlineExceeded if its step takes longer than `timeout_s`: then the change is made after that step."""

@@ -46,12 +46,7 @@ class RoleRules(Protocol):
         """The finish reason that the router gets for an update."""
 
 
-def request_of(
-    submit: Submit,
-    sampling: SamplingParams,
-    now: float,
-    eos_token_ids: frozenset[int],
-) -> Request:
+def request_of(submit: Submit, sampling: SamplingParams, now: float, eos_token_ids: frozenset[int]) -> Request:
     """Makes the engine's Request. `sampling`: the parameters for this node's part of the request."""
     if sampling.grammar is not None:
         sampling = msgspec.structs.replace(sampling, grammar=_salted(sampling.grammar, submit.cache_salt))
@@ -74,20 +69,14 @@ def _salted(grammar: str, salt: str | None) -> str:
 
 
 def check_submit(
-    submit: Submit,
-    info: ModelInfo,
-    *,
-    adapters: Adapters | None,
-    writes_hidden_states: bool,
-    follows_grammars: bool,
+    submit: Submit, info: ModelInfo, *, adapters: Adapters | None, writes_hidden_states: bool, follows_grammars: bool
 ) -> None:
     """Raises InvalidRequest or AdapterMissing if this node cannot run the request. `adapters`: None if this node serves none."""
     _check_vocabulary(submit, info)
     _check_adapter(submit, adapters)
     if submit.sampling.hidden_states is not None and not writes_hidden_states:
         raise InvalidRequest(
-            "hidden_states: this server writes none; the operator sets model.hidden_states_folder",
-            "hidden_states",
+            "hidden_states: this server writes none; the operator sets model.hidden_states_folder", "hidden_states"
         )
     if submit.sampling.grammar is not None and not follows_grammars:
         raise InvalidRequest("this node follows no grammars")
@@ -126,9 +115,7 @@ def _check_pooling(submit: Submit, info: ModelInfo) -> None:
     if vectors is None:
         raise InvalidRequest("this node's model makes no vectors (model.pooling)")
     if pooling.dimensions is not None and not 0 < pooling.dimensions <= vectors.size:
-        raise InvalidRequest(
-            f"dimensions: must be from 1 to {vectors.size}, not {pooling.dimensions}", "dimensions"
-        )
+        raise InvalidRequest(f"dimensions: must be from 1 to {vectors.size}, not {pooling.dimensions}", "dimensions")
     if submit.transfer is not None or submit.output_token_ids or submit.keep is not None:
         raise InvalidRequest("a vector is made of a prompt alone, on one node")
 
@@ -139,9 +126,7 @@ def _check_images(submit: Submit, info: ModelInfo) -> None:
     if rules is None:
         raise InvalidRequest("this node's model reads no images")
     if submit.encoders and len(submit.encoders) != len(submit.images):
-        raise InvalidRequest(
-            f"{len(submit.encoders)} encoder nodes are named for {len(submit.images)} images"
-        )
+        raise InvalidRequest(f"{len(submit.encoders)} encoder nodes are named for {len(submit.images)} images")
     end = 0
     for feature in submit.media:
         begin, end, before = feature.offset, feature.offset + feature.length, end
@@ -170,9 +155,7 @@ def _check_embeds(submit: Submit, embeds: PromptEmbeds, info: ModelInfo) -> None
     if submit.prompt_token_ids != [PLACEHOLDER] * embeds.count or submit.media != embeds.features():
         raise InvalidRequest("prompt_embeds: the prompt is not what its rows are called", "prompt_embeds")
     if not (np.abs(numbers := _numbers_of(embeds)) < np.inf).all():
-        raise InvalidRequest(
-            "prompt_embeds: some of its numbers are infinite, or none (NaN)", "prompt_embeds"
-        )
+        raise InvalidRequest("prompt_embeds: some of its numbers are infinite, or none (NaN)", "prompt_embeds")
     if not (np.abs(numbers) < _INFINITE_FROM.get(info.dtype, np.inf)).all():
         raise InvalidRequest(
             f"prompt_embeds: some of its numbers are infinite in {info.dtype}, in which this model computes",

@@ -20,15 +20,7 @@ import msgspec
 
 from tandem.base.errors import NodeLost
 from tandem.wire.block_hashes import beside_media, block_hashes, root_hash
-from tandem.wire.kv_events import (
-    DEVICE_MEDIUM,
-    SALT,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    ExtraKeys,
-    KVEvent,
-)
+from tandem.wire.kv_events import DEVICE_MEDIUM, SALT, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent
 from tandem.wire.lines import Position
 from tandem.wire.requests import CacheChange, CacheNews, NodeStatus
 
@@ -152,9 +144,7 @@ class Routers:
         with self._lock:
             silent_s = self._clock() - self._heard.get(reply_to, self._clock())
             if silent_s > self._silence_s:
-                logger.warning(
-                    "router %s has been silent for %.0f s: aborting its requests", reply_to, silent_s
-                )
+                logger.warning("router %s has been silent for %.0f s: aborting its requests", reply_to, silent_s)
                 self._lose(reply_to)
 
     def _lose(self, reply_to: str) -> None:
@@ -194,9 +184,7 @@ class NamedBlocks:
         match event:
             case BlockStored():
                 medium = event.medium or DEVICE_MEDIUM
-                if (event.group_idx or 0) != self._group or (
-                    medium == DEVICE_MEDIUM and not self._name(event)
-                ):
+                if (event.group_idx or 0) != self._group or (medium == DEVICE_MEDIUM and not self._name(event)):
                     return []
                 there, names = self._media.setdefault(medium, {}), self._names
                 new = [each for each in event.block_hashes if each in names and each not in there]
@@ -208,10 +196,7 @@ class NamedBlocks:
                     return []
                 return [(medium, False, self._remove(medium, event.block_hashes))]
             case AllBlocksCleared():
-                return [
-                    (medium, False, self._remove(medium, list(there)))
-                    for medium, there in self._media.items()
-                ]
+                return [(medium, False, self._remove(medium, list(there))) for medium, there in self._media.items()]
 
     def _name(self, event: BlockStored) -> bool:
         if event.block_size != self._block_size:

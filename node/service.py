@@ -23,31 +23,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from tandem.base.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    NodeLost,
-    Overloaded,
-    TandemError,
-    Unavailable,
-)
+from tandem.base.errors import DeadlineExceeded, InvalidRequest, NodeLost, Overloaded, TandemError, Unavailable
 from tandem.engine.contract import NodeEngine
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import FinishedTrace, Tracer
 from tandem.node.answers import GIVEN_UP, KeptAnswers
 from tandem.node.config import NodeConfig
 from tandem.node.lifecycle import NodeLifecycle
-from tandem.node.loop import (
-    Drain,
-    EngineLoop,
-    InStep,
-    Item,
-    ListRequests,
-    Mailbox,
-    ResetCache,
-    RouterLost,
-    SetAdapters,
-)
+from tandem.node.loop import Drain, EngineLoop, InStep, Item, ListRequests, Mailbox, ResetCache, RouterLost, SetAdapters
 from tandem.node.openings import with_opening
 from tandem.node.requests import (
     LiveRequests,
@@ -298,9 +281,7 @@ class NodeService(NodeLifecycle):
         for part in self._parts:
             part.before_step(now)
         for live in self._live.overdue(now):
-            late = DeadlineExceeded(
-                f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node"
-            )
+            late = DeadlineExceeded(f"the request did not finish within its {live.submit.timeout_s:.1f} s on this node")
             self._abort([live.submit.request_id], late)
             self._refuse(live.submit, late)
 
@@ -365,9 +346,7 @@ class NodeService(NodeLifecycle):
         if (state := self._condition.state) is not NodeState.READY:
             raise Unavailable(f"node {self._config.node_id} is {state.value} and takes no new request")
         if submit.transfer is not None and self._config.transfer is None:
-            raise InvalidRequest(
-                f"node {self._config.node_id} has no peers and cannot take part in a transfer"
-            )
+            raise InvalidRequest(f"node {self._config.node_id} has no peers and cannot take part in a transfer")
         check_submit(
             submit,
             self._engine.info,
@@ -376,9 +355,7 @@ class NodeService(NodeLifecycle):
             follows_grammars=self._engine.follows_grammars,
         )
         if self._engine.states_wait and writes_states_here(submit):
-            raise Overloaded(
-                "hidden_states: the folder takes files more slowly than they come; try again later"
-            )
+            raise Overloaded("hidden_states: the folder takes files more slowly than they come; try again later")
         if (rules := self._engine.info.encoder) is not None:
             submit = with_opening(submit, rules)
         now = self._clock()
@@ -457,12 +434,8 @@ class NodeService(NodeLifecycle):
 
     def _send_trace(self, done: FinishedTrace) -> None:
         submit = done.submit
-        trace = NodeTrace(
-            self._config.node_id, self._epoch, submit.request_id, done.spans, done.dropped, done.transfer
-        )
+        trace = NodeTrace(self._config.node_id, self._epoch, submit.request_id, done.spans, done.dropped, done.transfer)
         self._routers.tell(submit.reply_to, trace)
 
     def _send_chunks(self, reply_to: str, chunks: list[TokenChunk]) -> None:
-        self._routers.tell(
-            reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks)
-        )
+        self._routers.tell(reply_to, TokenBatch(node_id=self._config.node_id, epoch=self._epoch, chunks=chunks))

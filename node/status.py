@@ -12,14 +12,8 @@ from tandem.kvtransfer.base import TransferStats
 from tandem.wire.requests import EMPTY_TABLE, NodeCounters, NodeStatus
 
 _GAUGES = [name for name in NodeStatus.__struct_fields__ if name in SchedulerStats.__struct_fields__]
-_COUNTED = [
-    name for name in NodeCounters.__struct_fields__ if name in Totals.__struct_fields__ and name != "steps"
-]
-_RENAMED = {
-    "transfers_finished": "outcomes",
-    "transfer_refusals": "refused",
-    "transfer_wait_seconds": "waits",
-}
+_COUNTED = [name for name in NodeCounters.__struct_fields__ if name in Totals.__struct_fields__ and name != "steps"]
+_RENAMED = {"transfers_finished": "outcomes", "transfer_refusals": "refused", "transfer_wait_seconds": "waits"}
 _MOVED = {
     name: theirs
     for name in NodeCounters.__struct_fields__
@@ -53,10 +47,7 @@ def worked(scheduler: SchedulerStats, work: ModelWork | None) -> dict[str, Any]:
         + scheduler.pairs_read * work.flops_per_pair
     )
     of_kv = (scheduler.context_read + scheduler.tokens_scheduled) * work.kv_bytes_per_token
-    return {
-        "model_flops": flops,
-        "model_bytes": float(sum(scheduler.step_tokens) * work.weight_bytes + of_kv),
-    }
+    return {"model_flops": flops, "model_bytes": float(sum(scheduler.step_tokens) * work.weight_bytes + of_kv)}
 
 
 def moved(transfer: TransferStats) -> dict[str, Any]:

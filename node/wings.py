@@ -117,14 +117,10 @@ class RanksWing(Protocol):
     def of_first_rank(self, config: NodeConfig) -> NodeConfig:
         """The configuration of rank 0's process: with its share of the node's cores and threads."""
 
-    def make(
-        self, config: NodeConfig, loading: LoadSource, lost: Callable[[str], None], *, apart: bool
-    ) -> OtherRanks:
+    def make(self, config: NodeConfig, loading: LoadSource, lost: Callable[[str], None], *, apart: bool) -> OtherRanks:
         """`lost` is called with the reason when the other ranks have been ended. `apart`: each rank keeps its KV in its own memory."""
 
-    def keep(
-        self, config: NodeConfig, machine: int, find_model: Callable[[str, Report], str]
-    ) -> RanksElsewhere: ...
+    def keep(self, config: NodeConfig, machine: int, find_model: Callable[[str, Report], str]) -> RanksElsewhere: ...
 
 
 def ranks_wing() -> RanksWing:

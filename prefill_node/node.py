@@ -16,12 +16,7 @@ from tandem.wire.sampling import FinishReason, SamplingParams
 
 class PrefillNode(EngineNode):
     def __init__(self, config: NodeConfig) -> None:
-        super().__init__(
-            config,
-            PrefillRules(),
-            open_channel=NumberedChannel,
-            make_connector=create_connector,
-        )
+        super().__init__(config, PrefillRules(), open_channel=NumberedChannel, make_connector=create_connector)
 
 
 class PrefillRules:

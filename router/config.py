@@ -349,9 +349,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_distinct(key_places(self.api_keys, "router.api_keys"))
         for name, url in self.other_models.items():
             if name in (self.model_name, *self.model_aliases):
-                raise ConfigurationError(
-                    f"router.other_models has {name!r}, which is this deployment's own model"
-                )
+                raise ConfigurationError(f"router.other_models has {name!r}, which is this deployment's own model")
             if not _ROUTER_URL.fullmatch(url):
                 raise ConfigurationError(
                     f"router.other_models: {name}: must be a router's address such as http://10.0.0.7:8000, not {url[:100]!r}"

@@ -44,11 +44,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[NodeCounters], float]], ...] = (
         "Tokens of prompts that came from a peer or a tier",
         lambda counters: counters.prompt_tokens_received + counters.prompt_tokens_loaded,
     ),
-    (
-        "spec_decode_num_drafts",
-        "Drafts that were checked",
-        lambda counters: counters.speculative_steps,
-    ),
+    ("spec_decode_num_drafts", "Drafts that were checked", lambda counters: counters.speculative_steps),
     (
         "spec_decode_num_draft_tokens",
         "Tokens of the drafts that were checked",
@@ -100,9 +96,7 @@ def _cache_usage(engines: list[Member]) -> Metric:
 
 def _cache_config(engines: list[Member]) -> Metric:
     family = GaugeMetricFamily(
-        "tandem_cache_config_info",
-        "The KV cache of each node",
-        labels=[*_LABELS, "block_size", "num_gpu_blocks"],
+        "tandem_cache_config_info", "The KV cache of each node", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
     )
     for member in engines:
         blocks = str(member.status.total_blocks)
@@ -123,9 +117,7 @@ def _accepted_by_position(engines: list[Member]) -> Metric:
 
 
 def _step_tokens(engines: list[Member]) -> Metric:
-    family = HistogramMetricFamily(
-        "tandem_iteration_tokens_total", "Tokens that one step computed", labels=_LABELS
-    )
+    family = HistogramMetricFamily("tandem_iteration_tokens_total", "Tokens that one step computed", labels=_LABELS)
     for member in engines:
         counts = member.counters.step_tokens
         if len(counts) == len(_STEP_BOUNDS):  # a node of another version may have other bounds

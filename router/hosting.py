@@ -111,11 +111,7 @@ class RouterHost:
         return self._server
 
     async def set_members(
-        self,
-        members: bytes,
-        paused: Sequence[str] = (),
-        desks: Mapping[str, str] | None = None,
-        pools: bytes = b"\x90",
+        self, members: bytes, paused: Sequence[str] = (), desks: Mapping[str, str] | None = None, pools: bytes = b"\x90"
     ) -> bytes:
         """Sets the members. `members`: the whole membership, a list of NodeInfo. `paused`: names of pools and
         nodes that get no new requests. `desks`: where the router processes on this port, this one included,

@@ -38,9 +38,7 @@ class ServedAdapters:
         served: dict[str, str] = {}
         for name in dict.fromkeys(name for each in nodes for name in each.adapters):
             held = [
-                (each.adapters[name], *each.replaced_adapters.get(name, ()))
-                for each in nodes
-                if name in each.adapters
+                (each.adapters[name], *each.replaced_adapters.get(name, ())) for each in nodes if name in each.adapters
             ]
             # A name that was never served is being loaded. One that was is served by the nodes that have it.
             if len(held) == len(nodes) or name in self._latest:

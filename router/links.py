@@ -266,9 +266,7 @@ class NodeLinks:
         self._try(node, TurnEnded(self.endpoint, request_id, job_id, called))
 
     def _try(
-        self,
-        node: NodeInfo,
-        message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer | TurnEnded,
+        self, node: NodeInfo, message: Cancel | Ping | Ask | ListCache | Recall | Follow | EndAnswer | TurnEnded
     ) -> None:
         """Sends a message, and only logs a failure: a node that reads nothing soon falls silent, and is
         lost."""

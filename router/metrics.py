@@ -112,9 +112,7 @@ class _WithModel(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for metric in chain.from_iterable(part.collect() for part in self._parts):
-            metric.samples = [
-                sample._replace(labels={**self._label, **sample.labels}) for sample in metric.samples
-            ]
+            metric.samples = [sample._replace(labels={**self._label, **sample.labels}) for sample in metric.samples]
             yield metric
 
 
@@ -168,14 +166,10 @@ class RouterMetrics:
             _FIRST_TOKEN_BUCKETS,
         )
         self.inter_token_latency = made.histogram(
-            "tandem_inter_token_latency_seconds",
-            "Between two reports of one request's tokens",
-            _INTER_TOKEN_BUCKETS,
+            "tandem_inter_token_latency_seconds", "Between two reports of one request's tokens", _INTER_TOKEN_BUCKETS
         )
         self.e2e_latency = made.histogram(
-            "tandem_e2e_request_latency_seconds",
-            "From a request's arrival to the end of its answer",
-            _REQUEST_BUCKETS,
+            "tandem_e2e_request_latency_seconds", "From a request's arrival to the end of its answer", _REQUEST_BUCKETS
         )
         self.time_per_output_token = made.histogram(
             "tandem_request_time_per_output_token_seconds",
@@ -217,20 +211,14 @@ class RouterMetrics:
             "tandem_request_generation_tokens", "Output tokens of a sequence that ended", _TOKEN_BUCKETS
         )
         self.request_longest_answer = made.histogram(
-            "tandem_request_max_num_generation_tokens",
-            "Output tokens of a request's longest answer",
-            _TOKEN_BUCKETS,
+            "tandem_request_max_num_generation_tokens", "Output tokens of a request's longest answer", _TOKEN_BUCKETS
         )
         self.request_max_tokens = made.histogram(
             "tandem_request_params_max_tokens", "Output tokens that a sequence may have", _TOKEN_BUCKETS
         )
-        self.request_choices = made.histogram(
-            "tandem_request_params_n", "Sequences of a request", _CHOICE_BUCKETS
-        )
+        self.request_choices = made.histogram("tandem_request_params_n", "Sequences of a request", _CHOICE_BUCKETS)
         self.prompt_tokens = made.plain("tandem_prompt_tokens", "Prompt tokens that were read")
-        self.generation_tokens = made.plain(
-            "tandem_generation_tokens", "Output tokens that reached the router"
-        )
+        self.generation_tokens = made.plain("tandem_generation_tokens", "Output tokens that reached the router")
 
     def _count_requests(self, made: _MadeMetrics) -> None:
         self.requests_finished = made.labelled(
@@ -239,9 +227,7 @@ class RouterMetrics:
         self.requests_preempted = made.counter(
             "tandem_requests_preempted", "Sequences that lost their blocks on a node at least once"
         )
-        self.http_requests = made.labelled(
-            "tandem_http_requests", "Answers by route and status", "route", "status"
-        )
+        self.http_requests = made.labelled("tandem_http_requests", "Answers by route and status", "route", "status")
         self.decisions = made.labelled("tandem_routing_decisions", "Where requests were sent", "kind")
         self.failovers = made.counter("tandem_failovers", "Requests that went on elsewhere", "reason")
         self.deadlines = made.counter("tandem_deadlines_exceeded", "Requests that took too long", "phase")
@@ -249,19 +235,11 @@ class RouterMetrics:
         self.sequences_paused = made.counter(
             "tandem_sequences_paused", "Sequences that gave their place to another key, to go on later"
         )
-        self.batch_lines = made.labelled(
-            "tandem_batch_lines", "Lines of batches that ended, by how", "outcome"
-        )
-        self.slow_readers_cut = made.counter(
-            "tandem_slow_readers_cut", "Answers whose client stopped reading"
-        )
+        self.batch_lines = made.labelled("tandem_batch_lines", "Lines of batches that ended, by how", "outcome")
+        self.slow_readers_cut = made.counter("tandem_slow_readers_cut", "Answers whose client stopped reading")
         self.token_mismatches = made.counter("tandem_token_mismatches", "Two nodes disagreed about a token")
-        self.foreign_chunks = made.counter(
-            "tandem_foreign_chunks", "Tokens from a node that the request is not on"
-        )
-        self.stray_chunks = made.counter(
-            "tandem_stray_chunks", "Tokens of a request that this router does not know"
-        )
+        self.foreign_chunks = made.counter("tandem_foreign_chunks", "Tokens from a node that the request is not on")
+        self.stray_chunks = made.counter("tandem_stray_chunks", "Tokens of a request that this router does not know")
         self.traces_exported = made.counter("tandem_traces_exported", "Traces that a collector has taken")
         self.traces_dropped = made.counter("tandem_traces_dropped", "Traces that no collector took", "reason")
         # Begin at 0, so that the first count of a reason shows as an increase.
@@ -292,6 +270,4 @@ class RouterMetrics:
     def render(self, of_routers: Collector | None = None) -> bytes:
         """Writes all metrics as text. May run in a thread: one figure may be newer than another, and each is
         whole. `of_routers`: the sums of all processes, instead of this process's own."""
-        return generate_latest(
-            _WithModel([of_routers or self.registry, self.node_registry], self._model_name)
-        )
+        return generate_latest(_WithModel([of_routers or self.registry, self.node_registry], self._model_name))

@@ -76,9 +76,7 @@ class LinkCollector(Collector):
             "tandem_malformed_frames", "Frames from nodes that did not decode", value=self._links.malformed
         )
         yield CounterMetricFamily(
-            "tandem_message_handler_errors",
-            "Messages whose handling failed",
-            value=self._links.handler_errors,
+            "tandem_message_handler_errors", "Messages whose handling failed", value=self._links.handler_errors
         )
         yield CounterMetricFamily(
             "tandem_foreign_messages",
@@ -94,14 +92,10 @@ class LinkCollector(Collector):
             "tandem_messages_resent", "Messages that nodes asked for again", value=self._links.lines.resent
         )
         yield GaugeMetricFamily(
-            "tandem_known_cached_blocks",
-            "Blocks of nodes' caches that the router knows of",
-            value=self._cached.count,
+            "tandem_known_cached_blocks", "Blocks of nodes' caches that the router knows of", value=self._cached.count
         )
         yield CounterMetricFamily(
-            "tandem_cache_news_gaps",
-            "Times that a node's cache had to be listed again",
-            value=self._cached.gaps,
+            "tandem_cache_news_gaps", "Times that a node's cache had to be listed again", value=self._cached.gaps
         )
         restarts = CounterMetricFamily("tandem_task_restarts", "Background tasks that died", labels=["task"])
         for name, count in self._tasks.restarts.items():
@@ -182,9 +176,7 @@ def _tiers(reporting: list[Member]) -> Iterable[Metric]:
         if field == "name":
             continue
         gauge = field in ("used_bytes", "total_bytes", "left_out")
-        family: GaugeMetricFamily | CounterMetricFamily = (
-            GaugeMetricFamily if gauge else CounterMetricFamily
-        )(
+        family: GaugeMetricFamily | CounterMetricFamily = (GaugeMetricFamily if gauge else CounterMetricFamily)(
             f"tandem_node_tier_{field}",
             f"Of a tier of the node's cache: {field.replace('_', ' ')}",
             labels=["node", "role", "tier"],

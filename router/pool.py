@@ -57,9 +57,7 @@ class NodePool:
         self.block_sizes: tuple[int, ...] = ()
         self._checked_at: float | None = None
         self.handover = Average()
-        self._accusers: dict[
-            str, list[str]
-        ] = {}  # by prefill node: the decode nodes where its KV arrived wrong
+        self._accusers: dict[str, list[str]] = {}  # by prefill node: the decode nodes where its KV arrived wrong
         self.paused: frozenset[str] = frozenset()  # names of pools and nodes that get no new requests
         self.reports: Sequence[PoolReport] = ()  # the controller's; empty without one
         self.is_paused = False  # every node that can write answers is paused
@@ -98,9 +96,7 @@ class NodePool:
         self.block_sizes = tuple(
             {each.info.block_size for each in self._members.values() if each.info.role.runs_requests}
         )
-        self.oldest_version = min(
-            (member.info.wire_version for member in self._members.values()), default=WIRE_VERSION
-        )
+        self.oldest_version = min((member.info.wire_version for member in self._members.values()), default=WIRE_VERSION)
         self.view.changed()
         self._changed()
         for member in gone:
@@ -122,9 +118,7 @@ class NodePool:
             self._changed()
 
     def _is_held_back(self, member: Member) -> bool:
-        return bool(self.paused) and (
-            member.info.node_id in self.paused or member.info.role.value in self.paused
-        )
+        return bool(self.paused) and (member.info.node_id in self.paused or member.info.role.value in self.paused)
 
     def sightings(self) -> list[NodeSighting]:
         now = self._clock()
@@ -221,9 +215,7 @@ class NodePool:
         was_away = self._checked_at is not None and now - self._checked_at > self._heartbeat.silence / 2
         self._checked_at = now
         if was_away:
-            logger.warning(
-                "the router itself did not run for a while: nodes' silence in that time does not count"
-            )
+            logger.warning("the router itself did not run for a while: nodes' silence in that time does not count")
             for member in self._members.values():
                 if member.heard_at is not None:
                     member.heard_at = now
@@ -246,8 +238,7 @@ class NodePool:
             if not member.is_starved:
                 member.is_starved = True
                 logger.warning(
-                    "node %s is silent while its machine answers: its requests wait for it",
-                    member.info.node_id,
+                    "node %s is silent while its machine answers: its requests wait for it", member.info.node_id
                 )
                 self._changed(member)
         else:
@@ -265,9 +256,7 @@ class NodePool:
         if member.is_deaf != is_deaf:
             member.is_deaf = is_deaf
             logger.warning(
-                "node %s %s what it is sent",
-                member.info.node_id,
-                "does not receive" if is_deaf else "receives",
+                "node %s %s what it is sent", member.info.node_id, "does not receive" if is_deaf else "receives"
             )
             self._changed(member)
 
@@ -323,9 +312,7 @@ class NodePool:
         return {
             member.info.node_id: why
             for member in self._members.values()
-            if not member.is_in_view
-            and not self._is_held_back(member)
-            and (why := self.unusable(member)) is not None
+            if not member.is_in_view and not self._is_held_back(member) and (why := self.unusable(member)) is not None
         }
 
     def ready_by_role(self) -> Counter[Role]:

@@ -39,11 +39,7 @@ class PromptHashes:
     """One prompt's block hashes by block size, each computed once."""
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        salt: str | None,
-        lora: str | None = None,
-        media: Sequence[MediaFeature] = (),
+        self, token_ids: Sequence[int], salt: str | None, lora: str | None = None, media: Sequence[MediaFeature] = ()
     ) -> None:
         self._token_ids = token_ids
         self._media = media
@@ -296,9 +292,7 @@ class Overlaps:
         """Tokens by node id, only for nodes that have any."""
         if not self.holders:
             return {}
-        return {
-            node.node_id: tokens for node in nodes if self.has(node.node_id) and (tokens := self.tokens(node))
-        }
+        return {node.node_id: tokens for node in nodes if self.has(node.node_id) and (tokens := self.tokens(node))}
 
     def longest(self) -> Iterator[int]:
         """Sets of nodes, those with the longest prefix first."""
@@ -443,8 +437,7 @@ class CachedBlocks:
             return 0, ""
         on_device = cache.media[DEVICE_MEDIUM]
         medium = next(
-            (each for each, there in cache.media.items() if there is not on_device and hashes[-1] in there),
-            "",
+            (each for each, there in cache.media.items() if there is not on_device and hashes[-1] in there), ""
         )
         # Found by halving, too: the device evicts a prefix's last block first.
         first = bisect_left(hashes, True, key=lambda value: value not in on_device)

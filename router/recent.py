@@ -63,14 +63,7 @@ class RequestAccount(msgspec.Struct, frozen=True):
 
     @property
     def total_s(self) -> float:
-        return (
-            self.reading_s
-            + self.router_wait_s
-            + self.node_wait_s
-            + self.prefill_s
-            + self.handover_s
-            + self.decode_s
-        )
+        return self.reading_s + self.router_wait_s + self.node_wait_s + self.prefill_s + self.handover_s + self.decode_s
 
     @property
     def first_token_s(self) -> float:
@@ -79,11 +72,7 @@ class RequestAccount(msgspec.Struct, frozen=True):
     @property
     def token_s(self) -> float:
         """The mean time between two tokens; 0 for an answer of one token."""
-        return (
-            (self.handover_s + self.decode_s) / max(self.output_tokens - 1, 1)
-            if self.output_tokens > 1
-            else 0.0
-        )
+        return (self.handover_s + self.decode_s) / max(self.output_tokens - 1, 1) if self.output_tokens > 1 else 0.0
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -201,9 +190,7 @@ class RecentRequests:
         if account.failovers and not has_failed:
             moment.moved += account.failovers
             text = f"it went on there, after {account.prefill_node or 'no node'} had read its prompt"
-            self._add(
-                Trouble(self.now(), "moved", account.request_id, 200, "moved", account.decode_node, text)
-            )
+            self._add(Trouble(self.now(), "moved", account.request_id, 200, "moved", account.decode_node, text))
         moment.prompt_tokens += account.prompt_tokens
         moment.output_tokens += account.output_tokens
         if account.output_tokens and not has_failed:
@@ -239,9 +226,7 @@ class RecentRequests:
         self._moment()
         found = heapq.nlargest(count, (entry for slowest in self._slowest for entry in slowest))
         causes = [(account, excess, cause_of(account, self.targets)) for excess, _, account in found]
-        return [
-            SlowRequest(account, excess, cause, ADVICE.get(cause, "")) for account, excess, cause in causes
-        ]
+        return [SlowRequest(account, excess, cause, ADVICE.get(cause, "")) for account, excess, cause in causes]
 
     def _moment(self) -> Moment:
         began = self.now() // BUCKET_S * BUCKET_S

@@ -110,17 +110,12 @@ class RouterServer:
             self._port = listener.getsockname()[1]
             keys = load_keys(config.api_keys, config.api_keys_file)
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, config.tokenizer_path)
-            template = await asyncio.to_thread(
-                ChatTemplate.from_folder, config.tokenizer_path, config.chat_template
-            )
+            template = await asyncio.to_thread(ChatTemplate.from_folder, config.tokenizer_path, config.chat_template)
             images = image_reader(config.tokenizer_path, tokenizer, config.limits)
             self._services = self._assemble(KeyRing(keys, time.monotonic), tokenizer, template, images)
             self.wings = [wing(self._services) for wing in wing_types()]
             self._listen_to_nodes()
-            self._listener, self._accepts_by = (
-                (listener, tally),
-                time.monotonic() + (ACCEPT_S if door else 0.0),
-            )
+            self._listener, self._accepts_by = ((listener, tally), time.monotonic() + (ACCEPT_S if door else 0.0))
             await self._serve(listener, tally)
         except BaseException:
             listener.close()
@@ -135,11 +130,7 @@ class RouterServer:
         return self.base_url
 
     def _assemble(
-        self,
-        keys: KeyRing,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        images: ImageReader | None,
+        self, keys: KeyRing, tokenizer: Tokenizer, template: ChatTemplate | None, images: ImageReader | None
     ) -> Services:
         config, tasks = self._config, Tasks()
         metrics = RouterMetrics(config.model_name)
@@ -223,9 +214,7 @@ class RouterServer:
             services.tasks.keep("certificate", self._renew_certificate)
 
     def _accept_if_time(self, http: HttpServer) -> None:
-        if self._listener is not None and (
-            time.monotonic() >= self._accepts_by or not self.services.why_unhealthy()
-        ):
+        if self._listener is not None and (time.monotonic() >= self._accepts_by or not self.services.why_unhealthy()):
             self.accepts = True
             forget = self._door.forget_former if self._door is not None else lambda: None
             http.begin(*self._listener, self._former, forget)

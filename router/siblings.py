@@ -48,9 +48,7 @@ class Siblings:
 class SentReports(Protocol):
     """Tells siblings what this process sends to nodes."""
 
-    def tell(
-        self, node: NodeInfo, request_id: str, tokens: int, blocks: int, hashes: PromptHashes
-    ) -> None: ...
+    def tell(self, node: NodeInfo, request_id: str, tokens: int, blocks: int, hashes: PromptHashes) -> None: ...
 
     def tell_answered(self, node_id: str, request_id: str) -> None:
         """A node answered a request before its status counted it."""

@@ -22,9 +22,7 @@ class AnswerSigner:
     def check(self, exchange: HttpExchange, plan: GenerationPlan, *, streams: bool) -> None:
         """Called before anything is generated. Raises an InvalidRequest for a receipt that cannot be given."""
         if exchange.header(RECEIPT_HEADER) is not None:
-            raise refused(
-                "this server signs no receipts, because its operator has not set router.receipt_key_file"
-            )
+            raise refused("this server signs no receipts, because its operator has not set router.receipt_key_file")
 
     def headers(
         self, exchange: HttpExchange, plan: GenerationPlan, generation: Generation, read: Sequence[ReadChoice]

@@ -56,9 +56,7 @@ class _Busy:
         """The seconds from `begin` to `end` in which the node computed."""
         first = max(bisect.bisect_right(self._begins, begin) - 1, 0)
         last = bisect.bisect_left(self._begins, end)
-        return sum(
-            max(min(step.ended, end) - max(step.began, begin), 0.0) for step in self._steps[first:last]
-        )
+        return sum(max(min(step.ended, end) - max(step.began, begin), 0.0) for step in self._steps[first:last])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,11 +83,7 @@ def in_traffic(costs: CostModel, asked: Sequence[ProfiledRequest]) -> CostModel:
     )
     writes_alone, writes_times, _ = _fit(
         [
-            _Taken(
-                _alone_s(costs, step),
-                following.began - step.began,
-                reads.seconds(step.began, following.began),
-            )
+            _Taken(_alone_s(costs, step), following.began - step.began, reads.seconds(step.began, following.began))
             for step, following in pairwise(writing)
             # Without a request in both, the node may have rested in between.
             if step.is_known and not step.reads and step.chunks.keys() & following.chunks.keys()
@@ -121,11 +115,7 @@ def _steps_of(asked: Sequence[ProfiledRequest], role: Role) -> list[_Step]:
 def _alone_s(costs: CostModel, step: _Step) -> float:
     """The seconds that a step takes by the costs, if it only reads or only writes."""
     chunks = list(step.chunks.values())
-    return (
-        costs.step_s(chunks)
-        if step.reads
-        else costs.step_s([], len(chunks), sum(before for _, before in chunks))
-    )
+    return costs.step_s(chunks) if step.reads else costs.step_s([], len(chunks), sum(before for _, before in chunks))
 
 
 def _fit(steps: Sequence[_Taken], *, reads: bool) -> tuple[float, float, float]:

@@ -81,9 +81,7 @@ def change_of(
 
     def play(sizes: PoolSizes) -> tuple[SimulationReport, dict[int, tuple[float, float]]]:
         answers: dict[int, tuple[float, float]] = {}
-        setup = SimulationSetup(
-            msgspec.structs.replace(config, pools=sizes.pools(config.pools)), costs, traffic
-        )
+        setup = SimulationSetup(msgspec.structs.replace(config, pools=sizes.pools(config.pools)), costs, traffic)
         report = simulate(setup, on_progress, lambda index, *times: answers.update({index - warm: times}))
         return report, answers
 
@@ -125,8 +123,7 @@ def _times(account: RequestAccount, now: tuple[float, float], then: tuple[float,
 def _expected(what: str, played: Sequence[_Times], part: int, percent: float) -> ExpectedFigure:
     def figures(of: Sequence[_Times]) -> tuple[float, float, float]:
         measured, now, then = (
-            percentile(sorted(getattr(one, name)[part] for one in of), percent)
-            for name in ("measured", "now", "then")
+            percentile(sorted(getattr(one, name)[part] for one in of), percent) for name in ("measured", "now", "then")
         )
         return measured, now, measured * then / now if now > 0 else measured
 
@@ -136,11 +133,7 @@ def _expected(what: str, played: Sequence[_Times], part: int, percent: float) ->
     length = isqrt(count)
     drawn = sorted(
         figures(
-            [
-                one
-                for at in rng.choices(range(count - length + 1), k=length + 1)
-                for one in played[at : at + length]
-            ]
+            [one for at in rng.choices(range(count - length + 1), k=length + 1) for one in played[at : at + length]]
         )[2]
         for _ in range(DRAWS)
     )
@@ -152,7 +145,5 @@ def _expected(what: str, played: Sequence[_Times], part: int, percent: float) ->
 
 
 def _busy(report: SimulationReport) -> dict[str, float]:
-    of_roles = {
-        role.value: [load.busy for load in report.nodes if load.role == role.value] for role in ENGINE_ROLES
-    }
+    of_roles = {role.value: [load.busy for load in report.nodes if load.role == role.value] for role in ENGINE_ROLES}
     return {role: sum(busy) / len(busy) for role, busy in of_roles.items() if busy}

@@ -50,32 +50,22 @@ def _sizes(given: list[str]) -> Mapping[Role, int]:
     for text in given:
         name, _, size = text.partition("=")
         if name not in roles or not size.isdecimal():
-            raise ConfigurationError(
-                f"{text!r} must be a role and its nodes, such as prefill=3: {', '.join(roles)}"
-            )
+            raise ConfigurationError(f"{text!r} must be a role and its nodes, such as prefill=3: {', '.join(roles)}")
         sizes[roles[name]] = int(size)
     return sizes
 
 
 def _show(console: Console, change: Change) -> None:
-    console.print(
-        f"{change.now} → {change.then}, by the last {change.requests} requests, of {change.seconds:.0f} s"
-    )
+    console.print(f"{change.now} → {change.then}, by the last {change.requests} requests, of {change.seconds:.0f} s")
     table = Table(title_justify="left")
     for name in ("", "now", "simulated", "then", f"{INSIDE:.0f}% between"):
         table.add_column(name, justify="right" if name else "left")
     for one in change.expected:
         table.add_row(
-            one.what,
-            _ms(one.measured),
-            _ms(one.simulated),
-            _ms(one.then),
-            f"{_ms(one.low)} and {_ms(one.high)}",
+            one.what, _ms(one.measured), _ms(one.simulated), _ms(one.then), f"{_ms(one.low)} and {_ms(one.high)}"
         )
     for role in {**change.busy_now, **change.busy_then}:
-        now, then = (
-            f"{busy[role]:.0%}" if role in busy else "–" for busy in (change.busy_now, change.busy_then)
-        )
+        now, then = (f"{busy[role]:.0%}" if role in busy else "–" for busy in (change.busy_now, change.busy_then))
         table.add_row(f"{role} nodes busy", "", now, then, "")
     console.print(table)
 

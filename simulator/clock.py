@@ -34,11 +34,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def call_at(  # type: ignore[override]
-        self,
-        when: float,
-        callback: Callable[..., Any],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         self._timers_set += 1
         timer = asyncio.TimerHandle(when, callback, args, self, context)

@@ -30,12 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_costs(parser)
     add_traffic(parser)
     add = adder(parser.add_argument_group("what is asked for"))
-    add(
-        "--slo",
-        "LIMITS",
-        service_level,
-        "such as ttft=2s,itl=100ms (default: what the settings say under slo)",
-    )
+    add("--slo", "LIMITS", service_level, "such as ttft=2s,itl=100ms (default: what the settings say under slo)")
     machines = "for all pools together, where pools.*.max lets them grow (default: one for each node)"
     add("--machines", "N", int, machines)
     shared = "all nodes share one machine, as `make serve` starts them, and slow each other"

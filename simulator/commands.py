@@ -20,9 +20,7 @@ def describe_why(parser: argparse.ArgumentParser) -> None:
     add_costs(parser, "also simulate the request in other clusters, with these costs", required=False)
 
 
-def explain_more(
-    options: argparse.Namespace, why: Explanation, state: Callable[[], PageState]
-) -> Explanation:
+def explain_more(options: argparse.Namespace, why: Explanation, state: Callable[[], PageState]) -> Explanation:
     if options.costs is None:
         return why
     from rich.console import Console
@@ -38,12 +36,6 @@ _ROWS = (
     ("profile_command", "profile", "measure what a node's steps take, for `tandem simulate`"),
     ("command", "simulate", "simulate how a cluster would serve given traffic"),
     ("plan_command", "plan", "how many nodes of each role given traffic needs, and what they cost"),
-    (
-        "change_command",
-        "what-if",
-        "what other sizes of the pools would do to the requests of the last minutes",
-    ),
+    ("change_command", "what-if", "what other sizes of the pools would do to the requests of the last minutes"),
 )
-COMMANDS = tuple(
-    command_of(f"tandem.simulator.{module}", name, help, MEASURE) for module, name, help in _ROWS
-)
+COMMANDS = tuple(command_of(f"tandem.simulator.{module}", name, help, MEASURE) for module, name, help in _ROWS)

@@ -40,9 +40,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, values in (("sizes", self.sizes), ("contexts", self.contexts)):
             if not values or values != sorted(set(values)) or values[0] < 0:
                 raise ValueError(f"{name} must be numbers from 0 up, in order and different, not {values}")
-        if len(self.seconds) != len(self.sizes) or any(
-            len(row) != len(self.contexts) for row in self.seconds
-        ):
+        if len(self.seconds) != len(self.sizes) or any(len(row) != len(self.contexts) for row in self.seconds):
             raise ValueError("seconds must have a row for each size, with a number for each context")
         if not all(math.isfinite(value) and value > 0 for row in self.seconds for value in row):
             raise ValueError("seconds must be above 0")
@@ -62,9 +60,7 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(self.at(one, other) for one in sizes for other in contexts)
 
     def times(self, factor: float) -> CostTable:
-        return CostTable(
-            self.sizes, self.contexts, [[factor * value for value in row] for row in self.seconds]
-        )
+        return CostTable(self.sizes, self.contexts, [[factor * value for value in row] for row in self.seconds])
 
     def _along(self, row: int, context: float) -> float:
         seconds = self.seconds[row]
@@ -116,9 +112,7 @@ class BesideCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(self, role: Role, reads_s: float | None) -> float:
         """`reads_s`: the seconds that the step takes alone, if it reads a prompt. An aggregated node does both, so it takes the larger
         slowdown."""
-        slowdown = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(
-            role, max(self.prefill, self.decode)
-        )
+        slowdown = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}.get(role, max(self.prefill, self.decode))
         return slowdown if reads_s is None else slowdown + self.prefill_step_s / reads_s
 
 
@@ -177,9 +171,7 @@ class CostModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def width(self) -> Width:
         return Width(self.tensor_parallel, self.pipeline_parallel)
 
-    def step_s(
-        self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0
-    ) -> float:
+    def step_s(self, chunks: Sequence[tuple[int, int]], num_decodes: int = 0, decode_context: float = 0.0) -> float:
         """The seconds of one step. `chunks`: (tokens, tokens before them) of each prompt. `decode_context`: the sum of the contexts of
         all decoding requests."""
         seconds = 0.0

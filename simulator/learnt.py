@@ -12,14 +12,7 @@ import msgspec
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.router.page_state import PageState
-from tandem.simulator.costs import (
-    DEFAULT_START_S,
-    LEAST_STEP_S,
-    CostModel,
-    CostTable,
-    RequestCost,
-    TransferCost,
-)
+from tandem.simulator.costs import DEFAULT_START_S, LEAST_STEP_S, CostModel, CostTable, RequestCost, TransferCost
 from tandem.simulator.profile_client import ClusterNode, refuse_contexts
 from tandem.wire.nodes import ENGINE_ROLES, Role
 from tandem.wire.step_costs import FIRST_ROWS, FIRST_TOKENS, MANY_ROWS, MANY_TOKENS, StepCosts
@@ -81,9 +74,7 @@ def _learnt(url: str, nodes: Sequence[_Node], page: PageState) -> LearntCosts:
                 f"the {role.value} nodes of {url} are of several widths: give --costs a profile of each"
             )
     costs = {
-        role: _costs_of(
-            f"{role.value} nodes of {url}", _of(role, nodes), _of(role, readers), _of(role, writers), page
-        )
+        role: _costs_of(f"{role.value} nodes of {url}", _of(role, nodes), _of(role, readers), _of(role, writers), page)
         for role in ENGINE_ROLES
     }
     reading = _said("read prompts", readers, "prompts_seen", "prompts_error", "most_prompt_tokens")
@@ -120,9 +111,7 @@ def _costs_of(
             ),
         ),
         decode=_table(
-            _ROWS,
-            longest,
-            lambda rows, before: statistics.fmean(one.rows_s(rows, rows * before) for one in writing),
+            _ROWS, longest, lambda rows, before: statistics.fmean(one.rows_s(rows, rows * before) for one in writing)
         ),
         transfer=TransferCost(page.router.handover_s or 0.0),
         request=RequestCost(statistics.median(answered) if answered else 0.0),

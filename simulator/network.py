@@ -70,9 +70,7 @@ class Network:
         port.under_way += 1
         self._go_on(name, transfer)
 
-    def computed(
-        self, name: str, port: Port, request_id: str, num_tokens: int, first_token: int | None
-    ) -> None:
+    def computed(self, name: str, port: Port, request_id: str, num_tokens: int, first_token: int | None) -> None:
         """The producer has computed the first `num_tokens` tokens. `first_token` is the answer's first token once the prompt is complete."""
         transfer = self._transfers.setdefault(name, SimulatedTransfer())
         if transfer.producer is None:
@@ -135,21 +133,13 @@ class SimulatedConnector(SchedulerConnector):
         self._loaded: set[str] = set()
         self._sending: dict[str, KVTransferParams] = {}
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         transfer = request.transfer
-        if (
-            transfer is None
-            or transfer.role is not TransferRole.CONSUME
-            or request.request_id in self._loaded
-        ):
+        if transfer is None or transfer.role is not TransferRole.CONSUME or request.request_id in self._loaded:
             return 0, False
         return request.num_tokens - num_computed_tokens, True
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         transfer = request.transfer
         if transfer is None:
             return
@@ -159,9 +149,7 @@ class SimulatedConnector(SchedulerConnector):
             self._loading[request.request_id] = transfer
             self._loaded.add(request.request_id)
             found = request.num_tokens - num_external_tokens
-            self._network.register(
-                transfer.transfer_id, self._port, request.request_id, request.num_tokens, found
-            )
+            self._network.register(transfer.transfer_id, self._port, request.request_id, request.num_tokens, found)
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
         return ConnectorMetadata()

@@ -29,15 +29,7 @@ from tandem.simulator.network import Network, Port, SimulatedConnector
 from tandem.simulator.outcome import AnswerLog, NodeLoad
 from tandem.simulator.traffic import NameHasher, next_token
 from tandem.wire.nodes import NodeInfo, NodeState
-from tandem.wire.requests import (
-    Cancel,
-    NodeCounters,
-    NodeStatus,
-    Submit,
-    TokenBatch,
-    TokenChunk,
-    TurnEnded,
-)
+from tandem.wire.requests import Cancel, NodeCounters, NodeStatus, Submit, TokenBatch, TokenChunk, TurnEnded
 from tandem.wire.sampling import FinishReason
 
 # A router gets an answer's first and last tokens at once, and the tokens in between at least this often.
@@ -295,8 +287,7 @@ class SimulatedNode:
         sampled = {
             request_id: [next_token(request)]
             for request_id in plan.num_scheduled_tokens
-            if (request := requests.get(request_id)) is not None
-            and request.num_computed_tokens == request.num_tokens
+            if (request := requests.get(request_id)) is not None and request.num_computed_tokens == request.num_tokens
         }
         self._steps += 1
         self._busy_s += self._plan_s
@@ -313,9 +304,7 @@ class SimulatedNode:
             self._network.computed(name, self._port, request_id, tokens, first[0] if first else None)
         self._publish(updates)
         self._status = None
-        return bool(
-            plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or transfers is not None
-        )
+        return bool(plan.total_num_scheduled_tokens or plan.preempted_req_ids or updates or transfers is not None)
 
     def _sending_of(self, plan: SchedulerOutput) -> dict[str, tuple[str, int]]:
         if self._connector is None:
@@ -342,19 +331,13 @@ class SimulatedNode:
             self.scheduler.add_request(request)
         except RequestError as error:
             chunk = TokenChunk(
-                submit.request_id,
-                len(submit.output_token_ids),
-                [],
-                FinishReason.ERROR,
-                error=error.to_wire(),
+                submit.request_id, len(submit.output_token_ids), [], FinishReason.ERROR, error=error.to_wire()
             )
             self._send([chunk])
             return
         self._requests += 1
         self._longest = max(self._longest, request.length_limit)
-        self._live[submit.request_id] = _LiveRequest(
-            request, submit, len(submit.output_token_ids), self._loop.time()
-        )
+        self._live[submit.request_id] = _LiveRequest(request, submit, len(submit.output_token_ids), self._loop.time())
 
     def _arrival_time(self) -> float:
         """The current time, made unique: with equal times the scheduler would order requests by their ids, which are random."""
@@ -373,9 +356,7 @@ class SimulatedNode:
             if live is None:
                 continue
             finish = self._rules.finish_of(live.submit, update)
-            hears = (
-                update.cached_tokens is not None or finish is not None or now - live.reported_at > REPORT_S
-            )
+            hears = update.cached_tokens is not None or finish is not None or now - live.reported_at > REPORT_S
             if update.token_ids and not (self._rules.role.writes_answers and self._is_handoff(live, update)):
                 for _ in update.token_ids:
                     self._outcome.on_token(update.request_id, now)
@@ -424,9 +405,7 @@ class SimulatedNode:
 
     @property
     def is_idle(self) -> bool:
-        return not (
-            self._live or self._inbox or self._port.under_way or self.scheduler.has_unfinished_requests()
-        )
+        return not (self._live or self._inbox or self._port.under_way or self.scheduler.has_unfinished_requests())
 
     def held(self) -> dict[str, int]:
         """The requests that this node holds, including those still in the inbox, and how many tokens of each it has reported."""
@@ -442,14 +421,10 @@ class SimulatedNode:
         self._report_quiet()
         stats = self._stats if self._plan is not None else self.scheduler.stats()
         if stats is None:
-            raise InternalError(
-                f"{self.info.node_id} was asked how it stands at a moment that it was not told of"
-            )
+            raise InternalError(f"{self.info.node_id} was asked how it stands at a moment that it was not told of")
         counters = self._counters if self._plan is not None else None
         if counters is None:
-            counters = self._counters = NodeCounters(
-                **counted(stats), steps=self._steps, step_seconds=self._busy_s
-            )
+            counters = self._counters = NodeCounters(**counted(stats), steps=self._steps, step_seconds=self._busy_s)
         age_s = 0.0 if self._plan is None else self._loop.time() - self._plan_began
         self._status = status = NodeStatus(
             self.info.node_id,

@@ -48,9 +48,7 @@ class GapCounts:
             return
         passed = 0
         for place in range(low, high):
-            below = min(
-                int((math.exp((place + 1) * _CLASS) - begin) / (end - begin) * (steps - 1)) + 1, steps
-            )
+            below = min(int((math.exp((place + 1) * _CLASS) - begin) / (end - begin) * (steps - 1)) + 1, steps)
             self._counts[place] += max(below - passed, 0) * count
             passed = max(passed, below)
         self._counts[high] += (steps - passed) * count

@@ -53,9 +53,7 @@ def draw(trials: Sequence[Trial], chosen: Trial | None, title: str) -> str:
             f'fill-opacity="0.8"{ring}><title>{escape(note)}</title></circle>'
         )
         if is_chosen:
-            parts.append(
-                _text(x(trial.cost), y(trial.goodput_per_s) - 14, str(trial.layout), INK, "middle", bold=True)
-            )
+            parts.append(_text(x(trial.cost), y(trial.goodput_per_s) - 14, str(trial.layout), INK, "middle", bold=True))
     return "\n".join([*parts, "</svg>", ""])
 
 

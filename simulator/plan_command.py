@@ -21,15 +21,7 @@ from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.options import service_level
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import CostModel, Width
-from tandem.simulator.options import (
-    CostsByWidth,
-    add_costs,
-    add_traffic,
-    costs_by_width,
-    money,
-    slo_of,
-    traffic_of,
-)
+from tandem.simulator.options import CostsByWidth, add_costs, add_traffic, costs_by_width, money, slo_of, traffic_of
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.picture import draw
 from tandem.simulator.planner import Evaluate, Plan, Planner, PoolSizes, Trial, least_nodes
@@ -84,13 +76,7 @@ def run(options: argparse.Namespace) -> int:
             return lambda share, seconds, running: shown.update(row, completed=share)
 
         evaluate = evaluator(configure, costs, traffic, slo, options.attainment, say)
-        planner = Planner(
-            evaluate,
-            prices,
-            options.attainment,
-            options.most_nodes,
-            least_by_width(costs, traffic),
-        )
+        planner = Planner(evaluate, prices, options.attainment, options.most_nodes, least_by_width(costs, traffic))
         plan = planner.plan()
     if options.picture is not None:
         title = f"within {slo}, by cost"
@@ -115,13 +101,10 @@ def evaluator(
         config = msgspec.structs.replace(config, pools=layout.pools(config.pools))
         of_nodes = {role: costs[role][layout.widths.of(role)] for role in ENGINE_ROLES}
         rows = [
-            TraceRow(row.arrival_s / faster, row.input_tokens, row.output_tokens, row.blocks)
-            for row in traffic.rows
+            TraceRow(row.arrival_s / faster, row.input_tokens, row.output_tokens, row.blocks) for row in traffic.rows
         ]
         played = PlayedTraffic(rows, traffic.block_tokens)
-        what = " ".join(
-            [str(layout), *settings.values(), *([f"{faster:g} times as fast"] if faster != 1 else [])]
-        )
+        what = " ".join([str(layout), *settings.values(), *([f"{faster:g} times as fast"] if faster != 1 else [])])
         setup = SimulationSetup(config, of_nodes, played, slo, give_up_below=target)
         return simulate(setup, say(what))
 
@@ -132,12 +115,9 @@ def least_by_width(costs: CostsByWidth, traffic: PlayedTraffic) -> dict[Role, di
     found: dict[Role, dict[Width, int]] = {}
     for role in ENGINE_ROLES:
         of_role = {
-            width: least_work(dict.fromkeys(ENGINE_ROLES, model), traffic)[role]
-            for width, model in costs[role].items()
+            width: least_work(dict.fromkeys(ENGINE_ROLES, model), traffic)[role] for width, model in costs[role].items()
         }
-        found[role] = {
-            width: least_nodes({role: work}, traffic.seconds)[role] for width, work in of_role.items()
-        }
+        found[role] = {width: least_nodes({role: work}, traffic.seconds)[role] for width, work in of_role.items()}
     return found
 
 
@@ -169,9 +149,7 @@ def render(plan: Plan, slo: ServiceLevel) -> RenderableType:
     table = Table(title=f"for {slo}", title_justify="left")
     for name in ("nodes", "settings", "an hour", "within", "goodput/s", "TTFT p99 ms", "ITL p99 ms"):
         is_text = name in ("nodes", "settings")
-        table.add_column(
-            name, justify="left" if is_text else "right", no_wrap=name == "nodes", overflow="fold"
-        )
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "nodes", overflow="fold")
     shown = sorted(plan.trials, key=lambda trial: (trial != plan.chosen, trial.given_up, trial.cost))
     for trial in shown[:MOST_ROWS]:
         table.add_row(*_cells(trial), style="bold" if trial == plan.chosen else "")

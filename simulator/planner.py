@@ -81,14 +81,11 @@ class PoolSizes(msgspec.Struct, frozen=True, order=True):
 
     def cost(self, money: Mapping[str, float]) -> float:
         """The cost of an hour. Each rank has its own device, and `money` has the price of a device for each role."""
-        return math.fsum(
-            self.of(role) * self.widths.of(role).ranks * money[role.value] for role in ENGINE_ROLES
-        )
+        return math.fsum(self.of(role) * self.widths.of(role).ranks * money[role.value] for role in ENGINE_ROLES)
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{self.of(role)} {role.value}"
-            + (f" ({width})" if (width := self.widths.of(role)).ranks > 1 else "")
+            f"{self.of(role)} {role.value}" + (f" ({width})" if (width := self.widths.of(role)).ranks > 1 else "")
             for role in ENGINE_ROLES
             if self.of(role)
         )
@@ -160,9 +157,7 @@ class Planner:
         why = [*self._why(chosen, cheapest), *self._why_this_width(chosen, found)]
         return Plan(chosen, list(self._trials.values()), why, self._breaks_first(chosen))
 
-    def _of_each_width(
-        self, search: Callable[[Widths], Trial | None], roles: Sequence[Role]
-    ) -> Iterator[Trial]:
+    def _of_each_width(self, search: Callable[[Widths], Trial | None], roles: Sequence[Role]) -> Iterator[Trial]:
         """Yields the cheapest sufficient cluster of each combination of widths. Skips a combination if even its lower bound costs as much
         as a sufficient cluster that was already found."""
         cheapest = math.inf
@@ -199,9 +194,7 @@ class Planner:
     def _is_enough(self, trial: Trial) -> bool:
         return not trial.given_up and trial.attainment >= self._target
 
-    def _fewest(
-        self, layout: PoolSizes, role: Role, settings: Mapping[str, str] | None = None
-    ) -> PoolSizes | None:
+    def _fewest(self, layout: PoolSizes, role: Role, settings: Mapping[str, str] | None = None) -> PoolSizes | None:
         """The layout with the fewest nodes of the role that are enough: doubles the number until it is enough, then bisects. None if
         `most_nodes` are not enough."""
         low = high = self._fewest_of(role, layout.widths)
@@ -232,9 +225,7 @@ class Planner:
         while not self._is_enough(self._try(layout)):
             if max(layout.prefill, layout.decode) >= self._most:
                 return None
-            prefill, decode = (
-                min(self._most, math.ceil(1.5 * size)) for size in (layout.prefill, layout.decode)
-            )
+            prefill, decode = (min(self._most, math.ceil(1.5 * size)) for size in (layout.prefill, layout.decode))
             layout = PoolSizes(prefill, decode, widths=widths)
         for role in sorted((Role.PREFILL, Role.DECODE), key=lambda role: -self._money[role.value]):
             layout = self._fewest(layout, role) or layout
@@ -268,21 +259,15 @@ class Planner:
 
     def _why(self, chosen: Trial, best: Sequence[Trial]) -> Iterator[str]:
         for trial in best:
-            if trial.layout != chosen.layout and bool(trial.layout.aggregated) != bool(
-                chosen.layout.aggregated
-            ):
-                yield (
-                    f"{trial.layout} keep the limits too, for {trial.cost:.2f} an hour, not {chosen.cost:.2f}"
-                )
+            if trial.layout != chosen.layout and bool(trial.layout.aggregated) != bool(chosen.layout.aggregated):
+                yield (f"{trial.layout} keep the limits too, for {trial.cost:.2f} an hour, not {chosen.cost:.2f}")
         kinds = {bool(trial.layout.aggregated) for trial in best}
         if len(kinds) == 1:
             other = "separate pools" if chosen.layout.aggregated else "aggregated nodes"
             yield f"{other} do not keep the limits at any size up to {self._most}"
         for role in ENGINE_ROLES:
             size = chosen.layout.of(role)
-            fewer = self._trials.get(
-                (chosen.layout.with_size(role, size - 1), tuple(sorted(chosen.settings.items())))
-            )
+            fewer = self._trials.get((chosen.layout.with_size(role, size - 1), tuple(sorted(chosen.settings.items()))))
             if size and fewer is not None:
                 yield f"with {size - 1} {role.value} node{'s' * (size != 2)}: {_worst_of(fewer.report)}"
         shown = ", ".join(f"{role} nodes {share:.0%}" for role, share in chosen.busy.items())

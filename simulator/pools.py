@@ -196,9 +196,7 @@ class SimulatedPools:
         if not self.bounds():
             return None
         # These pools do not know the router's queue, so the autoscaler is told that nothing waits there.
-        return Autoscaler(
-            self._config, VirtualClock(), self.statuses, lambda: 0.0, self.bounds, self.resize, say
-        )
+        return Autoscaler(self._config, VirtualClock(), self.statuses, lambda: 0.0, self.bounds, self.resize, say)
 
     async def stop(self) -> None:
         tasks = list(self._tasks)

@@ -197,11 +197,7 @@ class Profiler:
     async def _measure_decode(self, room: int, prefill: CostTable) -> tuple[CostTable, FitError]:
         contexts = [context for context in self._grid.contexts if context + STEPS + 8 <= self._longest]
         batches = [batch for batch in self._grid.batches if batch * (contexts[-1] + 2 * STEPS) <= 0.8 * room]
-        between = [
-            (batch, contexts[len(contexts) // 2])
-            for batch in self._grid.batches_between
-            if batch < batches[-1]
-        ]
+        between = [(batch, contexts[len(contexts) // 2]) for batch in self._grid.batches_between if batch < batches[-1]]
         points = [
             (batch, context)
             for context in contexts
@@ -271,9 +267,7 @@ class Profiler:
                 continue
             begun = asyncio.Event()
             stream = asyncio.create_task(
-                self._client.ask(
-                    self._prompt(BESIDE), STEPS + size // 4, traced=False, stream=True, begun=begun
-                )
+                self._client.ask(self._prompt(BESIDE), STEPS + size // 4, traced=False, stream=True, begun=begun)
             )
             await begun.wait()
             # Two tokens, because the second token's step shows when the prompt's last step was over.
@@ -339,9 +333,7 @@ def _complete(found: dict[tuple[int, int], float], batches: Sequence[int], conte
     """Adds the batches that were not measured after some context: the line through the two largest that were measured there continues."""
     for context in contexts:
         known = [batch for batch in batches if (batch, context) in found]
-        measured = CostTable(
-            [float(batch) for batch in known], [0.0], [[found[batch, context]] for batch in known]
-        )
+        measured = CostTable([float(batch) for batch in known], [0.0], [[found[batch, context]] for batch in known])
         for batch in batches[len(known) :]:
             found[batch, context] = measured.at(batch, 0.0)
 

@@ -82,9 +82,7 @@ class ProfiledRequest:
 
     @property
     def steps(self) -> list[WorkStep]:
-        return sorted(
-            (step for part in self.record.nodes for step in _steps_of(part)), key=lambda step: step.began
-        )
+        return sorted((step for part in self.record.nodes for step in _steps_of(part)), key=lambda step: step.began)
 
 
 def _steps_of(part: NodePart) -> Iterator[WorkStep]:
@@ -172,9 +170,7 @@ class ProfileClient:
                 raise Unavailable(f"{', '.join(record.missing)} did not tell of its part in {name}")
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _streamed(
-        self, path: str, body: dict[str, Any], headers: dict[str, str], begun: asyncio.Event
-    ) -> bytes:
+    async def _streamed(self, path: str, body: dict[str, Any], headers: dict[str, str], begun: asyncio.Event) -> bytes:
         """Reads the whole stream and returns its first event."""
         first, last = b"", ""
         try:
@@ -188,9 +184,7 @@ class ProfileClient:
                         begun.set()
                     last = line or last
         except httpx.HTTPError as error:
-            raise Unavailable(
-                f"{self.url} does not answer ({error}): is `tandem serve` running there?"
-            ) from error
+            raise Unavailable(f"{self.url} does not answer ({error}): is `tandem serve` running there?") from error
         if last != "data: [DONE]":
             raise Unavailable(f"{self.url}{path} ended its stream with {last[:200]!r}")
         return first
@@ -199,9 +193,7 @@ class ProfileClient:
         try:
             answer = await self._http.request(method, path, **what)
         except httpx.HTTPError as error:
-            raise Unavailable(
-                f"{self.url} does not answer ({error}): is `tandem serve` running there?"
-            ) from error
+            raise Unavailable(f"{self.url} does not answer ({error}): is `tandem serve` running there?") from error
         if answer.is_error:
             raise Unavailable(f"{self.url}{path} answered {answer.status_code}: {answer.text[:200]}")
         return answer

@@ -41,8 +41,7 @@ def render(report: SimulationReport, wall_s: float) -> RenderableType:
         ("end to end", report.e2e_ms),
     ):
         cells = [
-            f"{getattr(distribution, column):.1f}" if distribution else "–"
-            for column in ("p50", "p90", "p99", "max")
+            f"{getattr(distribution, column):.1f}" if distribution else "–" for column in ("p50", "p90", "p99", "max")
         ]
         times.add_row(name, *cells)
     nodes = Table(title_justify="left")

@@ -116,13 +116,9 @@ class SimulationSetup(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         if not self.config.pools.total:
-            raise ConfigurationError(
-                "there must be at least 1 node: --prefill N and --decode N, or --aggregated N"
-            )
+            raise ConfigurationError("there must be at least 1 node: --prefill N and --decode N, or --aggregated N")
         if not self.config.pools.decode.first_size and not self.config.pools.aggregated.first_size:
-            raise ConfigurationError(
-                "without a decode node or an aggregated one no answer is written: --decode N"
-            )
+            raise ConfigurationError("without a decode node or an aggregated one no answer is written: --decode N")
         if self.machines is not None and self.machines < self.config.pools.total:
             raise ConfigurationError(
                 f"--machines must be at least {self.config.pools.total}, the nodes at the beginning, not {self.machines}"
@@ -165,9 +161,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 class _Simulation:
-    def __init__(
-        self, setup: SimulationSetup, on_progress: OnProgress | None, on_answer: OnAnswer | None
-    ) -> None:
+    def __init__(self, setup: SimulationSetup, on_progress: OnProgress | None, on_answer: OnAnswer | None) -> None:
         self._setup = setup
         self._config = setup.config
         self._on_progress = on_progress
@@ -273,9 +267,7 @@ class _Simulation:
                 self._line_tasks.add(task)
                 task.add_done_callback(self._line_tasks.discard)
             if self._line_tasks:
-                await asyncio.wait(
-                    self._line_tasks, timeout=LINES_LOOK_S, return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait(self._line_tasks, timeout=LINES_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(LINES_LOOK_S)
 
@@ -283,9 +275,7 @@ class _Simulation:
         seed = len(self._setup.traffic.rows) + index
         facts = RequestFacts(
             prompt_token_ids=[OWN_TEXT + seed] * line.input_tokens,
-            sampling=SamplingParams(
-                temperature=0.0, max_tokens=line.output_tokens, ignore_eos=True, seed=seed
-            ),
+            sampling=SamplingParams(temperature=0.0, max_tokens=line.output_tokens, ignore_eos=True, seed=seed),
             when_idle=True,
         )
         spec = SequenceSpec(f"line {index}", facts, self._loop.time() + self._config.router.timeouts.total)

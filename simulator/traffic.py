@@ -64,9 +64,7 @@ def rows_of_steps(steps: Iterable[TracedStep]) -> list[TraceRow]:
         clock = header.unix_time - header.clock if header is not None else 0.0
         snapshot = step.snapshot
         for one in (*snapshot.running, *snapshot.waiting, *snapshot.blocked):
-            request = seen.setdefault(
-                (starts, one.request_id), _SeenRequest(clock + snapshot.at - one.waited_s)
-            )
+            request = seen.setdefault((starts, one.request_id), _SeenRequest(clock + snapshot.at - one.waited_s))
             request.tokens = max(request.tokens, one.tokens)
         for event in step.prefixes:
             found = seen.get((starts, event.request_id))

@@ -30,20 +30,14 @@ _WARM_GAP_S = 0.5
 
 
 def compared(
-    why: Explanation,
-    state: PageState,
-    config: TandemConfig,
-    costs: Mapping[Role, CostModel],
-    console: Console,
+    why: Explanation, state: PageState, config: TandemConfig, costs: Mapping[Role, CostModel], console: Console
 ) -> Explanation:
     """Returns the explanation with other clusters added, or with a remark why they could not be simulated."""
     try:
         with progress(console, "simulating") as on_progress:
             others = other_clusters(state, why.request_id, config, costs, on_progress)
     except ConfigurationError as error:
-        return msgspec.structs.replace(
-            why, remarks=[*why.remarks, f"not compared with other clusters: {error}"]
-        )
+        return msgspec.structs.replace(why, remarks=[*why.remarks, f"not compared with other clusters: {error}"])
     return msgspec.structs.replace(why, would_have_been=others)
 
 
@@ -62,12 +56,8 @@ def other_clusters(
 
     def play(sizes: PoolSizes) -> dict[int, tuple[float, float]]:
         answers: dict[int, tuple[float, float]] = {}
-        setup = SimulationSetup(
-            msgspec.structs.replace(config, pools=sizes.pools(config.pools)), costs, traffic
-        )
-        simulate(
-            setup, on_progress, lambda index, first_s, whole_s: answers.update({index: (first_s, whole_s)})
-        )
+        setup = SimulationSetup(msgspec.structs.replace(config, pools=sizes.pools(config.pools)), costs, traffic)
+        simulate(setup, on_progress, lambda index, first_s, whole_s: answers.update({index: (first_s, whole_s)}))
         return {index - warm: answer for index, answer in answers.items() if index >= warm}
 
     as_it_is = play(there)
@@ -102,9 +92,7 @@ def remembered(state: PageState, request_id: str) -> list[RequestAccount]:
             f"{request_id} is not among the last {LATEST} requests that its router remembers: what ran beside it is not known any more"
         )
     if not is_whole(found):
-        raise ConfigurationError(
-            "it was not answered to its end: a simulation has nothing to compare it with"
-        )
+        raise ConfigurationError("it was not answered to its end: a simulation has nothing to compare it with")
     asked_at = found.ended_at - found.total_s
     if len(accounts) >= LATEST and min(account.ended_at for account in accounts) > asked_at:
         raise ConfigurationError(
@@ -117,9 +105,7 @@ def is_whole(account: RequestAccount) -> bool:
     return account.output_tokens > 0 and account.finish not in ("abort", "error")
 
 
-def as_traffic(
-    accounts: Sequence[RequestAccount], block_size: int, costs: CostModel
-) -> tuple[PlayedTraffic, int]:
+def as_traffic(accounts: Sequence[RequestAccount], block_size: int, costs: CostModel) -> tuple[PlayedTraffic, int]:
     """Makes a request of every account. Before them come requests that fill the caches, one for each prefix that was found in a cache;
     also returns how many of these there are."""
     warm: list[TraceRow] = []
@@ -153,9 +139,7 @@ def sizes_of(state: PageState) -> PoolSizes:
             role = Role(node.role)
             sizes = sizes.with_size(role, sizes.of(role) + 1)
     if not sizes.decode and not sizes.aggregated:
-        raise ConfigurationError(
-            "no node that writes answers serves now: there is no cluster to compare with"
-        )
+        raise ConfigurationError("no node that writes answers serves now: there is no cluster to compare with")
     return sizes
 
 

@@ -53,18 +53,10 @@ class Browser:
             self.call(f"{domain}.enable")
         self.look(width, height, dark)
         self.call("Page.navigate", url=url)
-        self.until(
-            "location.href !== 'about:blank' && document.readyState === 'complete'", "the page is there"
-        )
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'", "the page is there")
 
     def look(self, width: int, height: int, dark: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
@@ -86,23 +78,8 @@ class Browser:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             more = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
-            codes = {
-                "Enter": 13,
-                "Escape": 27,
-                "ArrowDown": 40,
-                "ArrowUp": 38,
-                "End": 35,
-                "Home": 36,
-                "Tab": 9,
-            }
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=codes[key],
-                **more,
-            )
+            codes = {"Enter": 13, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "End": 35, "Home": 36, "Tab": 9}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
@@ -114,9 +91,7 @@ class Browser:
         """The role and name of each element that a screen reader finds."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
-            (node["role"]["value"], node.get("name", {}).get("value", ""))
-            for node in nodes
-            if not node.get("ignored")
+            (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored")
         ]
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

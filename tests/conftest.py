@@ -17,12 +17,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 from tandem.cluster.models.store import prepare_model
 from tests.doors import RECORDER, Door, read_ledger, write_ledger
 from tests.loops import in_loop
-from tests.small_model import (  # noqa: F401 (fixtures)
-    folder_with_tools,
-    model_folder,
-    thinking_folder,
-    tokenizer,
-)
+from tests.small_model import folder_with_tools, model_folder, thinking_folder, tokenizer  # noqa: F401 (fixtures)
 
 # hypothesis' deadline would measure how busy the machine is, and each test has a time limit of its own.
 settings.register_profile("tandem", deadline=None)
@@ -42,9 +37,7 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--record-doors",
-        action="store_true",
-        help="write the doors that the tests go through into doors.json",
+        "--record-doors", action="store_true", help="write the doors that the tests go through into doors.json"
     )
     parser.addoption("--share", metavar="I/N", help="run the I-th of N parts of the chosen tests")
 

@@ -41,9 +41,7 @@ def known_doors() -> set[Door]:
         "endpoint": lambda: (f"{method} {path}" for path, methods in endpoints() for method in methods),
         "metric": _metrics,
         "alert": lambda: re.findall(r"alert: (\w+)", (ROOT / "manifests/monitoring/alerts.yaml").read_text()),
-        "file": lambda: (
-            str(file.relative_to(ROOT)) for file in (ROOT / "manifests").rglob("*") if file.is_file()
-        ),
+        "file": lambda: (str(file.relative_to(ROOT)) for file in (ROOT / "manifests").rglob("*") if file.is_file()),
         "block": lambda: (block.name for block in blocks()),
     }
     return {(kind, name) for kind, names in kinds.items() for name in names()}
@@ -179,10 +177,7 @@ class Recorder:
     def _watch_requests(self) -> None:
         import httpx
 
-        handle, handle_async = (
-            httpx.HTTPTransport.handle_request,
-            httpx.AsyncHTTPTransport.handle_async_request,
-        )
+        handle, handle_async = (httpx.HTTPTransport.handle_request, httpx.AsyncHTTPTransport.handle_async_request)
 
         def handled(transport: Any, request: httpx.Request) -> httpx.Response:
             response = handle(transport, request)
@@ -231,9 +226,7 @@ def passes(kind: str, name: str) -> None:
 def read_ledger() -> tuple[dict[Door, str], dict[Door, str]]:
     """The test of each door, and the reason of each that has none."""
     kept = json.loads(LEDGER.read_text(encoding="utf-8"))
-    reasons = {
-        (kind, name): reason for kind, named in kept.pop(_NOT_YET).items() for name, reason in named.items()
-    }
+    reasons = {(kind, name): reason for kind, named in kept.pop(_NOT_YET).items() for name, reason in named.items()}
     return {(kind, name): test for kind, named in kept.items() for name, test in named.items()}, reasons
 
 
@@ -250,9 +243,7 @@ def write_ledger(seen: dict[str, set[Door]]) -> None:
     left: dict[str, dict[str, str]] = defaultdict(dict)
     for kind, name in sorted(known - tests.keys()):
         left[kind][name] = reasons.get((kind, name), "")
-    LEDGER.write_text(
-        json.dumps({**kept, _NOT_YET: left}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    LEDGER.write_text(json.dumps({**kept, _NOT_YET: left}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def report() -> str:

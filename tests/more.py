@@ -10,7 +10,4 @@ import pytest
 
 def more(cases: Iterable[Any]) -> list[Any]:
     """Returns the cases with the mark. A tuple holds one value for each of the test's parameters."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.more)
-        for case in cases
-    ]
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.more) for case in cases]

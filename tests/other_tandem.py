@@ -24,14 +24,10 @@ def make_other_tandem(place: Path) -> tuple[Path, int]:
     ref = os.environ.get("TANDEM_OTHER", "")
     if not ref:
         return make_later_tandem(place), LATER
-    files = subprocess.run(
-        ["git", "archive", ref], cwd=ROOT, capture_output=True, check=True, timeout=60
-    ).stdout
+    files = subprocess.run(["git", "archive", ref], cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
     with tarfile.open(fileobj=io.BytesIO(files)) as archive:
         archive.extractall(place, filter="data")
-    found = re.search(
-        r"^WIRE_VERSION = (\d+)$", (place / "tandem/wire/versions.py").read_text(), re.MULTILINE
-    )
+    found = re.search(r"^WIRE_VERSION = (\d+)$", (place / "tandem/wire/versions.py").read_text(), re.MULTILINE)
     assert found is not None, f"{ref} says no version of its messages"
     return place, int(found[1])
 

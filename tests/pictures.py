@@ -128,16 +128,11 @@ def save_qwens_words(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_PROCESSOR))
 
 
-RULES = TiledImages(
-    tile=TILE, longest=LONGEST, is_cut=True, tokens=TOKENS, token_id=tokenizer().token_to_id("<image>")
-)
+RULES = TiledImages(tile=TILE, longest=LONGEST, is_cut=True, tokens=TOKENS, token_id=tokenizer().token_to_id("<image>"))
 
 
 QWEN_RULES = GriddedImages(
-    side=2 * PATCH,
-    fewest=4 * 64,
-    most=24 * 64,
-    token_id=tokenizer(QWEN_SPECIAL).token_to_id("<|image_pad|>"),
+    side=2 * PATCH, fewest=4 * 64, most=24 * 64, token_id=tokenizer(QWEN_SPECIAL).token_to_id("<|image_pad|>")
 )
 
 

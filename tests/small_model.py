@@ -60,8 +60,7 @@ WEATHER: dict[str, Any] = {
     },
 }
 TEMPLATE_WITH_TOOLS = (
-    "{% if tools %}tools: {{ tools | tojson }} write <tool_call>{...}</tool_call>\n{% endif %}"
-    + CHAT_TEMPLATE
+    "{% if tools %}tools: {{ tools | tojson }} write <tool_call>{...}</tool_call>\n{% endif %}" + CHAT_TEMPLATE
 )
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'

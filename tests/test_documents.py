@@ -23,9 +23,7 @@ from tests.documents import Block, blocks
 from tests.doors import passes
 
 ROOT = Path(__file__).parent.parent
-PAGES = {
-    page.name: page.read_text(encoding="utf-8") for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
-}
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
 _PATH = re.compile(r"[A-Za-z][\w.*/-]*/(?:[\w.*-]+\.(?:py|yaml|md))?")
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -79,9 +77,7 @@ def test_the_commands_are_ones_that_there_are(name: str) -> None:
             assert re.search(rf"^    {found[1]} ", helps, re.MULTILINE), command
 
 
-@pytest.mark.parametrize(
-    "block", [block for block in blocks() if block.kind != "yaml"], ids=lambda block: block.name
-)
+@pytest.mark.parametrize("block", [block for block in blocks() if block.kind != "yaml"], ids=lambda block: block.name)
 def test_a_block_is_one_that_its_reader_takes(block: Block) -> None:
     """Blocks of settings are read by tests/cluster/test_every_setting.py; those that are marked so are run, too."""
     language = block.kind.partition(" ")[0]
@@ -170,9 +166,7 @@ def test_a_version_is_that_of_one_release_or_on_the_way_to_the_next() -> None:
     log = PAGES["CHANGELOG.md"]
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     releases = re.findall(r"^## ([\d.]+) \(\d+ \w+ \d{4}, commit [0-9a-f]{8}\)$", log, re.MULTILINE)
-    assert [
-        title for title in re.findall(r"^## (\S+)", log, re.MULTILINE) if title != "Unreleased"
-    ] == releases
+    assert [title for title in re.findall(r"^## (\S+)", log, re.MULTILINE) if title != "Unreleased"] == releases
     last = tuple(map(int, releases[0].split(".")))
     this = tuple(map(int, version.removesuffix(".dev0").split(".")))
     if re.search(r"^## Unreleased\n+\S", log, re.MULTILINE):

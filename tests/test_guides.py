@@ -70,9 +70,7 @@ def quoted() -> list[str]:
 @pytest.mark.parametrize("words", quoted())
 def test_every_message_that_is_quoted_is_said_somewhere(words: str) -> None:
     source = "\n".join(
-        path.read_text(encoding="utf-8")
-        for package in ROOT.glob("*/py.typed")
-        for path in package.parent.rglob("*.py")
+        path.read_text(encoding="utf-8") for package in ROOT.glob("*/py.typed") for path in package.parent.rglob("*.py")
     )
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written in several pieces
     for piece in filter(None, map(str.strip, words.split("…"))):
@@ -80,9 +78,7 @@ def test_every_message_that_is_quoted_is_said_somewhere(words: str) -> None:
 
 
 def test_what_a_trace_is_shown_to_say_is_what_it_says() -> None:
-    (shown,) = (
-        text for kind, text in _BLOCK.findall(GUIDES["quickstart"]) if kind == "text" and "trace " in text
-    )
+    (shown,) = (text for kind, text in _BLOCK.findall(GUIDES["quickstart"]) if kind == "text" and "trace " in text)
     phases = re.findall(r"^(?:router|decode-0) +([a-z]+)", shown, re.MULTILINE)
     assert len(phases) > 8
     assert set(phases) <= {phase.value for phase in TracePhase}

@@ -119,17 +119,7 @@ MAY_IMPORT_RAY = (
 )
 # An import of these takes seconds and hundreds of megabytes.
 HEAVY = {"torch", "transformers"}
-WITHOUT_HEAVY_PARTS = (
-    "base",
-    "wire",
-    "machine",
-    "loadgen",
-    "api",
-    "http_server",
-    "router",
-    "cluster",
-    "simulator",
-)
+WITHOUT_HEAVY_PARTS = ("base", "wire", "machine", "loadgen", "api", "http_server", "router", "cluster", "simulator")
 # They run what they read.
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
@@ -199,9 +189,7 @@ def is_type_checking(node: ast.AST) -> bool:
 @cache
 def all_imports(package: str) -> list[Import]:
     return [
-        found
-        for path in source_files(package)
-        for found in imports_in(parse(path), path.relative_to(ROOT).as_posix())
+        found for path in source_files(package) for found in imports_in(parse(path), path.relative_to(ROOT).as_posix())
     ]
 
 
@@ -340,12 +328,7 @@ def test_nothing_that_unpickles_is_imported_or_called() -> None:
             for node in ast.walk(parse(path)):
                 if isinstance(node, ast.Attribute) and node.attr in UNPICKLING_METHODS:
                     offences.append(
-                        Import(
-                            path.relative_to(ROOT).as_posix(),
-                            node.lineno,
-                            f".{node.attr}",
-                            at_import_time=False,
-                        )
+                        Import(path.relative_to(ROOT).as_posix(), node.lineno, f".{node.attr}", at_import_time=False)
                     )
     fail_with(offences, "bytes from outside are decoded with msgspec, never unpickled:")
 
@@ -373,12 +356,7 @@ def test_importing_the_light_packages_does_not_bring_torch_along() -> None:
         "    if found: sys.exit(f'importing {module} imports {found}')\n"
     )
     child = subprocess.run(
-        [sys.executable, "-c", script, *modules],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        [sys.executable, "-c", script, *modules], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
     assert child.returncode == 0, child.stderr.strip().splitlines()[-1]
 

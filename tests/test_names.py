@@ -29,16 +29,7 @@ PACKAGES = (
 GLOSSARY = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 # A participle or an adjective says what was done to a thing, not what the thing is. These are messages and errors, named by
 # what has happened, and words that are nouns as well.
-EVENTS = {
-    "Cancelled",
-    "Forbidden",
-    "Holding",
-    "Landed",
-    "Open",
-    "Overloaded",
-    "Recalled",
-    "Unauthorized",
-}
+EVENTS = {"Cancelled", "Forbidden", "Holding", "Landed", "Open", "Overloaded", "Recalled", "Unauthorized"}
 NOUNS = {"Embedding", "Finding", "Mapping", "Ping", "Pooling", "Ranking", "Reasoning", "Wing"}
 OF_FUSION = {"Fused"}  # engine/model/fused
 OF_API = {"Sampled"}  # api/openai/sampling.py
@@ -97,11 +88,7 @@ def test_forbidden_words_stand_nowhere() -> None:
 
 
 def test_a_class_name_means_one_class() -> None:
-    twice = {
-        name: sorted(files)
-        for name, files in classes().items()
-        if len(files) > 1 and not name.startswith("_")
-    }
+    twice = {name: sorted(files) for name, files in classes().items() if len(files) > 1 and not name.startswith("_")}
     assert not twice
 
 

@@ -32,9 +32,7 @@ def _taken(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.strip()
 
 
-def test_each_commit_takes_the_next_and_says_what_it_leaves_out(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_commit_takes_the_next_and_says_what_it_leaves_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     taken = []
     for _ in range(4):
         taken.append(_taken(capsys))
@@ -44,9 +42,7 @@ def test_each_commit_takes_the_next_and_says_what_it_leaves_out(
     assert capsys.readouterr().out == "a: 2/3 now; left out, the next first: 3/3, 1/3\n"
 
 
-def test_what_ran_comes_last_whether_that_is_committed_or_not(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_ran_comes_last_whether_that_is_committed_or_not(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _git(file.parent, "commit", "-qm", "next", "--allow-empty")
     shares.main(["--ran"])
     assert json.loads(file.read_text()) == {"a": ["3/3", "1/3", "2/3"]}

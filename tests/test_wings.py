@@ -15,9 +15,7 @@ from tests.wings import ROOT, WINGS, documented, modules_of, tracked, who_import
 def test_only_a_wing_that_needs_it_imports_a_wing(name: str) -> None:
     allowed = set(with_dependents([name]))
     product = [
-        file
-        for file in tracked()
-        if wing_of(file) not in allowed and not file.startswith(("tests/", "benchmarks/"))
+        file for file in tracked() if wing_of(file) not in allowed and not file.startswith(("tests/", "benchmarks/"))
     ]
     assert not who_imports([name], product)
 

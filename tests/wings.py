@@ -35,12 +35,8 @@ class Wing:
 
 # The rows are in the order of the floors.
 WINGS: dict[str, Wing] = {
-    "vllm": Wing(
-        ("engine/vllm/",), ("tests/engine/vllm/", "tests/vllm/", "tests/cluster/commands/test_engines.py")
-    ),
-    "nccl": Wing(
-        ("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")
-    ),
+    "vllm": Wing(("engine/vllm/",), ("tests/engine/vllm/", "tests/vllm/", "tests/cluster/commands/test_engines.py")),
+    "nccl": Wing(("kvtransfer/nccl/",), ("tests/kvtransfer/nccl/", "tests/integration/test_nccl_connector.py")),
     "object store": Wing(("kvtransfer/objects/",), ("tests/kvtransfer/objects/",), ("tiers",)),
     "formats": Wing(
         ("api/formats/",),
@@ -62,9 +58,7 @@ WINGS: dict[str, Wing] = {
     ),
     "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
     "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
-    "simulator": Wing(
-        ("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")
-    ),
+    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -83,15 +77,11 @@ WINGS: dict[str, Wing] = {
     "messages": Wing(("router/messages/", "api/anthropic/"), ("tests/router/messages/",)),
     "work": Wing(("engine/model/work/",), ("tests/engine/model/test_work.py",)),
     "kv events": Wing(("node/kv_events/",), ("tests/node/kv_events/",)),
-    "trace and why": Wing(
-        ("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")
-    ),
+    "trace and why": Wing(("cluster/trace/", "router/tracing/"), ("tests/cluster/trace/", "tests/router/tracing/")),
     "step costs": Wing(("node/step_costs/",), ("tests/node/step_costs/",)),
     "step trace": Wing(("node/step_trace/",), ("tests/node/step_trace/",)),
     "replay": Wing(("cluster/replay/",), ("tests/cluster/replay/",), ("step trace",)),
-    "bench": Wing(
-        ("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)
-    ),
+    "bench": Wing(("cluster/bench/", "loadgen/"), ("tests/cluster/bench/", "tests/loadgen/"), ("trace and why",)),
     "chaos": Wing(("cluster/chaos/",), ("tests/cluster/chaos/",)),
     "chat": Wing(("cluster/chat/",), ("tests/cluster/chat/",)),
     "doctor": Wing(("cluster/doctor/",), ("tests/cluster/doctor/",)),
@@ -155,9 +145,7 @@ WINGS: dict[str, Wing] = {
             "tests/engine/model/test_quantized_ranks.py",
         ),
     ),
-    "gguf": Wing(
-        ("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")
-    ),
+    "gguf": Wing(("engine/model/gguf/",), ("tests/engine/model/gguf_files.py", "tests/engine/model/test_gguf.py")),
     "encoder and decoder": Wing(
         ("engine/model/crossed/",),
         (
@@ -176,8 +164,7 @@ WINGS: dict[str, Wing] = {
         ),
     ),
     "gpu health": Wing(
-        ("node/gpu_health/", "cluster/pools/gpu_health/"),
-        ("tests/node/gpu_health/", "tests/cluster/pools/gpu_health/"),
+        ("node/gpu_health/", "cluster/pools/gpu_health/"), ("tests/node/gpu_health/", "tests/cluster/pools/gpu_health/")
     ),
     "lora": Wing(
         ("engine/model/lora/",),
@@ -268,8 +255,7 @@ WINGS: dict[str, Wing] = {
         ("tests/encode_node/", "tests/integration/test_encoder_nodes.py"),
     ),
     "pins": Wing(
-        ("engine/scheduling/pins/",),
-        ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py"),
+        ("engine/scheduling/pins/",), ("tests/engine/scheduling/pins/", "tests/router/test_router_jobs_at_nodes.py")
     ),
 }
 
@@ -303,9 +289,7 @@ def tracked() -> tuple[str, ...]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )  # fmt: skip
-    return tuple(
-        file for file in listed.stdout.splitlines() if (ROOT / file).is_file() or (ROOT / file).is_symlink()
-    )
+    return tuple(file for file in listed.stdout.splitlines() if (ROOT / file).is_file() or (ROOT / file).is_symlink())
 
 
 def modules_of(paths: Iterable[str]) -> set[str]:
@@ -347,9 +331,7 @@ def copy_without(names: Iterable[str], folder: Path) -> None:
     paths = [path for name in names for path in (*WINGS[name].product, *WINGS[name].tests)]
     for file in tracked():
         target = folder / file
-        if lies_in(file, paths) or (
-            file.startswith("tandem/") and lies_in(file.removeprefix("tandem/") + "/", paths)
-        ):
+        if lies_in(file, paths) or (file.startswith("tandem/") and lies_in(file.removeprefix("tandem/") + "/", paths)):
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / file).is_symlink():
@@ -404,9 +386,7 @@ def check_without(names: list[str], tests: bool) -> bool:
                 command, cwd=folder, env=_environment(folder), capture_output=True, text=True, check=False
             )
             whole = whole and ended.returncode == 0
-            print(
-                f"without {', '.join(gone)}: {what} {'hold' if ended.returncode == 0 else 'FAIL'}", flush=True
-            )
+            print(f"without {', '.join(gone)}: {what} {'hold' if ended.returncode == 0 else 'FAIL'}", flush=True)
             if ended.returncode != 0:
                 print("\n".join((ended.stdout + ended.stderr).strip().splitlines()[-40:]), flush=True)
         return whole
@@ -417,9 +397,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.wings", description="Deletes wings in a copy of the tree."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.wings", description="Deletes wings in a copy of the tree.")
     parser.add_argument("names", nargs="*", choices=[*WINGS, []], metavar="NAME")
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--all", action="store_true")
@@ -428,9 +406,7 @@ def main() -> int:
     if not (options.names or options.each or options.all):
         for name, wing in WINGS.items():
             lines = sum(
-                len((ROOT / file).read_text().splitlines())
-                for file in tracked()
-                if lies_in(file, wing.product)
+                len((ROOT / file).read_text().splitlines()) for file in tracked() if lies_in(file, wing.product)
             )
             print(f"{name:24} {lines:6} lines", *who_imports([name], tracked()), sep="\n    ")
         return 0

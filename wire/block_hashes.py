@@ -47,9 +47,7 @@ def hashes_with_media(
             f"media:{each.identifier}:{each.offset}"
             for each in media[bisect_right(ends, start) : bisect_left(begins, end)]
         ]
-        hashes += block_hashes(
-            token_ids[start:end], block_size, beside_media(parent, keys) if keys else parent
-        )
+        hashes += block_hashes(token_ids[start:end], block_size, beside_media(parent, keys) if keys else parent)
         parent = hashes[-1]
     return hashes
 

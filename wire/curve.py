@@ -92,9 +92,7 @@ class ProcessKeys:
         endpoint. A host name is none: ZMQ would look it up in its I/O thread, and every other link would wait."""
         parsed = parse_endpoint(endpoint)
         if parsed is None:
-            raise NodeLost(
-                f"cannot connect to {endpoint!r}: it must be tcp://KEY@ADDRESS:PORT, with an IP address"
-            )
+            raise NodeLost(f"cannot connect to {endpoint!r}: it must be tcp://KEY@ADDRESS:PORT, with an IP address")
         socket.setsockopt(zmq.CURVE_SERVERKEY, key_bytes(parsed.key))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
@@ -122,9 +120,7 @@ class Authenticator:
     member in that time, it gets its answer then. If it becomes one later, it connects again by itself.
     """
 
-    def __init__(
-        self, context: Context, keys: ProcessKeys, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, context: Context, keys: ProcessKeys, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
         self._clock = clock
         self._held: deque[_Question] = deque()

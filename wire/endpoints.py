@@ -33,13 +33,7 @@ def parse_endpoint(text: str) -> Endpoint | None:
     try:
         parts = urlsplit(text)
         host, port, key = parts.hostname, parts.port, parts.username
-        if (
-            parts.scheme != "tcp"
-            or not (host and port and key)
-            or parts.path
-            or parts.query
-            or parts.fragment
-        ):
+        if parts.scheme != "tcp" or not (host and port and key) or parts.path or parts.query or parts.fragment:
             return None
         ipaddress.ip_address(host)
         key_bytes(key)

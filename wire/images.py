@@ -102,9 +102,7 @@ class TiledImages(msgspec.Struct, frozen=True, tag="tiled"):
             "".join(f"{around}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
             for row in range(1, rows + 1)
         )
-        return (
-            f"{tiles}\n{around}<global-img>{run}{around}" if tiles else f"{around}<global-img>{run}{around}"
-        )
+        return f"{tiles}\n{around}<global-img>{run}{around}" if tiles else f"{around}<global-img>{run}{around}"
 
 
 class GriddedImages(msgspec.Struct, frozen=True, tag="gridded"):
@@ -220,9 +218,7 @@ def rows_name(identifier: str, salt: str | None) -> str:
     timing whether another has sent the same image. The salt itself cannot be read from it."""
     if salt is None:
         return identifier
-    return (
-        f"{identifier}@{hashlib.blake2b(salt.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
-    )
+    return f"{identifier}@{hashlib.blake2b(salt.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
 
 
 def salted(media: Sequence[MediaFeature], salt: str | None) -> Sequence[MediaFeature]:

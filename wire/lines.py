@@ -392,17 +392,11 @@ class NumberedChannel:
             meets_strangers=True,
             lock=threading.Lock(),
         )
-        self._inbox: Inbox[LetterToNode] = Inbox(
-            host, LetterToNode, self.lines.receive, name=name, listens=False
-        )
+        self._inbox: Inbox[LetterToNode] = Inbox(host, LetterToNode, self.lines.receive, name=name, listens=False)
         self.lines.endpoint = self._inbox.endpoint
 
     def listen(
-        self,
-        on_message: Callable[[ToNode], None],
-        *,
-        begun: Callable[[str], None],
-        replaced: Callable[[str], None],
+        self, on_message: Callable[[ToNode], None], *, begun: Callable[[str], None], replaced: Callable[[str], None]
     ) -> None:
         """Begins to receive. The three callbacks are those of `Lines`, called in the inbox's thread."""
         self._on_message, self._begun, self._replaced = on_message, begun, replaced

@@ -295,9 +295,7 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     reused_after_seconds: float = 0.0
     steps: int = 0
     step_seconds: float = 0.0
-    decode_steps: int = (
-        0  # steps that computed no prompt, and how long the model needed for them, all together
-    )
+    decode_steps: int = 0  # steps that computed no prompt, and how long the model needed for them, all together
     decode_seconds: float = 0.0
     idle_steps: int = 0  # of these, what ran because nothing else did, such as the lines of batches
     idle_seconds: float = 0.0
@@ -326,18 +324,14 @@ class NodeCounters(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     wrong_kv: Mapping[str, int] = EMPTY_TABLE
     # By stage (handshake, register, receive, first_byte, last_byte, handover): how long transfers waited.
     transfer_wait_seconds: Mapping[str, WaitHistogram] = EMPTY_TABLE
-    grammar_tokens_forced: int = (
-        0  # tokens of answers that a grammar forced, and that took no step of their own
-    )
+    grammar_tokens_forced: int = 0  # tokens of answers that a grammar forced, and that took no step of their own
     speculative_steps: int = 0  # steps in which a request had drafts
     speculative_drafted: int = 0
     speculative_accepted: int = 0
     speculative_accepted_at: tuple[int, ...] = ()  # accepted tokens by their position in the draft
     kv_checks: int = 0  # received prompts that were computed again in idle time, to compare their KV
     model_errors: int = 0  # requests that ended because the model computed something that is not a number
-    client_errors: int = (
-        0  # of those that finished with "error": refused for what their client sent, or out of time
-    )
+    client_errors: int = 0  # of those that finished with "error": refused for what their client sent, or out of time
     step_costs: StepCosts | None = None  # None: this node learns none, or has made no step
 
     def in_full(self) -> dict[str, Any]:
@@ -440,9 +434,7 @@ class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
     epoch: int
     answer_id: str
     keep: KeepAnswer | None = None  # None: the node does not keep the answer
-    broken: bool = (
-        False  # it is incomplete here: it failed, was cancelled, or its router gave this attempt up
-    )
+    broken: bool = False  # it is incomplete here: it failed, was cancelled, or its router gave this attempt up
 
 
 class CacheChange(msgspec.Struct, frozen=True, array_like=True):

@@ -353,9 +353,7 @@ class Outbox:
             try:
                 socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
-                raise NodeLost(
-                    f"{endpoint} has not read {SEND_QUEUE_FRAMES} messages; it is gone or stuck"
-                ) from None
+                raise NodeLost(f"{endpoint} has not read {SEND_QUEUE_FRAMES} messages; it is gone or stuck") from None
 
     def _connect(self, endpoint: str) -> zmq.Socket[bytes]:
         try:

@@ -16,11 +16,7 @@ from tandem.api.text.tokenizer import Tokenizer
 
 
 def whole_message(
-    head: AnswerHead,
-    plan: GenerationPlan,
-    request: ChatRequest,
-    read: Sequence[ReadChoice],
-    tokenizer: Tokenizer,
+    head: AnswerHead, plan: GenerationPlan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
 ) -> Iterator[bytes]:
     (one,) = read
     whole = Delta(one.text, finish_reason=one.choice.finish_reason, cut=one.choice.cut)

@@ -23,15 +23,7 @@ from tandem.api.openai.chat_request import (
     Tool,
     ToolCall,
 )
-from tandem.api.openai.fields import (
-    JsonSchemaFormat,
-    MaxTokens,
-    ResponseFormat,
-    StopString,
-    Temperature,
-    TopK,
-    TopP,
-)
+from tandem.api.openai.fields import JsonSchemaFormat, MaxTokens, ResponseFormat, StopString, Temperature, TopK, TopP
 from tandem.base.errors import InvalidRequest
 
 
@@ -220,9 +212,7 @@ def _said(blocks: Sequence[Block], where: str) -> str | list[ContentPart]:
         source = block.source or ImageSource("none")
         url = f"data:{source.media_type};base64,{source.data}" if source.type == "base64" else source.url
         if url is None:
-            raise InvalidRequest(
-                f"{where}[{index}].source: must have a type 'base64', a media_type and data", where
-            )
+            raise InvalidRequest(f"{where}[{index}].source: must have a type 'base64', a media_type and data", where)
         parts.append(ContentPart("image_url", image_url=url))
     return parts
 
@@ -242,10 +232,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> ChatMessage:
         elif block.type != "redacted_thinking":
             said.append(block)
     return ChatMessage(
-        "assistant",
-        _text(said, where),
-        tool_calls=calls or None,
-        reasoning_content="\n".join(thoughts) or None,
+        "assistant", _text(said, where), tool_calls=calls or None, reasoning_content="\n".join(thoughts) or None
     )
 
 

@@ -56,21 +56,16 @@ def window_s(window: str) -> int:
 
 def check_expiry(expiry: ExpiresAfter, param: str, *anchors: str) -> None:
     if expiry.anchor not in anchors:
-        raise InvalidRequest(
-            f"{param}.anchor: must be {' or '.join(anchors)}, not {expiry.anchor[:40]!r}", param
-        )
+        raise InvalidRequest(f"{param}.anchor: must be {' or '.join(anchors)}, not {expiry.anchor[:40]!r}", param)
     if not SHORTEST_EXPIRY_S <= expiry.seconds <= LONGEST_EXPIRY_S:
         raise InvalidRequest(
-            f"{param}.seconds: must be from {SHORTEST_EXPIRY_S} to {LONGEST_EXPIRY_S}, not {expiry.seconds}",
-            param,
+            f"{param}.seconds: must be from {SHORTEST_EXPIRY_S} to {LONGEST_EXPIRY_S}, not {expiry.seconds}", param
         )
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
     if len(metadata) > MOST_METADATA:
-        raise InvalidRequest(
-            f"metadata: has {len(metadata)} entries, and may have {MOST_METADATA}", "metadata"
-        )
+        raise InvalidRequest(f"metadata: has {len(metadata)} entries, and may have {MOST_METADATA}", "metadata")
     for name, value in metadata.items():
         if len(name) > LONGEST_NAME or len(value) > LONGEST_VALUE:
             raise InvalidRequest(

@@ -46,16 +46,12 @@ def check_line(data: bytes, endpoint: str) -> str:
     except msgspec.DecodeError as error:
         raise LineMistake("invalid_json_line", f"this line is not JSON: {error}") from None
     if not 1 <= len(line.custom_id) <= LONGEST_CUSTOM_ID:
-        raise LineMistake(
-            "invalid_custom_id", f"custom_id: must have 1 to {LONGEST_CUSTOM_ID} characters", "custom_id"
-        )
+        raise LineMistake("invalid_custom_id", f"custom_id: must have 1 to {LONGEST_CUSTOM_ID} characters", "custom_id")
     if line.method != "POST":
         raise LineMistake("invalid_method", f"method: must be POST, not {line.method[:20]!r}", "method")
     if line.url != endpoint:
         raise LineMistake(
-            "mismatched_url",
-            f"url: must be the batch's endpoint, {endpoint}, not {line.url[:100]!r}",
-            "url",
+            "mismatched_url", f"url: must be the batch's endpoint, {endpoint}, not {line.url[:100]!r}", "url"
         )
     return line.custom_id
 
@@ -80,12 +76,7 @@ def answer_line(line_id: str, custom_id: str, status: int, request_id: str, body
 def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
     """A line of an error file for a request that was never answered."""
     return msgspec.json.encode(
-        {
-            "id": line_id,
-            "custom_id": custom_id,
-            "response": None,
-            "error": {"code": code, "message": message},
-        }
+        {"id": line_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
     )
 
 

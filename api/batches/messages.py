@@ -85,9 +85,7 @@ def shown(batch: BatchObject) -> MessageBatch:
     left = counts.total - counts.completed - counts.failed
     return MessageBatch(
         id=batch.id,
-        processing_status=(
-            "ended" if has_ended else "canceling" if batch.cancelling_at is not None else "in_progress"
-        ),
+        processing_status=("ended" if has_ended else "canceling" if batch.cancelling_at is not None else "in_progress"),
         request_counts=MessageCounts(
             processing=0 if has_ended else left,
             succeeded=counts.completed,

@@ -9,13 +9,7 @@ import msgspec
 from tandem.api.answer_format import CallsAsked
 from tandem.api.formats.call_grammar import CallGrammar
 from tandem.api.formats.calls import CallFormat, CallReader, CallWriting
-from tandem.api.formats.harmony import (
-    HarmonyCalls,
-    HarmonyReader,
-    after_analysis,
-    analysis_tokens,
-    on_final_channel,
-)
+from tandem.api.formats.harmony import HarmonyCalls, HarmonyReader, after_analysis, analysis_tokens, on_final_channel
 from tandem.api.formats.reasoning import Bound, ReasoningFormat, ReasoningReader, ReasoningStart
 from tandem.api.lark import LarkWriter
 from tandem.api.pieces import AnswerReader, ToolSchemas
@@ -46,9 +40,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         reasoning = (self.reasoning.begin.strip(), self.reasoning.end) if self.reasoning is not None else ()
         return (*(self.calls.layout.marks if self.calls is not None else ()), *reasoning)
 
-    def reader(
-        self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False
-    ) -> AnswerReader | None:
+    def reader(self, prompt: str, tools: ToolSchemas | None, *, must_call: bool = False) -> AnswerReader | None:
         if self.harmony is not None:
             return HarmonyReader(calls=tools is not None, must_call=must_call)
         calls: AnswerReader | None = None
@@ -75,9 +67,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
         return grammars.call_or(answer) if answer is not None else grammars.text_with_calls()
 
     def bounds_reasoning(self, prompt: str, tokenizer: Tokenizer) -> bool:
-        if self.harmony is None and (
-            self.reasoning is None or self.reasoning.start(prompt) is ReasoningStart.CLOSED
-        ):
+        if self.harmony is None and (self.reasoning is None or self.reasoning.start(prompt) is ReasoningStart.CLOSED):
             return False
         if self.reasoning is None or tokenizer.token_id(self.reasoning.end) is None:
             raise InvalidRequest(
@@ -85,9 +75,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
             )
         return True
 
-    def after_reasoning(
-        self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None
-    ) -> str:
+    def after_reasoning(self, grammar: str, prompt: str, tokenizer: Tokenizer, budget: int | None = None) -> str:
         writer = LarkWriter(tokenizer, self.marks)
         if self.harmony is not None:
             return after_analysis(grammar, writer)

@@ -10,9 +10,7 @@ class ArgumentScan:
     """Finds the end of one argument: a comma or the closing bracket, outside of brackets and quotes."""
 
     def __init__(self, quotes: Sequence[str], close: str, *, escapes: bool) -> None:
-        self._marks = re.compile(
-            "|".join([*map(re.escape, quotes), r"\\" if escapes else "(?!)", r"[\[\](){},]"])
-        )
+        self._marks = re.compile("|".join([*map(re.escape, quotes), r"\\" if escapes else "(?!)", r"[\[\](){},]"]))
         self._quotes = frozenset(quotes)
         self._close = close
         self._quote: str | None = None

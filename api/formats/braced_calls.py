@@ -11,14 +11,7 @@ from tandem.api.formats.argument_lists import ArgumentScan, list_rules
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
 from tandem.api.formats.json_scan import json_text
-from tandem.api.formats.typed_values import (
-    as_json,
-    escaped,
-    is_text,
-    json_rule,
-    properties_of,
-    value_schema,
-)
+from tandem.api.formats.typed_values import as_json, escaped, is_text, json_rule, properties_of, value_schema
 from tandem.api.lark import LarkWriter
 from tandem.api.pieces import ToolSchemas
 
@@ -79,14 +72,10 @@ class BracedCalls(msgspec.Struct, frozen=True):
         for at in range(1, len(parts), 2):
             parts[at] = json_text(parts[at])
         for at in range(0, len(parts), 2):
-            parts[at] = re.sub(
-                r'([{,]\s*)([^\s:,{}\[\]"]+)\s*:', lambda m: f"{m[1]}{json_text(m[2])}:", parts[at]
-            )
+            parts[at] = re.sub(r'([{,]\s*)([^\s:,{}\[\]"]+)\s*:', lambda m: f"{m[1]}{json_text(m[2])}:", parts[at])
         return as_json("".join(parts))
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         items: list[tuple[str, bool]] = []
         values: list[str] = []
         for at, (key, declared, required) in enumerate(properties_of(schema)):

@@ -13,9 +13,7 @@ from tandem.api.text.tokenizer import Tokenizer
 class CallGrammar:
     """Makes grammars of calls to the given tools. `once`: at most one call."""
 
-    def __init__(
-        self, calls: CallWriting, tools: Sequence[OfferedTool], tokenizer: Tokenizer, *, once: bool
-    ) -> None:
+    def __init__(self, calls: CallWriting, tools: Sequence[OfferedTool], tokenizer: Tokenizer, *, once: bool) -> None:
         self._calls = calls
         self._layout = calls.layout
         self._tools = tools

@@ -39,9 +39,7 @@ class CallWriting(Protocol):
     @property
     def layout(self) -> Layout: ...
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         """Returns the grammar of one call without the layout's marks. The names of all further rules begin
         with `rule`."""
 

@@ -54,9 +54,7 @@ class Cursor:
                 return
             yield
 
-    def until(
-        self, marks: Sequence[str], say: Callable[[str], None], least: int = UNAMBIGUOUS
-    ) -> Steps[str | None]:
+    def until(self, marks: Sequence[str], say: Callable[[str], None], least: int = UNAMBIGUOUS) -> Steps[str | None]:
         """Passes the text before the first mark to `say`, takes the mark and returns it; None if the text
         ended without one.
 
@@ -89,9 +87,7 @@ class Cursor:
         if len(self.rest) - at >= least and not self.rest[at].isalnum():
             self.rest = self.rest[:at]
 
-    def match(
-        self, pattern: re.Pattern[str], possible: re.Pattern[str] | None = None
-    ) -> Steps[re.Match[str] | None]:
+    def match(self, pattern: re.Pattern[str], possible: re.Pattern[str] | None = None) -> Steps[re.Match[str] | None]:
         """Takes and returns the pattern's match at this position, or returns None. It waits for more text
         while `rest` is short and `possible` matches it."""
         while (found := pattern.match(self.rest)) is None:

@@ -32,16 +32,12 @@ _ASK: dict[str, Any] = {"role": "user", "content": "What will the weather be?"}
 _CALL: dict[str, Any] = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [
-        {"id": "abcdefghi", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-    ],
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": _NAME, "arguments": _ARGUMENTS}}],
 }
 _RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "abcdefghi", "name": _NAME, "content": "rain"}
 
 
-def format_of(
-    tool_format: ToolFormat, reasoning_format: ReasoningName, template: ChatTemplate | None
-) -> ModelFormat:
+def format_of(tool_format: ToolFormat, reasoning_format: ReasoningName, template: ChatTemplate | None) -> ModelFormat:
     """Returns the formats that the operator named or, for AUTO, those that the template shows. A template
     without tools, and one whose tools fit no known format, gets Hermes's."""
     if tool_format is ToolFormat.AUTO:
@@ -79,19 +75,14 @@ def _written_call(template: ChatTemplate) -> str | None:
             full = template.render(history, tools=[_TOOL], add_generation_prompt=False)
         except InvalidRequest:
             continue
-        same = next(
-            (at for at, pair in enumerate(zip(asked, full, strict=False)) if pair[0] != pair[1]), None
-        )
+        same = next((at for at, pair in enumerate(zip(asked, full, strict=False)) if pair[0] != pair[1]), None)
         return full[min(len(asked), len(full)) if same is None else same :]
     return None
 
 
 def _reads(calls: CallFormat | None, written: str) -> bool:
     reader: AnswerReader
-    if calls is None:
-        reader = HarmonyReader(calls=True)
-    else:
-        reader = CallReader(calls, {_NAME: {"properties": _PROPERTIES}})
+    reader = HarmonyReader(calls=True) if calls is None else CallReader(calls, {_NAME: {"properties": _PROPERTIES}})
     pieces = reader.push(written) + reader.finish()
     names = [piece.name for piece in pieces if isinstance(piece, CallBegins)]
     arguments = "".join(piece.text for piece in pieces if isinstance(piece, Arguments))

@@ -33,9 +33,7 @@ class HarmonyCalls(msgspec.Struct, frozen=True):
     opening: str | None = None
     layout: Layout = Layout(marks=MARKS, most=1, last=True)
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         head = writer.literal(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
         return [f"{rule}: {head} {rule}_a", f"{rule}_a: %json {json_schema(schema, lenient=lenient)}"]
 
@@ -46,16 +44,10 @@ def on_final_channel(answer: str, writer: LarkWriter) -> str:
 
 def after_analysis(grammar: str, writer: LarkWriter) -> str:
     """Returns a message's grammar with any reasoning before it."""
-    analysis = (
-        f"{writer.literal('<|channel|>analysis<|message|>')} {ANY_TEXT} {writer.literal('<|end|><|start|>')}"
-    )
+    analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {ANY_TEXT} {writer.literal('<|end|><|start|>')}"
     assistant = quoted("assistant")
     return "\n".join(
-        [
-            f"start: (analysis {assistant})? message",
-            f"analysis: {analysis}",
-            f"message: {nested(grammar)}",
-        ]
+        [f"start: (analysis {assistant})? message", f"analysis: {analysis}", f"message: {nested(grammar)}"]
     )
 
 
@@ -70,14 +62,10 @@ def analysis_tokens(token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
         elif token in ends and header_end >= begin:
             count += _if_analysis(token_ids, begin, header_end, at + 1, tokenizer)
             begin = at + 1
-    return count + (
-        _if_analysis(token_ids, begin, header_end, len(token_ids), tokenizer) if header_end >= begin else 0
-    )
+    return count + (_if_analysis(token_ids, begin, header_end, len(token_ids), tokenizer) if header_end >= begin else 0)
 
 
-def _if_analysis(
-    token_ids: Sequence[int], begin: int, header_end: int, end: int, tokenizer: Tokenizer
-) -> int:
+def _if_analysis(token_ids: Sequence[int], begin: int, header_end: int, end: int, tokenizer: Tokenizer) -> int:
     channel = _CHANNEL.search(tokenizer.decode(list(token_ids[begin:header_end])))
     return end - begin if channel is not None and channel[1] == "analysis" else 0
 

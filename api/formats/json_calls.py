@@ -33,9 +33,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
         while (head := _HEAD.match(cursor.rest)) is None:
             at = search.find(cursor.rest) if search is not None else -1
             if at >= 0 or cursor.ended:
-                _tell_whole(
-                    cursor, sink, cursor.rest if at < 0 else cursor.rest[:at], self.end if at >= 0 else ""
-                )
+                _tell_whole(cursor, sink, cursor.rest if at < 0 else cursor.rest[:at], self.end if at >= 0 else "")
                 return
             yield
         while head is not None:
@@ -57,14 +55,9 @@ class JsonCalls(msgspec.Struct, frozen=True):
             yield
         return head
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         head = f'{{"name": {quoted(name)}, "{self.key}": '
-        return [
-            f'{rule}: {quoted(head)} {rule}_a "}}"',
-            f"{rule}_a: %json {json_schema(schema, lenient=lenient)}",
-        ]
+        return [f'{rule}: {quoted(head)} {rule}_a "}}"', f"{rule}_a: %json {json_schema(schema, lenient=lenient)}"]
 
 
 def _read_object(cursor: Cursor, sink: CallSink) -> Steps[None]:

@@ -67,9 +67,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
             return True
         return (yield from cursor.until((self.call_end,), lambda _: None)) is not None
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         if self.instead is not None and self.writes_instead:
             return self.instead.rules(rule, name, schema, writer, lenient=lenient)
         return [

@@ -39,9 +39,7 @@ class PythonicCalls(msgspec.Struct, frozen=True):
         if self.end and (yield from cursor.starts_with(self.end)):
             cursor.take(len(self.end))
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         items: list[tuple[str, bool]] = []
         values: list[str] = []
         for at, (key, declared, required) in enumerate(properties_of(schema)):
@@ -50,11 +48,7 @@ class PythonicCalls(msgspec.Struct, frozen=True):
                 values.append(f'{rule}_v{at}: "True" | "False"')
             else:
                 values.append(f"{rule}_v{at}: {json_rule(value_schema(declared, schema), lenient=lenient)}")
-        return [
-            f'{rule}: {quoted(name + "(")} {rule}_f0 ")"',
-            *list_rules(rule, items, '", "'),
-            *values,
-        ]
+        return [f'{rule}: {quoted(name + "(")} {rule}_f0 ")"', *list_rules(rule, items, '", "'), *values]
 
 
 def _read_arguments(cursor: Cursor, sink: CallSink) -> Steps[None]:

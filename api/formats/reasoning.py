@@ -34,10 +34,7 @@ class Bound(msgspec.Struct, frozen=True):
     def rules(self, rule: str) -> list[str]:
         if not self.tokens:
             return [f"{rule}: <[{self.end_token}]>"]
-        return [
-            f"{rule}: {rule}_text <[{self.end_token}]>",
-            f"{rule}_text[max_tokens={self.tokens}]: {ANY_TEXT}",
-        ]
+        return [f"{rule}: {rule}_text <[{self.end_token}]>", f"{rule}_text[max_tokens={self.tokens}]: {ANY_TEXT}"]
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
@@ -64,9 +61,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         before, found, _ = tokenizer.decode(list(token_ids)).partition(self.end)
         return len(tokenizer.encode(before + found, special=False)) if found else len(token_ids)
 
-    def grammar(
-        self, answer: str, start: ReasoningStart, writer: LarkWriter, bound: Bound | None = None
-    ) -> str:
+    def grammar(self, answer: str, start: ReasoningStart, writer: LarkWriter, bound: Bound | None = None) -> str:
         """Returns a grammar of free reasoning followed by an answer by the given grammar. With a bound, the model does
         reason: otherwise an answer that may be any text could hold reasoning beyond it."""
         if start is ReasoningStart.CLOSED:
@@ -78,13 +73,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
                 begin = f"<[{bound.begin_token}]>"
             thought = f"({begin} thought)?" if bound is None else f"{begin} thought"
         rules = [writer.text_until("thought", self.end)] if bound is None else bound.rules("thought")
-        return "\n".join(
-            [
-                f"start: {thought} {SOME_SPACE} answer",
-                *rules,
-                f"answer: {nested(answer)}",
-            ]
-        )
+        return "\n".join([f"start: {thought} {SOME_SPACE} answer", *rules, f"answer: {nested(answer)}"])
 
 
 class ReasoningReader(CursorReader):

@@ -82,23 +82,14 @@ def _function_tags(tag: str, written_value: str, written_close: str) -> TaggedCa
 _DSML = "｜DSML｜"
 
 CALLS: Mapping[ToolFormat, CallFormat] = {
-    ToolFormat.HERMES: JsonCalls(
-        ("<tool_call>",),
-        _between("tool_call"),
-        end="</tool_call>",
-    ),
+    ToolFormat.HERMES: JsonCalls(("<tool_call>",), _between("tool_call"), end="</tool_call>"),
     ToolFormat.LLAMA3: JsonCalls(
-        ("<|python_tag|>",),
-        Layout(between="; ", marks=("<|python_tag|>",), last=True),
-        key="parameters",
-        opening="{",
+        ("<|python_tag|>",), Layout(between="; ", marks=("<|python_tag|>",), last=True), key="parameters", opening="{"
     ),
     ToolFormat.MISTRAL: _mistral(
         Layout(begin="[TOOL_CALLS][", between=", ", end="]", marks=_MISTRAL, last=True), as_list=True
     ),
-    ToolFormat.MISTRAL_NAMED: _mistral(
-        Layout(call_begin="[TOOL_CALLS]", marks=_MISTRAL, last=True), as_list=False
-    ),
+    ToolFormat.MISTRAL_NAMED: _mistral(Layout(call_begin="[TOOL_CALLS]", marks=_MISTRAL, last=True), as_list=False),
     ToolFormat.GRANITE: JsonCalls(
         ("<|tool_call|>", "<tool_call>"),
         Layout(begin="<|tool_call|>[", between=", ", end="]", marks=("<|tool_call|>",), last=True),
@@ -110,12 +101,7 @@ CALLS: Mapping[ToolFormat, CallFormat] = {
     ),
     ToolFormat.MINIMAX_M1: JsonCalls(
         ("<tool_calls>",),
-        Layout(
-            begin="<tool_calls>\n",
-            between="\n",
-            end="\n</tool_calls>",
-            marks=("<tool_calls>", "</tool_calls>"),
-        ),
+        Layout(begin="<tool_calls>\n", between="\n", end="\n</tool_calls>", marks=("<tool_calls>", "</tool_calls>")),
         end="</tool_calls>",
     ),
     ToolFormat.PYTHONIC: PythonicCalls(
@@ -191,12 +177,7 @@ CALLS: Mapping[ToolFormat, CallFormat] = {
     ),
     ToolFormat.DEEPSEEK_V32: TaggedCalls(
         (f"<{_DSML}function_calls>",),
-        Layout(
-            begin=f"<{_DSML}function_calls>\n",
-            call_end="\n",
-            end=f"</{_DSML}function_calls>",
-            marks=(_DSML,),
-        ),
+        Layout(begin=f"<{_DSML}function_calls>\n", call_end="\n", end=f"</{_DSML}function_calls>", marks=(_DSML,)),
         end=f"</{_DSML}function_calls>",
         call_open=rf'<{_DSML}invoke name="(?P<name>[^>"]+)"\s*>',
         call_close=f"</{_DSML}invoke>",
@@ -218,11 +199,7 @@ CALLS: Mapping[ToolFormat, CallFormat] = {
     ),
     ToolFormat.GEMMA4: BracedCalls(
         ("<|tool_call>",),
-        Layout(
-            call_begin="<|tool_call>",
-            call_end="<tool_call|>",
-            marks=("<|tool_call>", "<tool_call|>", '<|"|>'),
-        ),
+        Layout(call_begin="<|tool_call>", call_end="<tool_call|>", marks=("<|tool_call>", "<tool_call|>", '<|"|>')),
         end="<tool_call|>",
         quote='<|"|>',
     ),

@@ -11,15 +11,7 @@ import msgspec
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
 from tandem.api.formats.json_scan import json_text
-from tandem.api.formats.typed_values import (
-    as_json,
-    escaped,
-    is_text,
-    json_rule,
-    properties_of,
-    schema_of,
-    value_schema,
-)
+from tandem.api.formats.typed_values import as_json, escaped, is_text, json_rule, properties_of, schema_of, value_schema
 from tandem.api.lark import LarkWriter, quoted
 from tandem.api.pieces import ToolSchemas
 
@@ -91,9 +83,7 @@ class TaggedCalls(msgspec.Struct, frozen=True):
         yield from cursor.until(closes, written.append)
         sink.arguments(as_json("".join(written)))
 
-    def rules(
-        self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool
-    ) -> list[str]:
+    def rules(self, rule: str, name: str, schema: dict[str, Any], writer: LarkWriter, *, lenient: bool) -> list[str]:
         rules: list[str] = []
         values: list[str] = []
         for at, (key, declared, required) in enumerate(properties_of(schema)):
@@ -102,10 +92,7 @@ class TaggedCalls(msgspec.Struct, frozen=True):
             rules.append(f"{rule}_p{at}: {opened} {rule}_v{at}")
             rules.append(self._value_rule(f"{rule}_v{at}", declared, schema, writer, lenient=lenient))
         close = writer.literal(self.call_close) if self.call_close else ""
-        return [
-            f"{rule}: {writer.literal(self.written_call.format(name))} {' '.join(values)} {close}",
-            *rules,
-        ]
+        return [f"{rule}: {writer.literal(self.written_call.format(name))} {' '.join(values)} {close}", *rules]
 
     def _value_rule(
         self, rule: str, declared: dict[str, Any], whole: dict[str, Any], writer: LarkWriter, *, lenient: bool

@@ -10,15 +10,7 @@ from tandem.api.formats.json_scan import json_text, json_value
 from tandem.api.lark import json_schema
 from tandem.api.pieces import ToolSchemas
 
-_WORDS = {
-    "true": True,
-    "false": False,
-    "null": None,
-    "none": None,
-    "True": True,
-    "False": False,
-    "None": None,
-}
+_WORDS = {"true": True, "false": False, "null": None, "none": None, "True": True, "False": False, "None": None}
 
 
 def schema_of(tools: ToolSchemas, name: str, key: str) -> Mapping[str, Any]:
@@ -34,9 +26,7 @@ def is_text(schema: Mapping[str, Any]) -> bool:
         return all(_is_text_or_null(option) for option in options) and any(map(_has_text, options))
     if kinds is None and (choices := schema.get("enum")):
         return all(isinstance(choice, str) for choice in choices)
-    return kinds == "string" or (
-        isinstance(kinds, list) and set(kinds) <= {"string", "null"} and "string" in kinds
-    )
+    return kinds == "string" or (isinstance(kinds, list) and set(kinds) <= {"string", "null"} and "string" in kinds)
 
 
 def _is_text_or_null(schema: Any) -> bool:
@@ -74,9 +64,7 @@ def _plain(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_plain(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return {
-                str(_plain(k)) if k is not None else "": _plain(v) for k, v in zip(keys, values, strict=True)
-            }
+            return {str(_plain(k)) if k is not None else "": _plain(v) for k, v in zip(keys, values, strict=True)}
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError("no JSON")

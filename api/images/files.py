@@ -20,13 +20,7 @@ from tandem.base.errors import InvalidImage
 from tandem.wire.images import FORMATS, open_image, upright_rgb
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.IGNORECASE)
-_TYPES = {
-    "image/png": "PNG",
-    "image/jpeg": "JPEG",
-    "image/jpg": "JPEG",
-    "image/webp": "WEBP",
-    "image/gif": "GIF",
-}
+_TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _SAME = {"MPO": "JPEG"}  # a JPEG with further pictures after the first, as some cameras write
 _FEWEST_PIXELS = 4  # of a side: processors take a shorter one for the colours
 _LONGEST_RATIO = 200  # of the longer side to the shorter
@@ -89,10 +83,7 @@ def _checked(part: ImagePart, data: bytes, declared: str, limits: RequestLimits)
         raise _refusal(part, f"says that it is {declared}, and is {kind}")
     width, height = image.size
     if width * height > limits.image_pixels:
-        raise _refusal(
-            part,
-            f"has {width} x {height} pixels, more than {limits.image_pixels}: send a smaller copy",
-        )
+        raise _refusal(part, f"has {width} x {height} pixels, more than {limits.image_pixels}: send a smaller copy")
     if min(width, height) < _FEWEST_PIXELS or max(width, height) > _LONGEST_RATIO * min(width, height):
         raise _refusal(
             part,

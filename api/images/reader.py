@@ -64,9 +64,7 @@ class ExpandedImages:
         parts = [self._rules.parts(file.width, file.height) for file in self._files]
         found = media_features(token_ids, self._rules.token_id, parts, self._digests)
         if found is None:
-            raise InvalidImage(
-                "messages: the prompt has other placeholders than those of its images", "messages"
-            )
+            raise InvalidImage("messages: the prompt has other placeholders than those of its images", "messages")
         return found
 
 
@@ -78,9 +76,7 @@ class FileImageReader:
         self._decoders = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="images")
         placeholder = tokenizer.text_of(rules.token_id)
         if placeholder is None or tokenizer.token_id(placeholder) != rules.token_id:
-            raise ConfigurationError(
-                f"the tokenizer has no placeholder for images: token {rules.token_id} is none"
-            )
+            raise ConfigurationError(f"the tokenizer has no placeholder for images: token {rules.token_id} is none")
         self._placeholder = placeholder
 
     async def read(self, parts: Sequence[ImagePart]) -> ExpandedImages:
@@ -109,7 +105,5 @@ def image_reader(folder: str, tokenizer: Tokenizer, limits: RequestLimits) -> Fi
     """Makes a reader for the model in this folder. None when the model reads no images, or reads them in
     an unknown way."""
     path = Path(folder)
-    rules = image_rules(
-        read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name))
-    )
+    rules = image_rules(read_json(path / "config.json"), processor_settings(lambda name: read_json(path / name)))
     return FileImageReader(rules, tokenizer, limits) if rules is not None else None

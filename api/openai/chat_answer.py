@@ -13,15 +13,7 @@ from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.api.openai.reading import ReadChoice, are_short
-from tandem.api.pieces import (
-    AnswerReader,
-    Arguments,
-    CallBegins,
-    Piece,
-    Reasoning,
-    Text,
-    new_call_id,
-)
+from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
 from tandem.api.text.tokenizer import Tokenizer
 
 
@@ -70,9 +62,7 @@ def whole_message(pieces: Sequence[Piece], *, reasoning: bool = True) -> dict[st
     written: list[list[str]] = []
     for piece in pieces:
         if isinstance(piece, CallBegins):
-            calls.append(
-                {"id": piece.id or new_call_id(), "type": "function", "function": {"name": piece.name}}
-            )
+            calls.append({"id": piece.id or new_call_id(), "type": "function", "function": {"name": piece.name}})
             written.append([])
         elif isinstance(piece, Arguments):
             written[-1].append(piece.text)
@@ -96,11 +86,7 @@ CHUNK = "chat.completion.chunk"
 
 
 def whole_chat(
-    head: AnswerHead,
-    plan: GenerationPlan,
-    request: ChatRequest,
-    read: Sequence[ReadChoice],
-    tokenizer: Tokenizer,
+    head: AnswerHead, plan: GenerationPlan, request: ChatRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
 ) -> bytes | Iterator[bytes]:
     """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
     choices = (_choice(plan, request, one, tokenizer) for one in read)
@@ -118,9 +104,7 @@ def whole_chat(
     return json_at_once(body) if is_short else json_pieces(body)
 
 
-def _choice(
-    plan: GenerationPlan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def _choice(plan: GenerationPlan, request: ChatRequest, one: ReadChoice, tokenizer: Tokenizer) -> dict[str, Any]:
     message, finish_reason = _message(plan, request, one)
     logprobs = None
     if request.logprobs:
@@ -136,9 +120,7 @@ def _choice(
     }
 
 
-def _message(
-    plan: GenerationPlan, request: ChatRequest, one: ReadChoice
-) -> tuple[dict[str, Any], str | None]:
+def _message(plan: GenerationPlan, request: ChatRequest, one: ReadChoice) -> tuple[dict[str, Any], str | None]:
     reader, reason = plan.reader(), one.choice.finish_reason
     if reader is None:
         return {"role": "assistant", "content": one.text, "refusal": None}, reason
@@ -165,8 +147,7 @@ class ChatStream:
         self._usage = StreamedUsage(request.stream_options, plan, choices)
         opening = msgspec.json.encode(head.fields(CHUNK))[:-1]
         self._before = [
-            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (opening, choice.index)
-            for choice in choices
+            b'data: %b,"choices":[{"index":%d,"delta":{"content":' % (opening, choice.index) for choice in choices
         ]
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
@@ -206,24 +187,14 @@ class ChatStream:
         return out
 
     def _event(
-        self,
-        choice: Choice,
-        content: dict[str, Any],
-        *,
-        delta: Delta | None = None,
-        finish_reason: str | None = None,
+        self, choice: Choice, content: dict[str, Any], *, delta: Delta | None = None, finish_reason: str | None = None
     ) -> bytes:
         logprobs = None
         if delta is not None and delta.tokens:
             store, top = choice.life.ledger.logprobs, self._request.top_logprobs or 0
             as_ids = bool(self._request.return_tokens_as_token_ids)
             logprobs = chat_logprobs(store, delta.tokens, self._tokenizer, top, as_ids=as_ids).joined()
-        entry = {
-            "index": choice.index,
-            "delta": content,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
+        entry = {"index": choice.index, "delta": content, "logprobs": logprobs, "finish_reason": finish_reason}
         body = {**self._head.fields(CHUNK), "choices": [entry], **self._usage.field()}
         if self._plan.return_token_ids:
             if delta is not None:

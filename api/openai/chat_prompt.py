@@ -13,15 +13,7 @@ import msgspec
 
 from tandem.api import wings
 from tandem.api.lark import JsonObject
-from tandem.api.openai.chat_request import (
-    ChatMessage,
-    ChatRequest,
-    ContentPart,
-    ImagePart,
-    Tool,
-    ToolCall,
-    thinks,
-)
+from tandem.api.openai.chat_request import ChatMessage, ChatRequest, ContentPart, ImagePart, Tool, ToolCall, thinks
 from tandem.api.openai.prompts import too_many_characters
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.text_request import TokenizeRequest
@@ -50,9 +42,7 @@ def image_parts(messages: Sequence[ChatMessage]) -> list[ImagePart]:
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
     content = _content(message, where)
     if content is None and not message.tool_calls:
-        raise InvalidRequest(
-            f"{where}.content: must be text, unless an assistant's message has tool_calls", where
-        )
+        raise InvalidRequest(f"{where}.content: must be text, unless an assistant's message has tool_calls", where)
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{where}.tool_calls: only an assistant's message has them", where)
     if message.role == "tool" and message.tool_call_id is None:
@@ -70,10 +60,7 @@ def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call, f"{where}.tool_calls[{i}]"),
-                },
+                "function": {"name": call.function.name, "arguments": _arguments(call, f"{where}.tool_calls[{i}]")},
             }
             for i, call in enumerate(message.tool_calls)
         ]
@@ -94,8 +81,7 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, Any]] | N
             parts.append({"type": "text", "text": _text([part], where, index)})
         elif part.url is None:
             raise InvalidRequest(
-                f"{where}.content[{index}].image_url: must be an object with a url",
-                f"{where}.content[{index}]",
+                f"{where}.content[{index}].image_url: must be an object with a url", f"{where}.content[{index}]"
             )
         else:
             parts.append({"type": "image"})
@@ -126,9 +112,7 @@ def _arguments(call: ToolCall, where: str) -> Any:
 
 def tool_for_template(tool: Tool) -> dict[str, Any]:
     """Returns the tool as the client wrote it, without fields that it left out."""
-    function = {
-        name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None
-    }
+    function = {name: value for name, value in msgspec.to_builtins(tool.function).items() if value is not None}
     return {"type": tool.type, "function": function}
 
 
@@ -209,16 +193,11 @@ class TemplateInput(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls,
-        request: ChatRequest | TokenizeRequest,
-        tools: Sequence[Tool] | None,
-        variables: JsonObject | None,
+        cls, request: ChatRequest | TokenizeRequest, tools: Sequence[Tool] | None, variables: JsonObject | None
     ) -> TemplateInput:
         continues, adds = bool(request.continue_final_message), request.add_generation_prompt
         if continues and adds:
-            raise InvalidRequest(
-                "continue_final_message: contradicts add_generation_prompt", "continue_final_message"
-            )
+            raise InvalidRequest("continue_final_message: contradicts add_generation_prompt", "continue_final_message")
         adds = not continues and adds is not False
         return cls(request.messages or (), tools, request.documents, variables, adds, continues)
 
@@ -249,11 +228,7 @@ def tools_to_call(request: ChatRequest) -> list[Tool] | None:
 
 
 async def render_chat(
-    template: ChatTemplate,
-    guard: SpecialTextGuard,
-    tokenizer: Tokenizer,
-    chat: TemplateInput,
-    context: int | None,
+    template: ChatTemplate, guard: SpecialTextGuard, tokenizer: Tokenizer, chat: TemplateInput, context: int | None
 ) -> str:
     """Renders a chat, a long one in a thread, so that other streams go on. A chat whose texts certainly do not fit
     into the context is refused before anything looks into them. `context`: None when any length is allowed."""
@@ -272,9 +247,7 @@ async def render_chat(
 
 
 def _render(template: ChatTemplate, guard: SpecialTextGuard, chat: TemplateInput) -> str:
-    plain: Sequence[Mapping[str, Any]] = [
-        guard.plain_message(one) for one in messages_for_template(chat.messages)
-    ]
+    plain: Sequence[Mapping[str, Any]] = [guard.plain_message(one) for one in messages_for_template(chat.messages)]
     offered = [tool_for_template(tool) for tool in chat.tools or ()]
     if offered and not template.mentions_tools:
         plain, offered = wings.told_in_words(plain, offered, has_system=template.takes_system), []
@@ -292,9 +265,7 @@ def _render(template: ChatTemplate, guard: SpecialTextGuard, chat: TemplateInput
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message["content"]
-    return (
-        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-    )
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def template_variables(request: ChatRequest) -> JsonObject:

@@ -12,9 +12,7 @@ from tandem.api.lark import JsonObject
 from tandem.api.openai.fields import MaxTokens, SamplingFields, TopLogprobs
 from tandem.base.errors import InvalidRequest
 
-ReasoningEffort = Annotated[
-    str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")
-]
+ReasoningEffort = Annotated[str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")]
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 

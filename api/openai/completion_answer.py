@@ -7,15 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import (
-    AnswerHead,
-    Choice,
-    Delta,
-    RawPieces,
-    event,
-    json_at_once,
-    json_pieces,
-)
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, RawPieces, event, json_at_once, json_pieces
 from tandem.api.openai.completion_request import CompletionRequest
 from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.logprobs import completion_logprobs, prompt_logprobs
@@ -27,11 +19,7 @@ OBJECT = "text_completion"
 
 
 def whole_completion(
-    head: AnswerHead,
-    plan: GenerationPlan,
-    request: CompletionRequest,
-    read: Sequence[ReadChoice],
-    tokenizer: Tokenizer,
+    head: AnswerHead, plan: GenerationPlan, request: CompletionRequest, read: Sequence[ReadChoice], tokenizer: Tokenizer
 ) -> bytes | Iterator[bytes]:
     """Writes the whole answer: at once if it is short, as most are, otherwise in pieces."""
     kept = keep_best(read, plan.choices_per_prompt, plan.keep)
@@ -61,20 +49,12 @@ def _choice(
         choice |= {"prompt_token_ids": plan.shown_prompt(prompt), "token_ids": one.choice.token_ids}
     if plan.prompt_logprobs is not None:
         found = one.choice.life.prompt_logprobs or []
-        choice["prompt_logprobs"] = prompt_logprobs(
-            plan.prompts[prompt], found, tokenizer, plan.prompt_logprobs
-        )
+        choice["prompt_logprobs"] = prompt_logprobs(plan.prompts[prompt], found, tokenizer, plan.prompt_logprobs)
     return choice
 
 
 def _logprobs(
-    plan: GenerationPlan,
-    request: CompletionRequest,
-    choice: Choice,
-    shown: range,
-    tokenizer: Tokenizer,
-    *,
-    first: bool,
+    plan: GenerationPlan, request: CompletionRequest, choice: Choice, shown: range, tokenizer: Tokenizer, *, first: bool
 ) -> RawPieces | None:
     if request.logprobs is None:
         return None

@@ -30,8 +30,7 @@ BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
 BadWords = Annotated[list[BadWord], Meta(max_length=128)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 JobId = Annotated[
-    str,
-    Meta(min_length=1, max_length=256, description="names the agent's work that the request is a turn of"),
+    str, Meta(min_length=1, max_length=256, description="names the agent's work that the request is a turn of")
 ]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1, description="lower runs first")]
 MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -139,9 +138,7 @@ class SamplingFields(CommonFields, frozen=True, kw_only=True, forbid_unknown_fie
     guided_grammar: Text | None = None
     prompt_logprobs: PromptLogprobs | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = (
-        None  # of log-probabilities: "token_id:5" in place of the token's text
-    )
+    return_tokens_as_token_ids: bool | None = None  # of log-probabilities: "token_id:5" in place of the token's text
     add_special_tokens: bool | None = None
     hidden_states: FileName | None = None
     response_format: ResponseFormat | None = None

@@ -86,8 +86,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
         choices that best_of dropped."""
         completion = 0 if self.only_echo else sum(choice.completion_tokens for choice in choices)
         cached = sum(
-            choices[first].life.cached_tokens or 0
-            for first in range(0, len(choices), self.choices_per_prompt)
+            choices[first].life.cached_tokens or 0 for first in range(0, len(choices), self.choices_per_prompt)
         )
         prompts = self.prompt_tokens
         figures: dict[str, Any] = {
@@ -121,9 +120,7 @@ class StreamedUsage:
     """Implements `stream_options.include_usage`: null in every event, and the figures in an event of their
     own at the end."""
 
-    def __init__(
-        self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]
-    ) -> None:
+    def __init__(self, options: StreamOptions | None, plan: GenerationPlan, choices: Sequence[Choice]) -> None:
         self._included = plan.include_usage or bool(options and options.include_usage)
         self.continuous = self._included and bool(options and options.continuous_usage_stats)
         self._plan = plan

@@ -49,16 +49,13 @@ async def grammar_of_format(wanted: ResponseFormat | None, owner: CacheOwner) ->
     return grammar
 
 
-async def grammar_of_structured_outputs(
-    wanted: StructuredOutputs | None, param: str, owner: CacheOwner
-) -> str | None:
+async def grammar_of_structured_outputs(wanted: StructuredOutputs | None, param: str, owner: CacheOwner) -> str | None:
     if wanted is None:
         return None
     given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            f"structured_outputs: must have one of {', '.join(wanted.__struct_fields__)}",
-            "structured_outputs",
+            f"structured_outputs: must have one of {', '.join(wanted.__struct_fields__)}", "structured_outputs"
         )
     # Building a grammar of a longer text would hold up others, and it is refused in any case.
     texts = [wanted.regex or "", wanted.grammar or "", *(wanted.choice or ())]
@@ -203,9 +200,7 @@ async def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | N
     return msgspec.convert({_OTHER_NAMES[name]: value}, StructuredOutputs), name
 
 
-_NO_OPTIONS = (
-    "%llguidance {}\n"  # stands at the head of a whole grammar alone, and this one may become a part
-)
+_NO_OPTIONS = "%llguidance {}\n"  # stands at the head of a whole grammar alone, and this one may become a part
 
 
 def _lark_of(ebnf: str) -> str:

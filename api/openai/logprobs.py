@@ -114,9 +114,7 @@ def completion_logprobs(
     echoed = LogprobStore(found or TokenLogprobs(0, 0.0, 0) for found in prompt_found)
     known = [at < len(prompt_found) and prompt_found[at] is not None for at in range(len(prompt))]
     texts = _texts(tokenizer, as_ids=as_ids)
-    return RawPieces(
-        _completion_logprobs(store, tokens, offsets, tokenizer, texts, top, prompt, echoed, known)
-    )
+    return RawPieces(_completion_logprobs(store, tokens, offsets, tokenizer, texts, top, prompt, echoed, known))
 
 
 def _completion_logprobs(
@@ -185,10 +183,6 @@ def prompt_logprobs(
         ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(one.top[:top], 1)}
         ranked.setdefault(one.token_id, (one.logprob, one.rank))
         yield {
-            str(token_id): {
-                "logprob": _finite(logprob),
-                "rank": rank,
-                "decoded_token": _shown(token_id, tokenizer),
-            }
+            str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": _shown(token_id, tokenizer)}
             for token_id, (logprob, rank) in ranked.items()
         }

@@ -96,8 +96,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     grammar = await chat_grammar(request, tools, model, owner, any_answer=budget is not None)
     if images is not None and request.truncate_prompt_tokens is not None:
         raise InvalidRequest(
-            "truncate_prompt_tokens: not with images, of which a part would be cut off",
-            "truncate_prompt_tokens",
+            "truncate_prompt_tokens: not with images, of which a part would be cut off", "truncate_prompt_tokens"
         )
     # The template writes the special tokens itself, unless the client knows that it does not.
     token_ids = await encoded(
@@ -238,9 +237,7 @@ def _choices_of(request: CompletionRequest) -> tuple[int, int]:
     if best_of < n:
         raise InvalidRequest(f"best_of: must be at least n ({n}), not {best_of}", "best_of")
     if best_of > n and request.stream:
-        raise InvalidRequest(
-            "best_of: all of them must be complete to compare them, so not with stream", "best_of"
-        )
+        raise InvalidRequest("best_of: all of them must be complete to compare them, so not with stream", "best_of")
     return n, best_of
 
 
@@ -263,9 +260,7 @@ def _most_tokens(request: SamplingFields, model: ServedModel, prompt_tokens: int
     return max(1, min(room, model.defaults.max_new_tokens or room))
 
 
-def _check_context(
-    request: SamplingFields, prompt_tokens: int, max_tokens: int | None, context: int | None
-) -> None:
+def _check_context(request: SamplingFields, prompt_tokens: int, max_tokens: int | None, context: int | None) -> None:
     if context is None:
         return
     room = context - prompt_tokens
@@ -286,9 +281,7 @@ def _check_context(
 def _asked_tokens(request: ChatRequest | CompletionRequest) -> int | None:
     newer = request.max_completion_tokens
     if newer is not None and request.max_tokens not in (None, newer):
-        raise InvalidRequest(
-            "max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens"
-        )
+        raise InvalidRequest("max_tokens: differs from max_completion_tokens, its newer name; set one", "max_tokens")
     return request.max_tokens if newer is None else newer
 
 

@@ -33,19 +33,11 @@ def prompts_of(given: Prompts | None, param: str) -> list[str | list[int]]:
         return cast("list[str | list[int]]", given)
     if kinds == {int}:
         return [cast("list[int]", given)]
-    raise InvalidRequest(
-        f"{param}: must be text, or token ids, or a list of one of them, not a mixture", param
-    )
+    raise InvalidRequest(f"{param}: must be text, or token ids, or a list of one of them, not a mixture", param)
 
 
 async def prompt_ids(
-    prompt: str | list[int],
-    param: str,
-    tokenizer: Tokenizer,
-    context: int | None,
-    *,
-    special: bool,
-    owner: CacheOwner,
+    prompt: str | list[int], param: str, tokenizer: Tokenizer, context: int | None, *, special: bool, owner: CacheOwner
 ) -> list[int]:
     if isinstance(prompt, str):
         ids = await encoded(prompt, param, tokenizer, context, special=special, owner=owner)
@@ -64,8 +56,7 @@ def check_count(token_ids: Sequence[int], param: str, context: int | None) -> No
     """Refuses more token ids than the context holds before anything looks at them."""
     if context is not None and len(token_ids) > context:
         raise PromptTooLong(
-            f"{param}: has {len(token_ids)} tokens, and the model's context is {context}; send at most so many",
-            param,
+            f"{param}: has {len(token_ids)} tokens, and the model's context is {context}; send at most so many", param
         )
 
 
@@ -84,14 +75,11 @@ async def encoded(
 
 def too_many_characters(param: str, what: str, context: int, most: int) -> PromptTooLong:
     return PromptTooLong(
-        f"{param}: {what} more than the model's context of {context} tokens can hold; send at most {most}",
-        param,
+        f"{param}: {what} more than the model's context of {context} tokens can hold; send at most {most}", param
     )
 
 
-def truncated(
-    token_ids: list[int], keep: int | None, max_tokens: int | None, context: int | None
-) -> list[int]:
+def truncated(token_ids: list[int], keep: int | None, max_tokens: int | None, context: int | None) -> list[int]:
     """Returns at most the last `keep` tokens (`truncate_prompt_tokens`); with -1, as many as leave room for
     an answer."""
     if keep is None or (keep == -1 and context is None):

@@ -61,11 +61,7 @@ def defaults_of(config: ApiSettings) -> Defaults:
 def _in_range(path: Path, name: str, value: Any) -> Any:
     low, high = _RANGES[name]
     whole = name in ("top_k", "max_new_tokens")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int if whole else int | float)
-        or not low <= value <= high
-    ):
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
         raise ConfigurationError(
             f"{path}: {name} must be a {'whole ' if whole else ''}number from {low} to {high}, not {value!r}; "
             "router.sampling_defaults: openai ignores the file"
@@ -91,18 +87,12 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 def sampling_params(
-    request: SamplingFields,
-    tokenizer: Tokenizer,
-    defaults: Defaults,
-    sampled: Sampled,
-    *,
-    max_tokens: int,
+    request: SamplingFields, tokenizer: Tokenizer, defaults: Defaults, sampled: Sampled, *, max_tokens: int
 ) -> SamplingParams:
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens: must be at most the {max_tokens} tokens that may be generated, not {min_tokens}",
-            "min_tokens",
+            f"min_tokens: must be at most the {max_tokens} tokens that may be generated, not {min_tokens}", "min_tokens"
         )
     if sampled.grammar is not None:
         _check_ends_with_grammar(request)
@@ -156,9 +146,7 @@ def _first(asked: T | None, default: T) -> T:
 def _check_ends_with_grammar(request: SamplingFields) -> None:
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name):
-            raise InvalidRequest(
-                f"{name}: an answer that follows a grammar ends where the grammar does", name
-            )
+            raise InvalidRequest(f"{name}: an answer that follows a grammar ends where the grammar does", name)
 
 
 def of_choice(sampling: SamplingParams, index: int) -> SamplingParams:

@@ -30,9 +30,7 @@ class ModelElsewhere(UnknownModel):
     """A model of another deployment whose router is known here."""
 
     def __init__(self, model: str) -> None:
-        super().__init__(
-            f"the model {model[:200]!r} is another deployment's, which cannot be asked this here"
-        )
+        super().__init__(f"the model {model[:200]!r} is another deployment's, which cannot be asked this here")
         self.model = model
 
 
@@ -98,14 +96,11 @@ class ServedModel:
         if adapter is None or adapter == request.model:
             return request
         if request.model is not None and request.model not in self.names:
-            raise InvalidRequest(
-                f"lora_path: contradicts model, the adapter {request.model!r}; set one", "lora_path"
-            )
+            raise InvalidRequest(f"lora_path: contradicts model, the adapter {request.model!r}; set one", "lora_path")
         if adapter not in self.adapters:
             known = ", ".join(sorted(self.adapters)) or "none"
             raise InvalidRequest(
-                f"lora_path: {adapter[:200]!r} is no adapter of this server; it has {known[:2000]}",
-                "lora_path",
+                f"lora_path: {adapter[:200]!r} is no adapter of this server; it has {known[:2000]}", "lora_path"
             )
         return msgspec.structs.replace(request, model=adapter)
 

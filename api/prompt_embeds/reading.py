@@ -79,10 +79,7 @@ def read_embeds(given: str, most_bytes: int, where: str = _WHERE) -> PromptEmbed
     if len(shape) != 2 or not all(shape):
         raise _refusal(where, f"must have the shape [tokens, hidden size], and has {list(tensor.shape)}")
     if len(tensor.data) > most_bytes:
-        raise _refusal(
-            where,
-            f"may have {most_bytes} bytes, and has {len(tensor.data)}",
-        )
+        raise _refusal(where, f"may have {most_bytes} bytes, and has {len(tensor.data)}")
     return PromptEmbeds(tensor.dtype, shape[1], tensor.data)
 
 
@@ -97,9 +94,7 @@ def _refusal(where: str, why: str) -> InvalidRequest:
 def _checked(dtype: str, shape: tuple[int, ...], data: bytes) -> _Tensor:
     wanted = math.prod(shape) * TYPES[dtype]
     if len(data) != wanted:
-        raise _NoTensorError(
-            f"has {len(data)} bytes, and {wanted} by its shape: it is cut off, or a part of another"
-        )
+        raise _NoTensorError(f"has {len(data)} bytes, and {wanted} by its shape: it is cut off, or a part of another")
     return _Tensor(dtype, shape, data)
 
 
@@ -213,14 +208,10 @@ def _followed(program: bytes) -> tuple[str, str, int, tuple[int, ...], tuple[int
                 if kind not in _OF_TORCH:
                     raise _not_of_type(f"torch's {kind}")
                 sizes = (offset, *shape, *stride)
-                if len(shape) == len(stride) and all(
-                    type(size) is int and 0 <= size < 2**31 for size in sizes
-                ):
+                if len(shape) == len(stride) and all(type(size) is int and 0 <= size < 2**31 for size in sizes):
                     return _OF_TORCH[kind], key, offset, shape, stride
     except (IndexError, KeyError, ValueError, TypeError) as error:
-        raise _NoTensorError(
-            "is no file of torch.save with one tensor: its description cannot be read"
-        ) from error
+        raise _NoTensorError("is no file of torch.save with one tensor: its description cannot be read") from error
     raise _NoTensorError("is no file of torch.save with one plain tensor: save tensor.detach().cpu()")
 
 
@@ -237,9 +228,7 @@ def _result(program: bytes) -> object:
                 stack.append(_Name(str(argument)))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
-                stack.append(
-                    _Name(f"{module} {name}" if isinstance(name, str) and isinstance(module, str) else "")
-                )
+                stack.append(_Name(f"{module} {name}" if isinstance(name, str) and isinstance(module, str) else ""))
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE" | "SHORT_BINUNICODE":
                 stack.append(argument)
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE" as name:
@@ -265,7 +254,5 @@ def _result(program: bytes) -> object:
             case "STOP":
                 return stack.pop()
             case name:
-                raise _NoTensorError(
-                    f"is no file of torch.save with one plain tensor: its description has {name}"
-                )
+                raise _NoTensorError(f"is no file of torch.save with one plain tensor: its description has {name}")
     raise IndexError("no end")

@@ -88,9 +88,7 @@ class ResponseCancel(_Event, frozen=True, tag="response.cancel"):
     response_id: str | None = None
 
 
-ClientEvent = (
-    SessionUpdate | ItemCreate | TextAppend | TextCommit | TextClear | ResponseCreate | ResponseCancel
-)
+ClientEvent = SessionUpdate | ItemCreate | TextAppend | TextCommit | TextClear | ResponseCreate | ResponseCancel
 _EVENTS: dict[str, type[_Event]] = {
     str(one.__struct_config__.tag): one
     for one in (SessionUpdate, ItemCreate, TextAppend, TextCommit, TextClear, ResponseCreate, ResponseCancel)
@@ -117,9 +115,7 @@ class Conversation:
 
     def add(self, item_id: str, role: str, text: str) -> None:
         if any(known == item_id for known, _, _ in self.items):
-            raise InvalidRequest(
-                f"item.id: {item_id[:100]!r} is taken; leave it out or send another", "item.id"
-            )
+            raise InvalidRequest(f"item.id: {item_id[:100]!r} is taken; leave it out or send another", "item.id")
         self.items.append((item_id, role, text))
 
     def take_buffer(self) -> str:
@@ -143,7 +139,6 @@ def settled_tokens(prompt: list[int], continued: list[int]) -> list[int]:
     does not have it."""
     pairs = zip(prompt, continued, strict=False)
     count = next(
-        (place for place, (mine, other) in enumerate(pairs) if mine != other),
-        min(len(prompt), len(continued)),
+        (place for place, (mine, other) in enumerate(pairs) if mine != other), min(len(prompt), len(continued))
     )
     return prompt[: max(0, count - 1)]

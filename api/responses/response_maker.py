@@ -99,9 +99,7 @@ class ResponseMaker:
             case Reasoning(text):
                 out: list[bytes] = []
                 if not self._in("reasoning"):
-                    out = self._open(
-                        {"id": self._new_id("rs"), "type": "reasoning", "summary": [], "content": []}
-                    )
+                    out = self._open({"id": self._new_id("rs"), "type": "reasoning", "summary": [], "content": []})
                 return [*out, self._more("response.reasoning_text.delta", text, content_index=0)]
             case Text(text):
                 out = []
@@ -145,9 +143,7 @@ class ResponseMaker:
         if item["type"] == "message":
             part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
             item["content"] = [part]
-            out.append(
-                self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=[])
-            )
+            out.append(self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=[]))
             out.append(self._event("response.content_part.done", **place, content_index=0, part=part))
         elif item["type"] == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": text}]

@@ -44,9 +44,7 @@ class StoredResponse:
     """One response. `events` are its stream's, each at its number. They are kept while clients follow it; a
     background response keeps them after its end, too."""
 
-    def __init__(
-        self, body: dict[str, Any], owner: str, items: list[InputItem], *, keeps_events: bool
-    ) -> None:
+    def __init__(self, body: dict[str, Any], owner: str, items: list[InputItem], *, keeps_events: bool) -> None:
         self.body = body
         self.owner = owner
         # The conversation before its answer, as JSON: hundreds of small items would take ten times as much.
@@ -128,9 +126,7 @@ class StoredResponse:
         if self.ended and not self.keeps_events and self._followers == 0:
             self.events, self._events_size = [], 0
         if self.ended:
-            self._resize(
-                RESPONSE_BYTES + len(self._items) + len(msgspec.json.encode(self.body)) + self._events_size
-            )
+            self._resize(RESPONSE_BYTES + len(self._items) + len(msgspec.json.encode(self.body)) + self._events_size)
 
 
 class ResponseStore:

@@ -228,9 +228,7 @@ def _messages(items: Sequence[InputItem]) -> Iterable[ChatMessage]:
     turn: _Turn | None = None
     for at, item in enumerate(items):
         where = f"input[{at}]"
-        if item.type in ("function_call", "reasoning") or (
-            item.type == "message" and item.role == "assistant"
-        ):
+        if item.type in ("function_call", "reasoning") or (item.type == "message" and item.role == "assistant"):
             turn = turn or _Turn()
             _add(turn, item, where)
             continue
@@ -292,8 +290,7 @@ def _text(content: str | Sequence[InputPart] | None, where: str, first: int = 0)
         text = part.refusal if part.type == "refusal" else part.text
         if text is None or not (part.type == "refusal" or part.type.endswith("text")):
             raise InvalidRequest(
-                f"{where}[{at}]: must be a part with a text; this model reads no {part.type[:100]!r}",
-                f"{where}[{at}]",
+                f"{where}[{at}]: must be a part with a text; this model reads no {part.type[:100]!r}", f"{where}[{at}]"
             )
         texts.append(text)
     return "\n".join(texts)

@@ -46,18 +46,12 @@ class SpecialTextGuard:
         self._longest = len(divisible[0]) if divisible else 1
         self._normalize = tokenizer.normalize_for_special
         self._joiner = next(
-            (
-                joiner
-                for joiner in _JOINERS
-                if not _finds_special(tokenizer, self._broken("\n".join(texts), joiner))
-            ),
+            (joiner for joiner in _JOINERS if not _finds_special(tokenizer, self._broken("\n".join(texts), joiner))),
             _JOINERS[-1],
         )
 
     def plain(self, text: str) -> str:
-        if self._normalize is not None and any(
-            matches(self._pattern, normal := self._normalize(text), self._longest)
-        ):
+        if self._normalize is not None and any(matches(self._pattern, normal := self._normalize(text), self._longest)):
             text = normal  # what the tokenizer would read after normalizing
         return self._broken(text, self._joiner)
 
@@ -78,11 +72,7 @@ class SpecialTextGuard:
     def plain_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the message for the template. An assistant's message stays unchanged: a model wrote it, and
         it may have special tokens."""
-        return (
-            message
-            if message["role"] == "assistant"
-            else {k: self.plain_value(v) for k, v in message.items()}
-        )
+        return message if message["role"] == "assistant" else {k: self.plain_value(v) for k, v in message.items()}
 
     def plain_value(self, value: Any) -> Any:
         """Makes all texts of a value plain, within lists and mappings, too, and in their keys."""
@@ -140,9 +130,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> jinja2.Environment:
@@ -258,13 +246,10 @@ class ChatTemplate:
             )
             text = "".join(template.root_render_func(context))
         except jinja2.TemplateError as error:
-            raise InvalidRequest(
-                f"messages: the model's chat template refuses them: {error}", "messages"
-            ) from error
+            raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             raise InvalidRequest(
-                f"messages: the model's chat template cannot render them ({type(error).__name__}: {error})",
-                "messages",
+                f"messages: the model's chat template cannot render them ({type(error).__name__}: {error})", "messages"
             ) from error
         return _cut_at(text, mark) if mark else text
 

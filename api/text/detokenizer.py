@@ -39,11 +39,7 @@ class ByteDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         table, skipped = self._token_bytes, self._skipped
         data = self._rest + b"".join(
-            [
-                table[token_id]
-                for token_id in token_ids
-                if token_id not in skipped and 0 <= token_id < len(table)
-            ]
+            [table[token_id] for token_id in token_ids if token_id not in skipped and 0 <= token_id < len(table)]
         )
         text, taken = _decode_utf8(data, "replace", False)
         self._rest = data[taken:]

@@ -82,11 +82,7 @@ class SegmentCache:
         if self._boundaries is None:
             return [text]
         pattern, cuts, longest = self._boundaries
-        starts = [
-            found.start()
-            for found in matches(pattern, text, longest)
-            if found.start() and found.group() in cuts
-        ]
+        starts = [found.start() for found in matches(pattern, text, longest) if found.start() and found.group() in cuts]
         return [text[start:end] for start, end in zip([0, *starts], [*starts, len(text)], strict=True)]
 
     @property

@@ -53,9 +53,7 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._longest_piece = max(map(len, vocabulary), default=1)
-        self._words = (
-            WordCache(lambda words: self._encode_all(words, special=False)) if keeps_words(backend) else None
-        )
+        self._words = WordCache(lambda words: self._encode_all(words, special=False)) if keeps_words(backend) else None
         self._segments = SegmentCache(backend, self._encode_parts, KEPT_BYTES)
         # A tokenizer that adds tokens adds them at a text's ends, so with them a text is not cut.
         self._wholes = self._segments
@@ -106,9 +104,7 @@ class Tokenizer:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 (a router has one tokenizer, to its end)
     def _skipped_beside(self, shown: tuple[str, ...]) -> frozenset[int]:
-        return self.special_ids - {
-            token_id for text in shown if (token_id := self.token_id(text)) is not None
-        }
+        return self.special_ids - {token_id for text in shown if (token_id := self.token_id(text)) is not None}
 
     def is_special(self, text: str) -> bool:
         return self._backend.token_to_id(text) in self.special_ids

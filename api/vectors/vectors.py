@@ -62,9 +62,7 @@ async def plan_rerank(request: RerankRequest, model: ServedModel, caller: Caller
 
 
 def _score_texts(request: ScoreRequest) -> tuple[list[str], list[str]]:
-    first, second = (
-        [texts] if isinstance(texts, str) else texts for texts in (request.text_1, request.text_2)
-    )
+    first, second = ([texts] if isinstance(texts, str) else texts for texts in (request.text_1, request.text_2))
     return first, second
 
 
@@ -131,13 +129,7 @@ def _check_count(texts: int, param: str, config: ApiSettings) -> None:
 
 
 async def _token_ids(
-    text: str | list[int],
-    param: str,
-    request: VectorFields,
-    model: ServedModel,
-    owner: CacheOwner,
-    *,
-    special: bool,
+    text: str | list[int], param: str, request: VectorFields, model: ServedModel, owner: CacheOwner, *, special: bool
 ) -> list[int]:
     context, keep = model.max_model_len, request.truncate_prompt_tokens
     most = context if keep is None else None
@@ -186,9 +178,7 @@ def vector_bytes(plan: VectorPlan) -> int:
 async def whole_embeddings(
     head: AnswerHead, plan: VectorPlan, request: EmbeddingRequest, vectors: Sequence[bytes]
 ) -> dict[str, Any]:
-    show: Callable[[bytes], list[float] | str] = (
-        _as_base64 if request.encoding_format == "base64" else _numbers
-    )
+    show: Callable[[bytes], list[float] | str] = _as_base64 if request.encoding_format == "base64" else _numbers
 
     def items() -> Iterator[dict[str, Any]]:
         for index, vector in enumerate(vectors):

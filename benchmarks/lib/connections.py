@@ -153,10 +153,7 @@ class InstantServer(asyncio.Protocol):
 
 
 async def serve(
-    pipe: Connection,
-    protocol: Callable[[], asyncio.Protocol],
-    *told: object,
-    asked: Callable[[], object] | None = None,
+    pipe: Connection, protocol: Callable[[], asyncio.Protocol], *told: object, asked: Callable[[], object] | None = None
 ) -> None:
     """Serves until the pipe is closed. Sends the port there, with what else is `told`, and then answers what is `asked`."""
     server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)

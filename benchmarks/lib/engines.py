@@ -53,9 +53,7 @@ def load_engine(
 
 def engine_of(runner: TorchRunner, cache: CacheConfig, scheduling: SchedulerConfig) -> Engine:
     info = runner.info
-    scheduler = Scheduler(
-        scheduling, cache, info.groups, info.num_blocks, info.max_model_len, info.eos_token_ids
-    )
+    scheduler = Scheduler(scheduling, cache, info.groups, info.num_blocks, info.max_model_len, info.eos_token_ids)
     return Engine(scheduler, runner, None, ahead=scheduling.plans_ahead(info.device))
 
 

@@ -151,10 +151,7 @@ def _all_processes() -> dict[int, _Process]:
 
 
 def output_of(
-    command: Sequence[str | Path],
-    within_s: float,
-    environment: Mapping[str, str] | None = None,
-    stdin: bytes = b"",
+    command: Sequence[str | Path], within_s: float, environment: Mapping[str, str] | None = None, stdin: bytes = b""
 ) -> str:
     """Runs a peer's command, and returns what it printed. Raises DeadlineExceeded or Unavailable."""
     what = Path(command[0]).name

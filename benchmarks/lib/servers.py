@@ -67,10 +67,7 @@ def tandem_systems(model: Path) -> list[System]:
     """The machine's cores are divided among the nodes, so both layouts have all of them."""
 
     return [
-        replace(
-            tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"),
-            hands_over=True,
-        ),
+        replace(tandem_system(TANDEM_PD, "Tandem 1P+1D", model, "--prefill", "1", "--decode", "1"), hands_over=True),
         tandem_system(TANDEM_AGGREGATED, "Tandem aggregated", model, "--aggregated", "1"),
     ]
 
@@ -78,17 +75,7 @@ def tandem_systems(model: Path) -> list[System]:
 def tandem_system(key: str, title: str, model: Path, *flags: str) -> System:
     """Returns `tandem serve` from this source tree, in whatever folder the benchmark runs."""
     port = free_port()
-    command = (
-        sys.executable,
-        "-m",
-        "tandem.cluster.cli",
-        "serve",
-        "--model",
-        str(model),
-        "--port",
-        str(port),
-        *flags,
-    )
+    command = (sys.executable, "-m", "tandem.cluster.cli", "serve", "--model", str(model), "--port", str(port), *flags)
     return System(key, title, command, port, {"PYTHONPATH": str(_TREE)})
 
 

@@ -52,12 +52,7 @@ FLOOR_COLUMNS = {"claim": "{claim}", "floor": "{required}", "measured": "{figure
 
 def rows_of(floors: Iterable[Floor]) -> list[dict[str, str]]:
     return [
-        {
-            "claim": floor.claim,
-            "required": floor.required,
-            "figure": floor.figure,
-            "verdict": _VERDICTS[floor.met],
-        }
+        {"claim": floor.claim, "required": floor.required, "figure": floor.figure, "verdict": _VERDICTS[floor.met]}
         for floor in floors
     ]
 
@@ -66,9 +61,7 @@ def floors_table(floors: Iterable[Floor]) -> Table:
     return table_of("Main figures and floors", rows_of(floors), FLOOR_COLUMNS, left=4)
 
 
-def table_of(
-    title: str, rows: Sequence[Any], columns: Mapping[str, str] | None = None, *, left: int = 1
-) -> Table:
+def table_of(title: str, rows: Sequence[Any], columns: Mapping[str, str] | None = None, *, left: int = 1) -> Table:
     """Makes a table of dicts or structs. `columns` has each column's heading and a template for its cells, which names fields of the row, such
     as "{ttft_ms:.1f}"; a field that is absent or None leaves a dash. Without `columns` every field has one. The first `left` columns are
     words, and all others are numbers."""

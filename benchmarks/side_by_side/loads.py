@@ -65,12 +65,7 @@ FULL = LoadPlan(
     at_most_s=90.0,
 )
 QUICK = replace(
-    FULL,
-    closed_loops=((1, 3), (4, 8), (8, 16)),
-    chats_alone_s=8.0,
-    long_prompts=3,
-    shared_requests=8,
-    at_most_s=12.0,
+    FULL, closed_loops=((1, 3), (4, 8), (8, 16)), chats_alone_s=8.0, long_prompts=3, shared_requests=8, at_most_s=12.0
 )
 
 
@@ -104,16 +99,12 @@ class LoadQuestions:
             warm_up=random_prompts(vocabulary, rng, _WARM_UPS, plan.prompt)
             + random_prompts(vocabulary, rng, _WARM_UPS, plan.chat)
             + random_prompts(vocabulary, rng, 1, plan.long),
-            closed_loops=[
-                random_prompts(vocabulary, rng, count, plan.prompt) for _, count in plan.closed_loops
-            ],
+            closed_loops=[random_prompts(vocabulary, rng, count, plan.prompt) for _, count in plan.closed_loops],
             chats_alone=random_prompts(vocabulary, rng, chats, plan.chat),
             chats_beside=random_prompts(vocabulary, rng, chats, plan.chat),
             long=random_prompts(vocabulary, rng, plan.long_prompts, plan.long),
             # The first request brings the prefix into the cache and is not measured.
-            shared=shared_prefix(
-                vocabulary, rng, plan.shared_requests + 1, plan.shared, plan.shared_prefix, 1
-            ),
+            shared=shared_prefix(vocabulary, rng, plan.shared_requests + 1, plan.shared, plan.shared_prefix, 1),
             handed_over=random_prompts(vocabulary, rng, _HANDOVERS, plan.prompt),
         )
 
@@ -155,14 +146,10 @@ class Examiner:
             measured = []
             for (users, _), asked in zip(plan.closed_loops, questions.closed_loops, strict=True):
                 measured.append(await self._closed(api, closed_loop(users), asked, users, plan.at_most_s))
-            measured.append(
-                await self._closed(api, ALONE, questions.chats_alone, plan.chat_users, plan.chats_alone_s)
-            )
+            measured.append(await self._closed(api, ALONE, questions.chats_alone, plan.chat_users, plan.chats_alone_s))
             measured += await self._chats_beside_long(api)
             await self._warm_up(api, questions.shared[:1])
-            measured.append(
-                await self._closed(api, SHARED, questions.shared[1:], plan.shared_users, plan.at_most_s)
-            )
+            measured.append(await self._closed(api, SHARED, questions.shared[1:], plan.shared_users, plan.at_most_s))
         return Examination(first.ttft, measured)
 
     async def _warm_up(self, api: Api, sessions: Sequence[Session]) -> list[Timeline]:

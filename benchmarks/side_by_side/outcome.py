@@ -192,9 +192,7 @@ def shown(outcome: ComparisonOutcome) -> Iterator[Table | Text]:
 
 def _table(outcome: ComparisonOutcome) -> Table:
     runs = 1 + max((examined.run for examined in outcome.examined), default=0)
-    table = Table(
-        title=f"Medians of {runs} runs (least to greatest)" if runs > 1 else "One run", title_justify="left"
-    )
+    table = Table(title=f"Medians of {runs} runs (least to greatest)" if runs > 1 else "One run", title_justify="left")
     table.add_column("load")
     table.add_column("system")
     for name in (*_COLUMNS, "failed"):

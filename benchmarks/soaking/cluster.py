@@ -132,9 +132,7 @@ def look_at(process: int, at_s: float) -> ProcessSample | None:
     """Returns None if the process has ended."""
     folder = Path("/proc") / str(process)
     try:
-        fields = dict(
-            line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
-        )
+        fields = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
         descriptors = sum(1 for _ in (folder / "fd").iterdir())
         kib = sum(int(fields.get(name, "0").split()[0]) for name in ("RssAnon", "RssShmem"))
         return ProcessSample(at_s, kib * 1024, descriptors, int(fields["Threads"]))
@@ -212,9 +210,7 @@ class ProcessWatch:
         began = self._began or 0.0
         youngest = (self._ended - began) * YOUNG
         found = (
-            growth_of(
-                f"{self._titles[process][:40]} {process}", samples, was_there=samples[0].at_s == self._began
-            )
+            growth_of(f"{self._titles[process][:40]} {process}", samples, was_there=samples[0].at_s == self._began)
             for process, samples in self._samples.items()
             if samples[-1].at_s - samples[0].at_s >= youngest
         )
@@ -233,9 +229,7 @@ class Kill(msgspec.Struct, frozen=True):
 
 
 class Killer:
-    def __init__(
-        self, view: SoakCluster, processes: Callable[[], list[int]], every_s: float, seed: int
-    ) -> None:
+    def __init__(self, view: SoakCluster, processes: Callable[[], list[int]], every_s: float, seed: int) -> None:
         self.kills: list[Kill] = []
         self._view = view
         self._processes = processes
@@ -262,7 +256,5 @@ class Killer:
             if is_whole(nodes, len(before)) and {node.incarnation for node in nodes} != before:
                 break
             if time.monotonic() - killed > WHOLE_WITHIN_S:
-                raise DeadlineExceeded(
-                    f"{title} was killed and has no successor after {WHOLE_WITHIN_S:.0f} s"
-                )
+                raise DeadlineExceeded(f"{title} was killed and has no successor after {WHOLE_WITHIN_S:.0f} s")
         self.kills.append(Kill(killed - self._began, title, time.monotonic() - killed))

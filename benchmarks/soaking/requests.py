@@ -70,12 +70,7 @@ class SoakQuestions:
 
     def _make_known(self, prompt: int, answer: int) -> list[KnownAnswer]:
         greedy = {"temperature": 0, "ignore_eos": True}
-        seeded = {
-            "temperature": 0.8,
-            "top_p": 0.95,
-            "seed": self._random.randrange(1 << 31),
-            "ignore_eos": True,
-        }
+        seeded = {"temperature": 0.8, "top_p": 0.95, "seed": self._random.randrange(1 << 31), "ignore_eos": True}
         return [
             KnownAnswer(self._completion(self._text(prompt), answer) | greedy, is_chat=False),
             KnownAnswer(self._completion(self._text(prompt), answer) | seeded, is_chat=False),
@@ -117,9 +112,7 @@ class SoakQuestions:
 
     def _fresh(self, ending: AnswerEnd) -> SoakQuestion:
         rng = self._random
-        prompt = rng.choices(
-            (rng.randint(4, 64), rng.randint(100, 500), rng.randint(900, 1600)), (70, 24, 6)
-        )[0]
+        prompt = rng.choices((rng.randint(4, 64), rng.randint(100, 500), rng.randint(900, 1600)), (70, 24, 6))[0]
         is_chat = rng.random() < _CHAT
         body = (self._chat if is_chat else self._completion)(self._text(prompt), rng.randint(1, 64))
         kinds = [ending.value, "chat" if is_chat else "completion", "long" if prompt >= 900 else "short"]

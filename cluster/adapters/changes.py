@@ -40,9 +40,7 @@ class AdapterChanges:
             if wanted == before:
                 return wanted
             if pools.state.rollout is not None:
-                raise Unavailable(
-                    "a rollout is replacing nodes: change adapters when it is over (`tandem status`)"
-                )
+                raise Unavailable("a rollout is replacing nodes: change adapters when it is over (`tandem status`)")
             number = pools.state.revision.number
             nodes = [node for node in pools.fleet.nodes.values() if node.serves]
             if not nodes:
@@ -126,10 +124,7 @@ class AdapterChanges:
                 router.name
                 for router in pools.fleet.routers.values()
                 if router.serves
-                and (
-                    digests.items() - router.load.adapters.items()
-                    or not gone.isdisjoint(router.load.adapters)
-                )
+                and (digests.items() - router.load.adapters.items() or not gone.isdisjoint(router.load.adapters))
             ]
 
         async def until_served() -> None:

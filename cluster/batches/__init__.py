@@ -4,9 +4,6 @@ from tandem.cluster.commands.parser import LOOK, command_of
 
 COMMANDS = (
     command_of(
-        "tandem.cluster.batches.command",
-        "batch",
-        "have a file of requests answered when the cluster is idle",
-        LOOK,
+        "tandem.cluster.batches.command", "batch", "have a file of requests answered when the cluster is idle", LOOK
     ),
 )

@@ -81,9 +81,7 @@ def _server(args: argparse.Namespace, console: Console) -> Iterator[str]:
         server.close()
 
 
-def _answered(
-    client: BatchClient, args: argparse.Namespace, digest: str, endpoint: str, console: Console
-) -> int:
+def _answered(client: BatchClient, args: argparse.Namespace, digest: str, endpoint: str, console: Console) -> int:
     note = read_note(args.output)
     found = client.look(note.batch_id) if note is not None and note.input_digest == digest else None
     if note is not None and found is not None and found["status"] not in ("failed", "cancelled"):
@@ -105,11 +103,7 @@ def _answered(
 
 def _progress(console: Console) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        console=console,
-        transient=True,
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console, transient=True
     )
 
 
@@ -117,10 +111,7 @@ def _fetched(client: BatchClient, args: argparse.Namespace, batch: dict[str, Any
     if batch["status"] == "failed":
         note_beside(args.output).unlink(missing_ok=True)
         mistakes = (batch["errors"] or {}).get("data", [])
-        lines = [
-            f"line {each['line']}: {each['message']}" if each["line"] else each["message"]
-            for each in mistakes
-        ]
+        lines = [f"line {each['line']}: {each['message']}" if each["line"] else each["message"] for each in mistakes]
         raise ConfigurationError(f"{args.input} is no batch:\n" + "\n".join(lines))
     client.fetch(batch["output_file_id"], args.output)
     errors = args.output.with_name(f"{args.output.stem}.errors{args.output.suffix}")
@@ -135,7 +126,5 @@ def _fetched(client: BatchClient, args: argparse.Namespace, batch: dict[str, Any
     if wants_json(args):
         print_json({"status": batch["status"], **counts, "files": written})
     else:
-        print(
-            f"{batch['status']}: {counts['completed']} of {counts['total']} requests answered; {', '.join(written)}"
-        )
+        print(f"{batch['status']}: {counts['completed']} of {counts['total']} requests answered; {', '.join(written)}")
     return 0 if counts["completed"] == counts["total"] else 1

@@ -4,9 +4,6 @@ from tandem.cluster.commands.parser import MEASURE, command_of
 
 COMMANDS = (
     command_of(
-        "tandem.cluster.bench.command",
-        "bench",
-        "measure any OpenAI-compatible server as its users feel it",
-        MEASURE,
+        "tandem.cluster.bench.command", "bench", "measure any OpenAI-compatible server as its users feel it", MEASURE
     ),
 )

@@ -31,13 +31,7 @@ from tandem.loadgen.metrics import summarize
 from tandem.loadgen.options import Options, PromptFormat, options_from
 from tandem.loadgen.report import make_report
 from tandem.loadgen.show import plot_run, print_summary, with_progress
-from tandem.loadgen.vocabulary import (
-    GuessedVocabulary,
-    IdVocabulary,
-    TextVocabulary,
-    Vocabulary,
-    load_tokenizer,
-)
+from tandem.loadgen.vocabulary import GuessedVocabulary, IdVocabulary, TextVocabulary, Vocabulary, load_tokenizer
 from tandem.loadgen.workload import Session
 
 # With a larger share of a core, the figures may be limited by the generator itself.
@@ -110,9 +104,7 @@ def _show_timeline(url: str, key: str | None, trace: str, file: Path, errors: Co
     client = TraceClient(url.rstrip("/").removesuffix("/v1"), key)
     try:
         record = client.find(trace)
-    except (
-        TandemError
-    ) as error:  # not a Tandem server, or it has ended; the measurement is shown without a timeline
+    except TandemError as error:  # not a Tandem server, or it has ended; the measurement is shown without a timeline
         errors.print(f"No timeline: {error}", style="yellow", markup=False)
         return
     finally:
@@ -141,16 +133,10 @@ def _vocabulary(options: Options, model: ListedModel, errors: Console) -> Vocabu
     folder = options.tokenizer or model.tokenizer_folder or _folder_of(model.id)
     if folder is not None:
         tokenizer = load_tokenizer(folder)
-        return (
-            IdVocabulary(tokenizer)
-            if options.prompt_format is PromptFormat.IDS
-            else TextVocabulary(tokenizer)
-        )
+        return IdVocabulary(tokenizer) if options.prompt_format is PromptFormat.IDS else TextVocabulary(tokenizer)
     if options.prompt_format is PromptFormat.IDS:
         raise ConfigurationError("--prompt-format ids needs --tokenizer FOLDER")
-    errors.print(
-        "No --tokenizer: prompts have about the requested lengths; the figures use the server's own counts."
-    )
+    errors.print("No --tokenizer: prompts have about the requested lengths; the figures use the server's own counts.")
     return GuessedVocabulary()
 
 
@@ -181,16 +167,13 @@ async def _warm_up(api: Api, options: Options, sessions: list[Session], errors: 
         raise ConfigurationError(f"every request of the warm-up failed, {failures[0].kind}: {failures[0]}")
 
 
-def _show(
-    options: Options, load: LoadStream, busy: float, exact: bool, model: ListedModel, errors: Console
-) -> None:
+def _show(options: Options, load: LoadStream, busy: float, exact: bool, model: ListedModel, errors: Console) -> None:
     summary = summarize(load.label, load.timelines, load.duration_s, options.slo)
     to_stdout = options.json == Path("-")
     print_summary(errors if to_stdout else Console(), summary)
     if busy > _BUSY_GENERATOR:
         errors.print(
-            f"The generator itself used {busy:.0%} of a core: the figures may be limited by it.",
-            style="yellow",
+            f"The generator itself used {busy:.0%} of a core: the figures may be limited by it.", style="yellow"
         )
     if options.json is not None:
         settings = msgspec.structs.asdict(options) | {"model": model.id}

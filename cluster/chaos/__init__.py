@@ -5,9 +5,6 @@ from tandem.cluster.commands.parser import MEASURE, command_of
 
 COMMANDS = (
     command_of(
-        "tandem.cluster.chaos.command",
-        "chaos",
-        "kill and stop processes of a cluster, and report the effect",
-        MEASURE,
+        "tandem.cluster.chaos.command", "chaos", "kill and stop processes of a cluster, and report the effect", MEASURE
     ),
 )

@@ -31,15 +31,7 @@ from tandem.cluster.chaos.plan import (
     processes_of,
 )
 from tandem.cluster.chaos.probes import Probes
-from tandem.cluster.chaos.report import (
-    ChaosReport,
-    Traffic,
-    blow_reports,
-    bounds,
-    judge,
-    print_report,
-    traffic_of,
-)
+from tandem.cluster.chaos.report import ChaosReport, Traffic, blow_reports, bounds, judge, print_report, traffic_of
 from tandem.cluster.commands.options import add_address
 from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.control import ClusterView
@@ -75,16 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="probes: requests of its own, whose answers it knows; own: only what the cluster is asked anyway (%(default)s)",
     )  # fmt: skip
     add("--users", "N", 4, "probes at once (%(default)s)")
-    add(
-        "--url",
-        None,
-        str,
-        "the router that is asked (default: the cluster's own, which must be reachable from here)",
-    )
+    add("--url", None, str, "the router that is asked (default: the cluster's own, which must be reachable from here)")
     add("--out", "FOLDER", Path("results/chaos"), "for the report (%(default)s)")
-    add(
-        "--yes", None, False, "do it, to the cluster of --address; without this it only says what it would do"
-    )
+    add("--yes", None, False, "do it, to the cluster of --address; without this it only says what it would do")
     add_output(parser)
 
 
@@ -242,9 +227,7 @@ async def _carry_out(
             await asyncio.gather(asking, return_exceptions=True)
 
 
-def describe(
-    view: ClusterView, plan: Sequence[Strike], risks: Sequence[str], traffic: str, users: int
-) -> list[str]:
+def describe(view: ClusterView, plan: Sequence[Strike], risks: Sequence[str], traffic: str, users: int) -> list[str]:
     """Returns what would be done to which cluster, one line each."""
     there = processes_of(view)
     lines = [f"{view.model}: " + ", ".join(f"{len(names)} {kind.value}" for kind, names in there.items())]

@@ -73,9 +73,7 @@ class Conductor(Generic[V]):
             try:
                 struck = await self._strike(strike, began)
             except TandemError as error:
-                self.failure = (
-                    f"the {strike.blow.value} after {strike.at_s:.0f} s could not be dealt: {error}"
-                )
+                self.failure = f"the {strike.blow.value} after {strike.at_s:.0f} s could not be dealt: {error}"
                 self._say(f"{self.failure}; no more blows")
                 return
             self.struck.append(struck)
@@ -100,9 +98,7 @@ class Conductor(Generic[V]):
         if not kill:
             await asyncio.sleep(strike.stop_s)
         try:
-            await self._until_whole(
-                view, victim if kill else None, name, hit_at + strike.stop_s + WHOLE_WITHIN_S
-            )
+            await self._until_whole(view, victim if kill else None, name, hit_at + strike.stop_s + WHOLE_WITHIN_S)
         except TandemError as error:
             return msgspec.structs.replace(struck, detail=str(error))
         return msgspec.structs.replace(struck, whole_after_s=time.monotonic() - hit_at)

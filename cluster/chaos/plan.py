@@ -51,9 +51,7 @@ class ChaosRules(msgspec.Struct, frozen=True):
         for name in ("minutes", "every_s", "stop_s"):
             if not 0 < getattr(self, name) <= 100_000:
                 flag = name.removesuffix("_s").replace("_", "-")
-                raise ConfigurationError(
-                    f"--{flag} must be above 0 and at most 100000, not {getattr(self, name):g}"
-                )
+                raise ConfigurationError(f"--{flag} must be above 0 and at most 100000, not {getattr(self, name):g}")
 
 
 def processes_of(view: ClusterView) -> dict[ProcessKind, list[str]]:
@@ -73,9 +71,7 @@ def chosen_kinds(rules: ChaosRules, view: ClusterView) -> list[ProcessKind]:
     there = processes_of(view)
     if not rules.kinds:
         return [
-            kind
-            for kind in ProcessKind
-            if kind in there and (kind is not ProcessKind.ROUTER or len(there[kind]) > 1)
+            kind for kind in ProcessKind if kind in there and (kind is not ProcessKind.ROUTER or len(there[kind]) > 1)
         ]
     absent = [kind.value for kind in rules.kinds if kind not in there]
     if absent:
@@ -90,9 +86,7 @@ def make_plan(rules: ChaosRules, kinds: Sequence[ProcessKind]) -> list[Strike]:
     strikes = []
     at_s = rules.every_s
     while at_s < rules.minutes * 60:
-        strikes.append(
-            Strike(at_s, rng.choice(rules.blows), rng.choice(list(kinds)), rules.stop_s, rng.random())
-        )
+        strikes.append(Strike(at_s, rng.choice(rules.blows), rng.choice(list(kinds)), rules.stop_s, rng.random()))
         at_s += rules.every_s
     if not strikes:
         raise ConfigurationError(
@@ -101,23 +95,17 @@ def make_plan(rules: ChaosRules, kinds: Sequence[ProcessKind]) -> list[Strike]:
     return strikes
 
 
-def dangers(
-    view: ClusterView, kinds: Sequence[ProcessKind], unresponsive_s: float, stop_s: float
-) -> list[str]:
+def dangers(view: ClusterView, kinds: Sequence[ProcessKind], unresponsive_s: float, stop_s: float) -> list[str]:
     """Returns what the plan means for the cluster's users, one sentence each."""
     there = processes_of(view)
     found = []
     for kind in kinds:
         if len(there[kind]) == 1 and kind is ProcessKind.ROUTER:
-            found.append(
-                "there is one router: every stream breaks when it ends, and clients have to ask again"
-            )
+            found.append("there is one router: every stream breaks when it ends, and clients have to ask again")
         elif len(there[kind]) == 1 and kind in (ProcessKind.DECODE, ProcessKind.AGGREGATED):
             found.append(f"there is one {kind.value} node: nothing is answered while it is away")
         elif len(there[kind]) == 1 and kind is ProcessKind.PREFILL:
-            found.append(
-                "there is one prefill node: decode nodes compute the prompts themselves while it is away"
-            )
+            found.append("there is one prefill node: decode nodes compute the prompts themselves while it is away")
     if stop_s >= unresponsive_s:
         found.append(
             f"a process that is stopped for {stop_s:g} s is taken for dead after {unresponsive_s:g} s "

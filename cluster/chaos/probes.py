@@ -76,9 +76,7 @@ class Probes:
         ]
 
     def _body(self, model: str, words: int, tokens: int, seeded: bool) -> dict[str, Any]:
-        sampling = (
-            {"temperature": 0.8, "seed": self._random.randrange(1 << 30)} if seeded else {"temperature": 0}
-        )
+        sampling = {"temperature": 0.8, "seed": self._random.randrange(1 << 30)} if seeded else {"temperature": 0}
         return {
             "model": model, "prompt": " ".join(self._random.choices(_WORDS.split(), k=words)), "max_tokens": tokens,
             "ignore_eos": True, "stream": True, **sampling,
@@ -164,15 +162,11 @@ class Probes:
                     elif line.startswith("data: "):
                         event: dict[str, Any] = msgspec.json.decode(line[6:])
                         if "error" in event:
-                            raise _UnfinishedAnswer(
-                                "failed", str(event["error"].get("code") or "error"), line[6:]
-                            )
+                            raise _UnfinishedAnswer("failed", str(event["error"].get("code") or "error"), line[6:])
                         text += "".join(choice.get("text", "") for choice in event["choices"])
                         last = self._note_gap(last)
         except TimeoutError as error:
-            raise _UnfinishedAnswer(
-                "lost", "no end", f"it had not ended after {_A_REQUEST_S:.0f} s"
-            ) from error
+            raise _UnfinishedAnswer("lost", "no end", f"it had not ended after {_A_REQUEST_S:.0f} s") from error
         except httpx.HTTPError as error:
             raise _UnfinishedAnswer("lost", type(error).__name__, str(error)) from error
         if not done:

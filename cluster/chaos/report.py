@@ -103,14 +103,10 @@ def bounds(report: ChaosReport) -> list[str]:
     if checked and not traffic.wrong:
         found.append(f"none of {checked} answers was wrong: fewer than {rule_of_three(checked)} are")
     if traffic.requests and not traffic.unanswered:
-        found.append(
-            f"none of {traffic.requests} requests was lost: fewer than {rule_of_three(traffic.requests)} are"
-        )
+        found.append(f"none of {traffic.requests} requests was lost: fewer than {rule_of_three(traffic.requests)} are")
     blows = len(report.blows)
     if blows and not report.faults:
-        found.append(
-            f"nothing bad came of {blows} blows: something does of fewer than {rule_of_three(blows)}"
-        )
+        found.append(f"nothing bad came of {blows} blows: something does of fewer than {rule_of_three(blows)}")
     return found
 
 
@@ -119,9 +115,7 @@ def rule_of_three(tries: int) -> str:
 
 
 def print_report(console: Console, report: ChaosReport) -> None:
-    table = Table(
-        title=f"{escape(report.model)}: {len(report.blows)} blows, seed {report.seed}", title_justify="left"
-    )
+    table = Table(title=f"{escape(report.model)}: {len(report.blows)} blows, seed {report.seed}", title_justify="left")
     for name, justify in (
         ("after s", "right"), ("blow", "left"), ("process", "left"), ("machine", "left"),
         ("whole again s", "right"), ("longest gap s", "right"),

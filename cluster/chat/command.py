@@ -44,9 +44,7 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
 
 
 class ChatClient:
-    def __init__(
-        self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         # A long prompt takes a while to the first token; after that a stream does not pause for long.
         self._api = ApiClient(url, key, transport, httpx.Timeout(10.0, read=180.0))
 
@@ -60,9 +58,7 @@ class ChatClient:
                 f"{self._api.url} answers, but lists no models: is it an OpenAI-compatible server?"
             ) from error
 
-    def reply(
-        self, model: str, messages: list[Message], sampling: dict[str, Any]
-    ) -> Generator[str, None, None]:
+    def reply(self, model: str, messages: list[Message], sampling: dict[str, Any]) -> Generator[str, None, None]:
         """Yields the answer piece by piece. Closing the generator cancels the request."""
         body = {"model": model, "messages": messages, "stream": True, **sampling}
         try:

@@ -93,9 +93,7 @@ def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:
         yield "nothing is different"
 
 
-async def follow_exchange(
-    cluster: OperatedCluster, exchange: str, say: Say, clock: Clock | None = None
-) -> bool:
+async def follow_exchange(cluster: OperatedCluster, exchange: str, say: Say, clock: Clock | None = None) -> bool:
     """Follows the exchange until it is over. Returns whether a new controller serves. The controller does not answer for a while."""
     clock = clock or Clock()
     said = ""
@@ -115,19 +113,12 @@ async def follow_exchange(
     if seen.id == exchange and seen.phase is ExchangePhase.DONE:
         say("done: the controller is another one, and serves")
         return True
-    say(
-        f"the controller was not replaced, and the old one serves: {seen.why or 'another exchange has begun'}"
-    )
+    say(f"the controller was not replaced, and the old one serves: {seen.why or 'another exchange has begun'}")
     return False
 
 
 async def follow(
-    cluster: OperatedCluster,
-    revision: int,
-    say: Say,
-    clock: Clock | None = None,
-    *,
-    judge: RolloutJudge | None = None,
+    cluster: OperatedCluster, revision: int, say: Say, clock: Clock | None = None, *, judge: RolloutJudge | None = None
 ) -> bool:
     """Follows the rollout until it is over, and takes it back if `judge` gets an answer with other bits. Returns whether this revision
     serves then. Waits while the controller does not answer."""
@@ -184,9 +175,7 @@ def _said_end(view: ClusterView, revision: int, say: Say) -> bool:
     return False
 
 
-async def _as_it_is_called(
-    cluster: OperatedCluster, config: TandemConfig, wanted: TandemConfig
-) -> TandemConfig:
+async def _as_it_is_called(cluster: OperatedCluster, config: TandemConfig, wanted: TandemConfig) -> TandemConfig:
     """A router does not tell where the cluster's model is. If the cluster has it in the same place as this machine, it is the same model."""
     here = await asyncio.to_thread(find_model, config.model.path)
     if here is not None and "model.path" in (await cluster.ask(ApplyOrder(wanted, True))).nodes:

@@ -52,9 +52,7 @@ def _apply(options: argparse.Namespace) -> int:
     options.name = config.name if options.url is None else None
     judge = _judge(options)
     try:
-        change, done = apply(
-            config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait, judge=judge
-        )
+        change, done = apply(config, target_of(options), dry_run=options.dry_run, wait=not options.no_wait, judge=judge)
     finally:
         if judge is not None:
             judge.close()
@@ -92,9 +90,7 @@ def _describe_evacuate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limit(parser: argparse.ArgumentParser) -> None:
-    adder(parser)(
-        "--timeout", "S", float, "seconds that nodes may take to finish their requests (default 60)"
-    )
+    adder(parser)("--timeout", "S", float, "seconds that nodes may take to finish their requests (default 60)")
 
 
 def _describe_role(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,7 @@ from tandem.engine.wings import EngineFound, other_engine, other_engines
 def engines_found(python: str) -> list[EngineFound]:
     """All engines. Those besides Tandem's own are looked for in the environment of this Python."""
     model = ModelConfig(engine_python=python)
-    own = EngineFound(
-        name=OWN_ENGINE, python=sys.executable, version=importlib.metadata.version("tandem-serve")
-    )
+    own = EngineFound(name=OWN_ENGINE, python=sys.executable, version=importlib.metadata.version("tandem-serve"))
     return [own, *(other.look(model, {}) for other in other_engines().values())]
 
 
@@ -51,9 +49,7 @@ def check_engine(config: TandemConfig) -> EngineFound | None:
     except ConfigurationError:
         model = None  # other checks report it
     if model is not None:
-        resolved = msgspec.structs.replace(
-            config.engine, model=msgspec.structs.replace(config.model, path=model.path)
-        )
+        resolved = msgspec.structs.replace(config.engine, model=msgspec.structs.replace(config.model, path=model.path))
         wrong += [f"{name} {why}" for name, why in other.refusals(resolved) if name == "model.path"]
     if wrong:
         raise SettingsError(wrong)

@@ -75,9 +75,7 @@ class Follower:
                     silent_since = self._clock.now()
                     self._events.trouble("controller", f"does not answer: {error}")
                 elif limit_s is not None and self._clock.now() - silent_since > limit_s:
-                    raise Unavailable(
-                        f"the controller has not answered for {limit_s:.0f} s: {error}"
-                    ) from error
+                    raise Unavailable(f"the controller has not answered for {limit_s:.0f} s: {error}") from error
                 if (ending := await self._recorded_or_revived()) is not None:
                     return ending
                 self._stage = ClusterStage.STOPPED  # so that any stage of the next answer counts as new
@@ -106,6 +104,4 @@ class Follower:
 def _failure(account: ClusterAccount) -> TandemError:
     if account.failure is not None:
         return account.failure.to_exception()
-    return Unavailable(
-        "the controller has failed and does not say why: look into its log (`tandem logs controller`)"
-    )
+    return Unavailable("the controller has failed and does not say why: look into its log (`tandem logs controller`)")

@@ -40,9 +40,7 @@ def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[File
     files = {"tandem.yaml": commented(settings)}
     if cluster == "kuberay":
         source = _manifests() / "kuberay"
-        named = {
-            file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()
-        }
+        named = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()}
         files = {name: file.read_text(encoding="utf-8") for name, file in named.items()}
         files["base/tandem.yaml"] = commented(settings)
     elif cluster is not None:
@@ -68,9 +66,7 @@ def init(folder: FilePath, settings: Settings, cluster: str | None) -> list[File
 
 def _manifests() -> FilePath:
     if not MANIFESTS.is_dir():
-        raise ConfigurationError(
-            f"the files for clusters are not at {MANIFESTS}: install Tandem from its wheel"
-        )
+        raise ConfigurationError(f"the files for clusters are not at {MANIFESTS}: install Tandem from its wheel")
     return MANIFESTS
 
 

@@ -136,9 +136,7 @@ class LogReader:
 
 
 def _shown(name: str, line: LogLine) -> ShownLine:
-    return ShownLine(
-        line.unix_time, name, line.level, line.logger, line.message, line.request_id, line.attempts
-    )
+    return ShownLine(line.unix_time, name, line.level, line.logger, line.message, line.request_id, line.attempts)
 
 
 def parse_age(text: str) -> float:
@@ -152,9 +150,7 @@ def parse_age(text: str) -> float:
     return seconds
 
 
-def show_logs(
-    which: WhichCluster, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None
-) -> None:
+def show_logs(which: WhichCluster, chosen: LogFilter, *, follow: bool, as_json: bool, url: str | None = None) -> None:
     """Shows the lines. With `follow` it runs until it is interrupted."""
     # While a cluster is joined, sys.stdout goes to the log.
     stdout = sys.stdout
@@ -192,10 +188,7 @@ async def looks(
         except TandemError as error:
             if not follow or isinstance(error, ConfigurationError):
                 raise
-            found = (
-                [],
-                [] if away else [Remark("controller", f"does not answer; trying again: {error}")],
-            )
+            found = ([], [] if away else [Remark("controller", f"does not answer; trying again: {error}")])
             away = True
         yield found
         if not follow:

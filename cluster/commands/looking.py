@@ -84,9 +84,7 @@ def _list_deployments(options: argparse.Namespace) -> int:
     if options.url is not None or options.name is not None or options.watch is not None:
         raise ConfigurationError("--all lists every deployment once: leave out --url, --name and --watch")
     found = list_deployments(which_cluster(options))
-    print_found(
-        options, found, lambda: show_deployments(found, Console(width=None if sys.stdout.isatty() else 160))
-    )
+    print_found(options, found, lambda: show_deployments(found, Console(width=None if sys.stdout.isatty() else 160)))
     return 0 if found and all(one.serves for one in found) else 1
 
 
@@ -111,13 +109,7 @@ def _top(options: argparse.Namespace) -> int:
 
 def _describe_logs(parser: argparse.ArgumentParser) -> None:
     add = adder(parser)
-    add(
-        "names",
-        "NAME",
-        str,
-        "a node, a router, controller, or a pool for all of its nodes; none: all",
-        nargs="*",
-    )
+    add("names", "NAME", str, "a node, a router, controller, or a pool for all of its nodes; none: all", nargs="*")
     parser.add_argument("-f", "--follow", action="store_true", help="also show new lines, until interrupted")
     add("--lines", "N", int, "the last N lines of each process (default 100)")
     add("--since", "TIME", str, "only lines of the last TIME, such as 30s, 10m or 2h")
@@ -136,9 +128,7 @@ def _logs(options: argparse.Namespace) -> int:
         request=options.request,
         level=options.level,
     )
-    show_logs(
-        which_cluster(options), chosen, follow=options.follow, as_json=wants_json(options), url=options.url
-    )
+    show_logs(which_cluster(options), chosen, follow=options.follow, as_json=wants_json(options), url=options.url)
     return 0
 
 

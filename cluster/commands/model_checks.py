@@ -70,10 +70,7 @@ def _written(name: str) -> Any | None:
         return None
     text = dict(content.get("text_config") or content)
     if isinstance(scaling := text.get("rope_scaling"), dict) and not text.get("rope_parameters"):
-        text["rope_parameters"] = {
-            **scaling,
-            "rope_type": scaling.get("rope_type", scaling.get("type", "default")),
-        }
+        text["rope_parameters"] = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
     described = SimpleNamespace(**text)
     return SimpleNamespace(model_type=content.get("model_type"), get_text_config=lambda: described)
 
@@ -93,9 +90,7 @@ def _token_bytes(written: Any, config: TandemConfig, cache_dtype: str) -> int:
         return 0
 
 
-def check_hub(
-    name: str, environ: Mapping[str, str] = os.environ, transport: httpx.BaseTransport | None = None
-) -> None:
+def check_hub(name: str, environ: Mapping[str, str] = os.environ, transport: httpx.BaseTransport | None = None) -> None:
     """Raises ConfigurationError for a model that is not on this machine, if it must come from the hub and that does not answer or does not
     have it."""
     if name in PACKAGED or _was_fetched(name, environ):
@@ -138,6 +133,4 @@ def _was_fetched(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def _has_token(environ: Mapping[str, str]) -> bool:
-    return (
-        bool(environ.get("HF_TOKEN")) or (_hub_home(environ) / "token").exists() or "HF_TOKEN_PATH" in environ
-    )
+    return bool(environ.get("HF_TOKEN")) or (_hub_home(environ) / "token").exists() or "HF_TOKEN_PATH" in environ

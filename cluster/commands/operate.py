@@ -60,9 +60,7 @@ class HttpControl:
         try:
             return order.decoded(answer.content)
         except msgspec.DecodeError as error:
-            raise InternalError(
-                f"{self._api.url}{path} did not answer like a Tandem router: {error}"
-            ) from error
+            raise InternalError(f"{self._api.url}{path} did not answer like a Tandem router: {error}") from error
 
 
 END_S = 60.0
@@ -99,10 +97,7 @@ class CommandTarget:
 
 
 def with_controller(
-    which: WhichCluster,
-    work: Callable[[OperatedCluster], Awaitable[T]],
-    url: str | None = None,
-    say: Say | None = None,
+    which: WhichCluster, work: Callable[[OperatedCluster], Awaitable[T]], url: str | None = None, say: Say | None = None
 ) -> T:
     """Runs `work` on the cluster: through the router at `url` if there is one, otherwise joined to the Ray cluster. `say` is told first
     which deployment it is, by a command that changes it."""
@@ -202,9 +197,7 @@ def drain(target: CommandTarget, options: argparse.Namespace) -> Printed:
     return {"finished": target.run(lambda cluster: drain_nodes(cluster, options.nodes, limit_s, target.say))}
 
 
-async def drain_nodes(
-    cluster: OperatedCluster, names: Sequence[str], timeout_s: float, say: Say
-) -> dict[str, bool]:
+async def drain_nodes(cluster: OperatedCluster, names: Sequence[str], timeout_s: float, say: Say) -> dict[str, bool]:
     nodes = (await cluster.ask(ViewOrder())).nodes
     chosen = [node.node_id for node in nodes if any(name in (node.node_id, node.host) for name in names)]
     unknown = [name for name in names if not any(name in (node.node_id, node.host) for node in nodes)]

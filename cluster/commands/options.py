@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    where = (
-        "where the router listens (default: the `tandem serve` that runs on this machine, whatever its port)"
-    )
+    where = "where the router listens (default: the `tandem serve` that runs on this machine, whatever its port)"
     adder(parser)("--url", None, str, where)
 
 

@@ -78,9 +78,7 @@ def wants_json(options: argparse.Namespace) -> bool:
     return str(options.format) == "json"
 
 
-def print_found(
-    options: argparse.Namespace, found: object, show: Callable[[], object] = lambda: None
-) -> None:
+def print_found(options: argparse.Namespace, found: object, show: Callable[[], object] = lambda: None) -> None:
     """Prints what a command found: as JSON if the options ask for that, otherwise by `show`."""
     if wants_json(options):
         print_json(found)

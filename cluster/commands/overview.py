@@ -269,9 +269,7 @@ def _pool_line(pool: PoolView | PoolRow) -> str:
     else:
         role, waiting = pool.role.value, pool.waiting_for_machines
         state += f", between {pool.min_nodes} and {pool.max_nodes}" if pool.max_nodes else ""
-    return f"{role}: {state}" + (
-        f", [yellow]{counted(waiting, 'node')} without a machine[/]" if waiting else ""
-    )
+    return f"{role}: {state}" + (f", [yellow]{counted(waiting, 'node')} without a machine[/]" if waiting else "")
 
 
 def _tier_line(node_id: str, tier: TierRow) -> str:

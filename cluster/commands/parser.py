@@ -60,9 +60,7 @@ class CommandsParser(_NamesTheCommand):
     def __init__(self, rows: Sequence[Command], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._rows = rows
-        commands = self._commands = self.add_subparsers(
-            metavar="COMMAND", required=True, parser_class=CommandParser
-        )
+        commands = self._commands = self.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
         for row in rows:
             command = commands.add_parser(row.name, help=row.help, epilog=row.epilog, describe=row.describe)
             command.set_defaults(run=row.run)

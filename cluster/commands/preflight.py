@@ -80,25 +80,23 @@ def _paths_on_this_machine(config: TandemConfig) -> Iterator[Callable[[], object
         yield partial(template_source, template)
 
 
-def check_device(
-    name: str, gpus: int, environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
-) -> None:
+def check_device(name: str, gpus: int, environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
     """Raises ConfigurationError for a CUDA device that is certainly not here. Does not import torch, which takes seconds."""
     if not name.startswith("cuda"):
         return
     if gpus:
         index = name.partition(":")[2]
         if index.isdecimal() and int(index) >= gpus:
-            raise ConfigurationError(
-                f"model.device is {name}, but the last CUDA device here is cuda:{gpus - 1}"
-            )
+            raise ConfigurationError(f"model.device is {name}, but the last CUDA device here is cuda:{gpus - 1}")
         return
     if importlib.metadata.version("torch").endswith("+cpu"):
         why = "the torch that is installed is a build for CPUs: install one with CUDA"
     elif environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         why = "CUDA_VISIBLE_DEVICES hides all: unset it"
     elif not any(next(devices.glob(kind), None) for kind in _CUDA_DEVICES) and not shutil.which("nvidia-smi"):
-        why = f"this machine has no CUDA device (no {devices}/nvidia*, no nvidia-smi): leave it at auto, or set it to cpu"
+        why = (
+            f"this machine has no CUDA device (no {devices}/nvidia*, no nvidia-smi): leave it at auto, or set it to cpu"
+        )
     else:
         return
     raise ConfigurationError(f"model.device is {name}, but {why}")
@@ -144,9 +142,7 @@ def check_model_here(name: str, revision: str = "") -> Model | None:
     check_name(name, revision)
     found = find_model(name)
     if found is not None and not weight_files(found.path):
-        raise ConfigurationError(
-            f"model.path {name!r} has no weights: there is no .safetensors file in that folder"
-        )
+        raise ConfigurationError(f"model.path {name!r} has no weights: there is no .safetensors file in that folder")
     return found
 
 
@@ -180,13 +176,9 @@ def _check_certificate(router: RouterConfig) -> None:
 def check_address(host: str, port: int) -> None:
     """Binds to the address as the router will, then releases it. Raises ConfigurationError."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError):
-        raise ConfigurationError(
-            f"router.host {host!r} is not an address: use one of this machine's"
-        ) from None
+        raise ConfigurationError(f"router.host {host!r} is not an address: use one of this machine's") from None
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -198,7 +190,9 @@ def check_address(host: str, port: int) -> None:
 def _why_not(error: OSError, host: str, port: int) -> str:
     match error.errno:
         case errno.EADDRINUSE:
-            return f"port {port} on {host} is taken: end what listens there, or choose another port (--port, router.port)"
+            return (
+                f"port {port} on {host} is taken: end what listens there, or choose another port (--port, router.port)"
+            )
         case errno.EACCES:
             return f"port {port} needs privileges that this user lacks: choose one above 1023 (--port, router.port)"
         case errno.EADDRNOTAVAIL:

@@ -20,13 +20,7 @@ from tandem.cluster.pools.controller_host import ClusterAccount
 
 
 def ready_lines(
-    account: ClusterAccount,
-    view: ClusterView,
-    config: TandemConfig,
-    logs: str,
-    seconds: float,
-    *,
-    detached: bool,
+    account: ClusterAccount, view: ClusterView, config: TandemConfig, logs: str, seconds: float, *, detached: bool
 ) -> list[str]:
     url, name = account.url, account.model
     pools = ", ".join(counted(pool.ready, f"{pool.role.value} node") for pool in view.pools if pool.wanted)

@@ -40,9 +40,7 @@ def choose_url(named: str | None, environ: Mapping[str, str] = os.environ) -> st
 def _url_on_ray(environ: Mapping[str, str]) -> str:
     """Returns the URL of a router of the deployment on the Ray cluster that the environment names, or that this machine is part of."""
     try:
-        view = with_controller(
-            WhichCluster(environ.get(RAY_ADDRESS)), lambda cluster: cluster.ask(ViewOrder())
-        )
+        view = with_controller(WhichCluster(environ.get(RAY_ADDRESS)), lambda cluster: cluster.ask(ViewOrder()))
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; or a router with --url") from error
     except Unavailable as error:

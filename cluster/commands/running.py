@@ -56,9 +56,7 @@ def record_serving(address: str, name: str, model: str, url: str = "") -> None:
         new.write_bytes(msgspec.json.encode(record))
         new.replace(file)
     except (OSError, TandemError) as error:
-        logger.warning(
-            "other commands need --address %s, because it could not be recorded: %s", address, error
-        )
+        logger.warning("other commands need --address %s, because it could not be recorded: %s", address, error)
 
 
 def forget_serving() -> None:

@@ -29,13 +29,7 @@ from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.catalogue import PACKAGED
 from tandem.cluster.models.resolved import with_model
 from tandem.cluster.models.store import Model, local_model, name_to_serve, prepare_model
-from tandem.cluster.on_ray.runtime import (
-    connect_to_ray,
-    own_address,
-    ray_version,
-    start_ray,
-    stop_ray,
-)
+from tandem.cluster.on_ray.runtime import connect_to_ray, own_address, ray_version, start_ray, stop_ray
 from tandem.cluster.orders import ViewOrder
 from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
@@ -104,11 +98,7 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
                     connect_to_ray(where.address)
                 logs = "/tmp/ray/session_latest/logs on each machine"
             return asyncio.run(_Serving(config, where, display, answer, logs, began).run(found, kernels))
-        except (
-            KeyboardInterrupt,
-            SystemExit,
-            _Interrupted,
-        ):  # a SIGTERM while Ray starts becomes SystemExit
+        except (KeyboardInterrupt, SystemExit, _Interrupted):  # a SIGTERM while Ray starts becomes SystemExit
             display.stop()
             console.print("stopped before it was ready")
             return 130

@@ -130,9 +130,7 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _describe_engines(parser: argparse.ArgumentParser) -> None:
-    adder(parser)(
-        "python", "PYTHON", "", "of another engine's environment, such as /opt/vllm/bin/python", nargs="?"
-    )
+    adder(parser)("python", "PYTHON", "", "of another engine's environment, such as /opt/vllm/bin/python", nargs="?")
     add_output(parser)
 
 

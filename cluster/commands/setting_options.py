@@ -18,11 +18,7 @@ DEFAULT_FILE = "tandem.yaml"
 # Flags that set one setting, by what they are about: flag -> (setting, placeholder of the value, help).
 _GROUPS = {
     "the model": {
-        "--model": (
-            "model.path",
-            "NAME",
-            "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)",
-        ),
+        "--model": ("model.path", "NAME", "a folder, a GGUF file, a Hugging Face name, or smollm2 (the default)"),
         "--max-model-len": ("scheduler.max_model_len", "TOKENS", "longest prompt and answer together"),
         "--dtype": ("model.dtype", "TYPE", "auto, float32, bfloat16 or float16"),
         "--engine": (

@@ -14,7 +14,7 @@ from tandem.cluster.settings.names import Path, dotted, fields_of, known_setting
 
 _HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {
-    ("router", "api_keys"): lambda keys: [{**key, "key": _HIDDEN} for key in keys],
+    ("router", "api_keys"): lambda keys: [{**key, "key": _HIDDEN} for key in keys]
 }
 
 

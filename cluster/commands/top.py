@@ -71,9 +71,7 @@ def _head(state: PageState) -> Text:
         f"unavailable: {router.unhealthy}" if router.unhealthy else "serving",
         style="red" if router.unhealthy else "green",
     )
-    text.append(
-        f"  {router.running} of {router.places} places taken, {router.queued} in line", style="default"
-    )
+    text.append(f"  {router.running} of {router.places} places taken, {router.queued} in line", style="default")
     if router.queued:
         text.append(f" (the first for {router.oldest_wait_s:.1f} s)")
     if silent := [one.name for one in router.processes if not one.answers]:
@@ -108,9 +106,7 @@ def _wrong(state: PageState) -> list[Text]:
     )
     said = ", ".join(f"{count} {name}" for count, name in counts if count)
     lines = [Text(said, style="red")] if said else []
-    return lines + [
-        Text(f"! {node.node_id}: {note}", style="yellow") for node in state.nodes for note in node.notes
-    ]
+    return lines + [Text(f"! {node.node_id}: {note}", style="yellow") for node in state.nodes for note in node.notes]
 
 
 def _nodes(state: PageState, before: PageState | None) -> Table:

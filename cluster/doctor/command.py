@@ -40,9 +40,7 @@ def run(options: argparse.Namespace) -> int:
     return doctor(config, Console(), hosts=options.reach, as_json=wants_json(options))
 
 
-def doctor(
-    config: TandemConfig, console: Console, *, hosts: Sequence[str] = (), as_json: bool = False
-) -> int:
+def doctor(config: TandemConfig, console: Console, *, hosts: Sequence[str] = (), as_json: bool = False) -> int:
     """Returns 1 if a finding is FAIL. `hosts` are the cluster's other machines, whose ports this machine must reach."""
     with Console(stderr=True).status("looking at this machine (about ten seconds)") as shown:
         here = of_one_machine(config)
@@ -69,9 +67,7 @@ def check_other_engine(config: TandemConfig) -> Finding:
     return Finding("engine", Level.OK, f"{found.name} {found.version} of {found.python}, for {found.device}")
 
 
-def run_checks(
-    checks: Mapping[str, Check], report: Callable[[list[str]], object] = lambda left: None
-) -> list[Finding]:
+def run_checks(checks: Mapping[str, Check], report: Callable[[list[str]], object] = lambda left: None) -> list[Finding]:
     """Runs all checks at once and returns their findings in order. A check that raises is a FAIL finding. `report` gets the names of
     those that are not done."""
     left = list(checks)

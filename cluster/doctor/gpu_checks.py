@@ -71,9 +71,7 @@ def _driver(root: Path) -> tuple[str, bool]:
     x86_64  580.65.06  Release Build ...`."""
     first = read_text(root / "proc/driver/nvidia/version").partition("\n")[0]
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", first)
-    return (
-        found[1] if found else read_text(root / "sys/module/nvidia/version")
-    ), "Open Kernel Module" in first
+    return (found[1] if found else read_text(root / "sys/module/nvidia/version")), "Open Kernel Module" in first
 
 
 def _major(version: str) -> int:
@@ -92,9 +90,7 @@ def check_nearest(root: Path) -> Finding:
     """Names the RDMA devices that the node on each GPU uses."""
     cards, devices = gpus(root), rdma_devices(root)
     if not cards:
-        return Finding(
-            "nearest", Level.OK, "the kernel does not say where the GPUs are: UCX chooses RDMA devices"
-        )
+        return Finding("nearest", Level.OK, "the kernel does not say where the GPUs are: UCX chooses RDMA devices")
     if not any(device.ports for device in devices):
         return Finding("nearest", Level.OK, "no RDMA port is active; see the finding on rdma")
     found = [nearest(card, devices) for card in cards]

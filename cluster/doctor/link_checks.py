@@ -15,16 +15,7 @@ import msgspec
 
 from tandem.cluster.config import PoolsConfig
 from tandem.cluster.describe import format_size
-from tandem.cluster.doctor.machine_checks import (
-    Check,
-    Finding,
-    fail,
-    has_gpu,
-    last_line,
-    ok,
-    run_python,
-    warn,
-)
+from tandem.cluster.doctor.machine_checks import Check, Finding, fail, has_gpu, last_line, ok, run_python, warn
 from tandem.machine.pci import read_text
 from tandem.wire.nodes import Role
 
@@ -40,9 +31,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 
 def link_checks(hosts: Sequence[str], pools: PoolsConfig) -> dict[str, Check]:
     """`hosts` are the cluster's other machines that the operator named."""
-    spread = [
-        f"pools.{role.value}" for role in Role if pools.of(role).last_size and pools.of(role).machines > 1
-    ]
+    spread = [f"pools.{role.value}" for role in Role if pools.of(role).last_size and pools.of(role).machines > 1]
     return {
         "rdma": lambda: check_rdma(RDMA_DEVICES, Path("/dev/infiniband")),
         "memlock": lambda: check_locked_memory(

@@ -110,9 +110,7 @@ def failed(what: str, advice: str, *, load: float | None = None) -> Finding:
     cores = machine.quota or len(machine.cores)
     if _OUT_OF_TIME.search(what) and (why := busy(load, cores)):
         return warn(
-            f"{why}, and the check was not done in time: {what}",
-            "try again when the machine is quieter",
-            is_open=True,
+            f"{why}, and the check was not done in time: {what}", "try again when the machine is quieter", is_open=True
         )
     return fail(what, advice)
 
@@ -132,8 +130,7 @@ def check_nixl() -> Finding:
     )
     if report.transports and all(transport.startswith("tcp/") for transport in report.transports):
         return warn(
-            what,
-            "between processes of this machine only TCP works: allow process_vm_writev (ptrace) in the container",
+            what, "between processes of this machine only TCP works: allow process_vm_writev (ptrace) in the container"
         )
     return ok(what)
 
@@ -150,8 +147,7 @@ def check_nixl_on_gpu() -> Finding:
     report = check(_CHECK_TIMEOUT_S, "cuda:0")
     if report.error:
         return warn(
-            report.error,
-            "KV on a GPU cannot be transferred between its processes; see the finding on torch first",
+            report.error, "KV on a GPU cannot be transferred between its processes; see the finding on torch first"
         )
     lanes = ", ".join(report.transports) or "an unknown transport"
     what = f"UCX moves the GPU's memory at {report.gigabytes_per_s:.1f} GB/s over {lanes}"
@@ -218,9 +214,7 @@ def check_memory(config: TandemConfig, machine: LocalMachine) -> Finding:
     needed = _GIB
     for role in Role:
         cache = config.engine_of(role).cache
-        needed += config.pools.of(role).first_size * (
-            _GIB + (cache.memory_bytes or 0) + cache.host_bytes_of_tiers
-        )
+        needed += config.pools.of(role).first_size * (_GIB + (cache.memory_bytes or 0) + cache.host_bytes_of_tiers)
     what = f"{format_size(available)} free, {counted(nodes, 'node')} and Ray need about {format_size(needed)} and the weights"
     try:
         check_machine_memory(config, machine)

@@ -55,8 +55,7 @@ def check_numa(config: TandemConfig, machine: LocalMachine, root: Path = ROOT) -
     if not problems:
         return ok(what)
     return warn(
-        f"{what}. {'; '.join(why for why, _ in problems)}",
-        "; ".join(dict.fromkeys(advice for _, advice in problems)),
+        f"{what}. {'; '.join(why for why, _ in problems)}", "; ".join(dict.fromkeys(advice for _, advice in problems))
     )
 
 
@@ -69,9 +68,7 @@ def _described(found: NumaMap, number: int) -> str:
     return f"{', '.join(here)} on {number}"
 
 
-def _of_cores(
-    found: NumaMap, nodes: Sequence[NodeRecord], machine: LocalMachine
-) -> Iterable[tuple[str, str]]:
+def _of_cores(found: NumaMap, nodes: Sequence[NodeRecord], machine: LocalMachine) -> Iterable[tuple[str, str]]:
     largest = max(sum(found.cores.get(core) == number for core in machine.cores) for number in found.nodes)
     for node in nodes:
         cores = node.placement.cores if node.placement is not None else ()

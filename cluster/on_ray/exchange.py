@@ -90,9 +90,7 @@ async def parts_of(name: str) -> ControllerParts | None:
     return msgspec.msgpack.decode(kept, type=ControllerParts) if kept else None
 
 
-async def begin_exchange(
-    name: str, old: TandemConfig, new: TandemConfig, place: bytes, make: MakeController
-) -> str:
+async def begin_exchange(name: str, old: TandemConfig, new: TandemConfig, place: bytes, make: MakeController) -> str:
     """Starts an exchange and returns its id. Raises Unavailable while another exchange of this deployment is running."""
     await refuse_while_exchanged(name)
     begun = ControllerExchange(
@@ -114,19 +112,13 @@ async def is_being_exchanged(name: str) -> bool:
 
 async def refuse_while_exchanged(name: str) -> None:
     if await is_being_exchanged(name):
-        raise Unavailable(
-            "the controller is being replaced: wait until `tandem status` says that the exchange is over"
-        )
+        raise Unavailable("the controller is being replaced: wait until `tandem status` says that the exchange is over")
 
 
 def _make_exchanger(name: str, make: MakeController) -> None:
     actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(Exchanger)
     actor.options(
-        name=EXCHANGE,
-        namespace=namespace_of(name),
-        lifetime="detached",
-        get_if_exists=True,
-        resources=HEAD_ONLY,
+        name=EXCHANGE, namespace=namespace_of(name), lifetime="detached", get_if_exists=True, resources=HEAD_ONLY
     ).remote(name, make)
 
 
@@ -208,9 +200,7 @@ class Exchanger:
             why = await self._put_in_place(exchange.new)
             return now(ExchangePhase.RESTORING, why) if why else now(ExchangePhase.DONE)
         why = await self._put_in_place(exchange.old)
-        return now(
-            ExchangePhase.FAILED, f"{exchange.why}; the old controller: {why}" if why else exchange.why
-        )
+        return now(ExchangePhase.FAILED, f"{exchange.why}; the old controller: {why}" if why else exchange.why)
 
     async def _refusal(self, parts: ControllerParts) -> str:
         maker = _maker(parts, self._make)
@@ -249,9 +239,7 @@ class Exchanger:
         await asyncio.to_thread(ray.kill, there, no_restart=True)
         while (other := await self._controller()) is not None and other._actor_id == there._actor_id:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"Ray did not free the name of the killed controller within {_GONE_S:.0f} s"
-                )
+                raise DeadlineExceeded(f"Ray did not free the name of the killed controller within {_GONE_S:.0f} s")
             await asyncio.sleep(_LOOK_S)
 
     async def _controller(self) -> Any | None:
@@ -279,9 +267,7 @@ class Exchanger:
             return "its process has ended"
         try:
             told = controller.account_after.remote(0, ClusterStage.STOPPED.value, 0.0)
-            account = msgspec.msgpack.decode(
-                await asyncio.wait_for(answer(told), _ANSWER_S), type=ClusterAccount
-            )
+            account = msgspec.msgpack.decode(await asyncio.wait_for(answer(told), _ANSWER_S), type=ClusterAccount)
         except (TandemError, TimeoutError) as error:
             return str(error) or "it does not answer"
         if account.stage is ClusterStage.SERVING:

@@ -283,13 +283,9 @@ class RayNode(RayHandle):
     async def reset_cache(self, timeout_s: float) -> bool:
         return bool(await answer((await self.actor()).reset_cache.remote(timeout_s)))
 
-    async def set_adapters(
-        self, wanted: Mapping[str, str], timeout_s: float, report: Report
-    ) -> dict[str, str]:
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float, report: Report) -> dict[str, str]:
         actor = await self.actor()
-        return dict(
-            await self._followed(actor, answer(actor.set_adapters.remote(dict(wanted), timeout_s)), report)
-        )
+        return dict(await self._followed(actor, answer(actor.set_adapters.remote(dict(wanted), timeout_s)), report))
 
     async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:
         actor = await self.actor()
@@ -301,9 +297,7 @@ class RayRanks(RayHandle):
     """A node's ranks on one of its other machines. If the node was adopted, so is this actor; if the node was created,
     an older actor under this name is killed."""
 
-    def __init__(
-        self, name: str, namespace: str, node: RayHandle, create: Create, stop_s: float, machine: str
-    ) -> None:
+    def __init__(self, name: str, namespace: str, node: RayHandle, create: Create, stop_s: float, machine: str) -> None:
         self._node = node
         super().__init__(name, namespace, lambda running: True, create, stop_s, machine)
 
@@ -370,11 +364,7 @@ class RayRouter(RayHandle):
         return info
 
     async def set_members(
-        self,
-        members: list[NodeInfo],
-        paused: Sequence[str],
-        desks: Mapping[str, str],
-        pools: Sequence[PoolReport],
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str], pools: Sequence[PoolReport]
     ) -> RouterQueue:
         actor = await self.actor()
         encode = msgspec.msgpack.encode

@@ -248,9 +248,7 @@ async def _ask_ray_node(name: str) -> MachineFacts:
         raise Unavailable(f"no process on it answered within {_FIND_OUT_S:.0f} s") from error
     except TandemError as error:
         last = str(error).strip().splitlines()[-1:]
-        raise Unavailable(
-            f"{''.join(last)} (the same version of Tandem must be installed there as here)"
-        ) from error
+        raise Unavailable(f"{''.join(last)} (the same version of Tandem must be installed there as here)") from error
     except msgspec.DecodeError as error:
         raise Unavailable(f"another version of Tandem is installed there than here: {error}") from error
 
@@ -268,6 +266,5 @@ def _request_resources(bundles: Sequence[Offer]) -> None:
 
     labels = [bundle.labels for bundle in bundles]
     request_resources(
-        bundles=[bundle.resources for bundle in bundles],
-        bundle_label_selectors=labels if any(labels) else None,
+        bundles=[bundle.resources for bundle in bundles], bundle_label_selectors=labels if any(labels) else None
     )

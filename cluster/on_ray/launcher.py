@@ -31,12 +31,7 @@ class RayLauncher:
         self._namespace = namespace
 
     def launch_node(
-        self,
-        config: NodeConfig,
-        host: Host,
-        slot: Role,
-        needs: Mapping[str, float],
-        beside: Sequence[Host] = (),
+        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
     ) -> NodeHandle:
         options = _on_ray_node(host)
         if host.slots is not None:
@@ -71,9 +66,7 @@ class RayLauncher:
         )
         if isinstance(node, SpreadNode):
             node.placement_group = group
-            node.ranks = [
-                self._ranks(node, config, number, there, options) for number, there in enumerate(beside, 1)
-            ]
+            node.ranks = [self._ranks(node, config, number, there, options) for number, there in enumerate(beside, 1)]
         return node
 
     def _ranks(
@@ -87,9 +80,7 @@ class RayLauncher:
 
         return RayRanks(name, self._namespace, node, create, self._stop_s, host.name)
 
-    def launch_router(
-        self, name: str, config: RouterConfig, host: Host | None, door: str = ""
-    ) -> RouterHandle:
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> RouterHandle:
         options: dict[str, Any] = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
         options["runtime_env"] = only_with(config.env)
         create = self._creator(RouterActor, name, options, encoded(config), self._namespace)
@@ -113,13 +104,7 @@ class RayLauncher:
         return self._creator(actor, config.node_id, options, make_node, encoded(config), *known)
 
     def _creator(self, actor: Any, name: str, options: Mapping[str, Any], *given: object) -> Create:
-        placed = actor.options(
-            num_cpus=0,
-            name=name,
-            namespace=self._namespace,
-            lifetime="detached",
-            **options,
-        )
+        placed = actor.options(num_cpus=0, name=name, namespace=self._namespace, lifetime="detached", **options)
         return lambda: placed.remote(*given)
 
 

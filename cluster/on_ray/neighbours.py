@@ -72,10 +72,7 @@ class Neighbours:
         """Records what this deployment asks machines for, and returns that together with what all others ask for. Ray's
         autoscaler holds one request for the whole cluster, so each controller has to send the sum."""
         namespace = namespace_of(self._name)
-        for key, wish in (
-            (WANTED, [one.resources for one in own]),
-            (WANTED_LABELS, [one.labels for one in own]),
-        ):
+        for key, wish in ((WANTED, [one.resources for one in own]), (WANTED_LABELS, [one.labels for one in own])):
             mine, encoded = RayStateStore(key, namespace), msgspec.msgpack.encode(wish)
             if await mine.load() != encoded:
                 await mine.save(encoded)
@@ -109,9 +106,7 @@ class Neighbours:
 
 
 async def _wanted_by(name: str) -> list[Offer]:
-    wanted, labelled = [
-        await RayStateStore(key, namespace_of(name)).load() for key in (WANTED, WANTED_LABELS)
-    ]
+    wanted, labelled = [await RayStateStore(key, namespace_of(name)).load() for key in (WANTED, WANTED_LABELS)]
     resources = msgspec.msgpack.decode(wanted, type=Resources) if wanted else []
     labels = msgspec.msgpack.decode(labelled, type=Selectors) if labelled else []
     if len(labels) != len(resources):  # another process is writing them, or an older version never did

@@ -48,9 +48,7 @@ async def send_signal(process: Process, number: signal.Signals, wake_after_s: fl
     """Signals the process on its own machine. With `wake_after_s` the machine sends it SIGCONT after that time, even if this
     command has ended by then. Raises NodeLost when the process has ended, DeadlineExceeded when the signal was not sent."""
     task = ray.remote(num_cpus=0, max_retries=0)(hit)
-    placed = task.options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=process.machine, soft=False)
-    )
+    placed = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=process.machine, soft=False))
     ref = await asyncio.to_thread(placed.remote, process.pid, process.started, int(number), wake_after_s)
     try:
         if not await asyncio.wait_for(answer(ref), _HIT_S):

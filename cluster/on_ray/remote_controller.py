@@ -19,12 +19,7 @@ from tandem.cluster.control import ClusterEnd
 from tandem.cluster.on_ray.controller_actor import make_controller
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
 from tandem.cluster.on_ray.errors import answer
-from tandem.cluster.on_ray.exchange import (
-    ControllerParts,
-    is_being_exchanged,
-    parts_of,
-    refuse_while_exchanged,
-)
+from tandem.cluster.on_ray.exchange import ControllerParts, is_being_exchanged, parts_of, refuse_while_exchanged
 from tandem.cluster.on_ray.neighbours import stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
 from tandem.cluster.on_ray.state_store import RayStateStore
@@ -148,9 +143,7 @@ class RemoteController:
     """`parts` is what the calling command created the controller with. If the controller is lost for good, `revive` creates it
     again from them. Commands that only ask pass none."""
 
-    def __init__(
-        self, actor: Any, name: str, deployment: str = "", parts: ControllerParts | None = None
-    ) -> None:
+    def __init__(self, actor: Any, name: str, deployment: str = "", parts: ControllerParts | None = None) -> None:
         self._actor = actor
         self.name = name  # the deployment's
         self._deployment = deployment
@@ -188,9 +181,7 @@ class RemoteController:
         if actor is None and self._parts is not None:
             if await is_being_exchanged(self.name):
                 return  # the exchange creates the next one
-            logger.warning(
-                "the controller is gone for good and its end was not recorded: starting another one"
-            )
+            logger.warning("the controller is gone for good and its end was not recorded: starting another one")
             parts = await parts_of(self.name) or self._parts
             actor = await asyncio.to_thread(make_controller, parts, self.name)
         if actor is not None:
@@ -203,9 +194,7 @@ class RemoteController:
         try:
             account = await asyncio.wait_for(answer(ref), FOLLOW_S + _ANSWER_S)
         except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"the controller has not answered for {FOLLOW_S + _ANSWER_S:.0f} s"
-            ) from error
+            raise DeadlineExceeded(f"the controller has not answered for {FOLLOW_S + _ANSWER_S:.0f} s") from error
         told: ClusterAccount = msgspec.msgpack.decode(account, type=ClusterAccount)
         if self._followed and told.deployment != self._followed:
             raise NodeLost("another deployment runs under this name now")
@@ -215,16 +204,12 @@ class RemoteController:
     # --- operating
 
     async def configuration(self) -> TandemConfig:
-        config = await self._ask(
-            _ANSWER_S, "return its configuration", lambda actor: actor.configuration.remote()
-        )
+        config = await self._ask(_ANSWER_S, "return its configuration", lambda actor: actor.configuration.remote())
         return msgspec.msgpack.decode(config, type=TandemConfig)
 
     async def configure(self, config: TandemConfig) -> ConfigChange:
         encoded = msgspec.msgpack.encode(without_defaults(config))
-        change = await self._ask(
-            _ANSWER_S, "accept the configuration", lambda actor: actor.configure.remote(encoded)
-        )
+        change = await self._ask(_ANSWER_S, "accept the configuration", lambda actor: actor.configure.remote(encoded))
         return msgspec.msgpack.decode(change, type=ConfigChange)
 
     async def ask(self, order: Order[T]) -> T:

@@ -215,9 +215,7 @@ def check_reachable(address: str) -> None:
     """Fails early: Ray itself would try for minutes and ignore Ctrl-C."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigurationError(
-            f"--address must be HOST:PORT of a Ray cluster's head, or auto, not {address!r}"
-        )
+        raise ConfigurationError(f"--address must be HOST:PORT of a Ray cluster's head, or auto, not {address!r}")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), _REACH_S)
     except (OSError, UnicodeError) as error:

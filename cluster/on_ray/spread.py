@@ -13,12 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import ray
 from ray._raylet import PlacementGroupID
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tandem.base.errors import InternalError, Unavailable
@@ -112,9 +107,7 @@ class RanksActor:
 
     def log_page(self, seen: tuple[str, int] | None, last: int, most: int) -> bytes:
         """Returns a LogPage of this process's log: the lines after one that was seen, or the last ones."""
-        return msgspec.msgpack.encode(
-            recent_page(LogPosition(*seen) if seen is not None else None, last, most)
-        )
+        return msgspec.msgpack.encode(recent_page(LogPosition(*seen) if seen is not None else None, last, most))
 
     def hold(self, timeout_s: float) -> bool:
         """Returns False after this long. The controller learns that the actor has ended because the call fails."""

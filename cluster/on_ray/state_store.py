@@ -55,9 +55,7 @@ class RayStateStore:
 
     def _put_new(self, state: bytes) -> bool:
         """Returns whether there was a value already."""
-        return bool(
-            internal_kv()._internal_kv_put(self._key, state, overwrite=False, namespace=self._namespace)
-        )
+        return bool(internal_kv()._internal_kv_put(self._key, state, overwrite=False, namespace=self._namespace))
 
     def _delete(self) -> None:
         internal_kv()._internal_kv_del(self._key, namespace=self._namespace)

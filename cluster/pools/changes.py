@@ -51,9 +51,7 @@ class ConfigDifference(msgspec.Struct, frozen=True):
 def difference(running: TandemConfig, wanted: TandemConfig) -> ConfigDifference:
     """Returns what differs. `sizes` has only pools whose size differs between the configurations: a pool that was scaled since keeps
     its size if the configuration's did not change."""
-    sizes = {
-        role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)
-    }
+    sizes = {role: after for role in Role if running.pools.of(role).nodes != (after := wanted.pools.of(role).nodes)}
     kinds = ("at_once", "nodes", "routers", "controller", "refused")
     found: dict[str, list[str]] = {kind: [] for kind in kinds}
     for name in _different(running, wanted):
@@ -105,10 +103,7 @@ def applied(running: TandemConfig, wanted: TandemConfig) -> TandemConfig:
     if router.inbox_host == TandemConfig().router.inbox_host:  # the controller filled it in
         router = replace(router, inbox_host=running.router.inbox_host)
     return replace(
-        wanted,
-        name=running.name,
-        router=router,
-        controller=replace(wanted.controller, env=running.controller.env),
+        wanted, name=running.name, router=router, controller=replace(wanted.controller, env=running.controller.env)
     )
 
 
@@ -128,9 +123,7 @@ def compare(running: TandemConfig, wanted: TandemConfig) -> tuple[dict[Role, int
 
 
 def with_sizes(config: TandemConfig, sizes: dict[Role, int]) -> TandemConfig:
-    pools = {
-        role.value: msgspec.structs.replace(config.pools.of(role), nodes=size) for role, size in sizes.items()
-    }
+    pools = {role.value: msgspec.structs.replace(config.pools.of(role), nodes=size) for role, size in sizes.items()}
     return msgspec.structs.replace(config, pools=msgspec.structs.replace(config.pools, **pools))
 
 

@@ -60,9 +60,7 @@ class Controller:
         self._clock = TurnClock(clock or Clock(), self._turn)
         self._tasks = Tasks()
         self._has_begun = False
-        self.pools = Reconciler(
-            config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model
-        )
+        self.pools = Reconciler(config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model)
         self.fleet = self.pools.fleet
         self._joints = Joints(self.pools, self._clock, self._tasks, self._resize)
         join_wings(self._joints)
@@ -172,9 +170,7 @@ class Controller:
             self._events.ready(name, "sends requests to every node that serves")
 
     async def _until_ready(self) -> None:
-        while not (
-            self._router_is_ready() and any(node.phase is ProcessPhase.READY for node in self._writers())
-        ):
+        while not (self._router_is_ready() and any(node.phase is ProcessPhase.READY for node in self._writers())):
             await self.pools.changed.wait()
 
     def _router_is_ready(self) -> bool:
@@ -222,9 +218,7 @@ class Controller:
             new, lines = operator_changes.scaled(self._config, self.pools.state, self.pools.facts(), wanted)
             await self._change_load(new)
         lines += [
-            f"{name} was left out and is tried again"
-            for name in self._left_out(wanted)
-            if self.fleet.retry(name)
+            f"{name} was left out and is tried again" for name in self._left_out(wanted) if self.fleet.retry(name)
         ]
         for line in lines:
             self.pools.note(line)
@@ -339,9 +333,7 @@ class Controller:
         await asyncio.gather(*(router.forget_prefixes(done) for router in self.fleet.routers.values()))
         self.pools.note(f"the prefix cache was emptied, as asked: {', '.join(done) or 'of no node'}")
         if silent := sorted({node.name for node in chosen} - {*done}):
-            raise Unavailable(
-                f"{', '.join(silent)} did not confirm that the prefix cache is empty: try again"
-            )
+            raise Unavailable(f"{', '.join(silent)} did not confirm that the prefix cache is empty: try again")
         return done
 
     async def logs(self, query: LogsQuery) -> ClusterLogs:

@@ -107,9 +107,7 @@ class Departures:
         limit_s = self._fleet.config.timeouts.start_s
         began = self._clock.now()
         while True:
-            starting = [
-                other for other in self._fleet.beside(leaving) if other.phase is ProcessPhase.STARTING
-            ]
+            starting = [other for other in self._fleet.beside(leaving) if other.phase is ProcessPhase.STARTING]
             waited_s = min([self._clock.now() - began, *(other.progress.silent_s for other in starting)])
             if waited_s >= limit_s:
                 return

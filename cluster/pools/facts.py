@@ -28,8 +28,7 @@ class ProcessFacts:
     def is_settled(self) -> bool:
         """Whether waiting for it to become ready, or to stay so, is over or in vain."""
         return self.phase in (ProcessPhase.READY, ProcessPhase.LEFT_OUT) or (
-            self.phase in (ProcessPhase.STARTING, ProcessPhase.RESTARTING)
-            and self.restarts >= MAX_START_FAILURES
+            self.phase in (ProcessPhase.STARTING, ProcessPhase.RESTARTING) and self.restarts >= MAX_START_FAILURES
         )
 
 
@@ -72,9 +71,7 @@ class Facts:
     def statuses(self) -> list[NodeStatus]:
         """What the serving nodes last reported."""
         return [
-            node.status
-            for node in self.nodes.values()
-            if node.phase is ProcessPhase.READY and node.status is not None
+            node.status for node in self.nodes.values() if node.phase is ProcessPhase.READY and node.status is not None
         ]
 
     @property

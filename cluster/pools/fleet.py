@@ -52,9 +52,7 @@ class Fleet:
             clock,
             timeouts.silence_s,
         )
-        self._context = SupervisorContext(
-            recorder, launcher, self.membership, witnesses, timeouts, events, clock
-        )
+        self._context = SupervisorContext(recorder, launcher, self.membership, witnesses, timeouts, events, clock)
         self._ending: set[NodeSupervisor | RouterSupervisor] = set()
 
     @property
@@ -72,12 +70,7 @@ class Fleet:
             },
             {
                 name: RouterFacts(
-                    router.phase,
-                    router.detail,
-                    router.restarts,
-                    router.served_s,
-                    router.info,
-                    router.load,
+                    router.phase, router.detail, router.restarts, router.served_s, router.info, router.load
                 )
                 for name, router in self.routers.items()
             },
@@ -201,9 +194,7 @@ class Fleet:
         self._run(router)
 
     def beside(self, router: RouterSupervisor) -> list[RouterSupervisor]:
-        return [
-            other for other in self.routers.values() if other is not router and other.place == router.place
-        ]
+        return [other for other in self.routers.values() if other is not router and other.place == router.place]
 
     def _with_tokenizer(self, config: RouterConfig) -> RouterConfig:
         """The tokenizer's folder may have moved since the router's last start."""

@@ -45,15 +45,11 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._needs = needs  # what it takes of its machine besides the place
         self._has_worked = info is not None
         self.status: NodeStatus | None = None  # the last one that it reported
-        self.sick: tuple[
-            SickDevice, ...
-        ] = ()  # its devices that must not compute any more, as it once reported
+        self.sick: tuple[SickDevice, ...] = ()  # its devices that must not compute any more, as it once reported
         self._vouched = ""  # the last report about its silence, so that each is made once
         # The set that it last took or refused; None: unknown
         self._adapters_told: AdapterPlaces | None = None
-        self._unseen = (
-            UnseenNode(info, seen, self._launch_now, context.launcher.end) if info and seen else None
-        )
+        self._unseen = UnseenNode(info, seen, self._launch_now, context.launcher.end) if info and seen else None
         self._told = -1  # the membership revision whose keys it has confirmed
         self._offered = -1  # the membership revision that was last sent to it, confirmed or not
         self.changes_role = False  # it is withdrawn for that, so no router hears it
@@ -111,9 +107,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         if wanted is not None and not is_member:
             await self._set_adapters(handle, wanted, self._timeouts.start_s)
 
-    async def _set_adapters(
-        self, handle: NodeHandle, wanted: AdapterPlaces, limit_s: float
-    ) -> dict[str, str]:
+    async def _set_adapters(self, handle: NodeHandle, wanted: AdapterPlaces, limit_s: float) -> dict[str, str]:
         """`limit_s` is how long the node's step loop may take after the adapters have been loaded. The caller limits the whole call."""
         self._adapters_told = None
         digests = await handle.set_adapters(wanted, limit_s, self.report)
@@ -123,11 +117,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
     async def _mend_adapters(self, handle: NodeHandle) -> None:
         """Sends the wanted adapters again if the node may not have them: a change was interrupted, or the node started during one."""
         wanted = self._context.recorder.adapters_of(self.name)
-        if (
-            wanted is None
-            or wanted == self._adapters_told
-            or self._context.recorder.changing_adapters.locked()
-        ):
+        if wanted is None or wanted == self._adapters_told or self._context.recorder.changing_adapters.locked():
             return
         try:
             # With a limit, because the node's status must be asked for, too. What it loads in that time it keeps for the next try.
@@ -177,9 +167,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
                 except TandemError as error:
                     return f"its role could not be changed to {self.config.role.value}: {error}"
             try:
-                status = await self._clock.within(
-                    timeouts.silence_s, self._ask(handle), f"{self.name}'s status"
-                )
+                status = await self._clock.within(timeouts.silence_s, self._ask(handle), f"{self.name}'s status")
             except TandemError as error:
                 if not silence.seconds:
                     self._events.trouble(self.name, f"does not answer: {error}")
@@ -204,9 +192,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         """Returns why the node must be replaced; None if routers hear it, or if no router can be asked."""
         seen = await self._context.witnesses.of_node(info)
         if seen is None:
-            self._say_vouched(
-                "does not answer the controller, and no router can be asked about it: it is kept"
-            )
+            self._say_vouched("does not answer the controller, and no router can be asked about it: it is kept")
             return None
         if seen.silent_s >= self._timeouts.unresponsive_s:
             return f"it has not answered for {silent_s:.0f} s, and routers have not heard from it for {seen.silent_s:.0f} s"
@@ -254,9 +240,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         self._settled.set()
         return new
 
-    def _unfit(
-        self, epoch: int, state: NodeState, step_age_s: float, detail: str, info: NodeInfo
-    ) -> str | None:
+    def _unfit(self, epoch: int, state: NodeState, step_age_s: float, detail: str, info: NodeInfo) -> str | None:
         if epoch != info.epoch:
             return "another incarnation than the one that was started answers in its name"
         if state is NodeState.FAILED:
@@ -313,8 +297,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         if self.handle is None:
             raise Unavailable("its process is not running")
         return await self._while_it_progresses(
-            self._set_adapters(self.handle, wanted, self._timeouts.start_s),
-            f"telling {self.name} its adapters",
+            self._set_adapters(self.handle, wanted, self._timeouts.start_s), f"telling {self.name} its adapters"
         )
 
     async def reset_cache(self) -> bool:
@@ -324,9 +307,7 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
             return False
         try:
             return await self._clock.within(
-                limit_s + self._timeouts.silence_s,
-                handle.reset_cache(limit_s),
-                f"emptying {self.name}'s cache",
+                limit_s + self._timeouts.silence_s, handle.reset_cache(limit_s), f"emptying {self.name}'s cache"
             )
         except TandemError as error:
             logger.warning("%s", error)

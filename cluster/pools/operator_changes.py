@@ -25,13 +25,9 @@ from tandem.wire.nodes import Role
 def check_limits(config: TandemConfig, role: Role, size: int | None) -> None:
     pool = config.pools.of(role)
     if size is not None and size < pool.min:
-        raise ConfigurationError(
-            f"pools.{role.value}.min is {pool.min}: the pool cannot have {counted(size, 'node')}"
-        )
+        raise ConfigurationError(f"pools.{role.value}.min is {pool.min}: the pool cannot have {counted(size, 'node')}")
     if size is not None and pool.max is not None and size > pool.max:
-        raise ConfigurationError(
-            f"pools.{role.value}.max is {pool.max}: the pool cannot have {counted(size, 'node')}"
-        )
+        raise ConfigurationError(f"pools.{role.value}.max is {pool.max}: the pool cannot have {counted(size, 'node')}")
 
 
 def check_alike(pools: PoolsConfig, before: Role, after: Role) -> None:
@@ -70,9 +66,7 @@ def check_writers(wanted: ClusterState) -> None:
         raise ConfigurationError("no node would be left to decode: keep at least 1 decode or aggregated node")
 
 
-def check_room(
-    pools: PoolsConfig, current: ClusterState, wanted: ClusterState, machines: Sequence[Host]
-) -> None:
+def check_room(pools: PoolsConfig, current: ClusterState, wanted: ClusterState, machines: Sequence[Host]) -> None:
     """Checks machines that offer no places, so that nothing else limits how many nodes they take."""
     sizes = {role: wanted_size(wanted, machines, role, pools) for role in Role}
     if sum(sizes.values()) <= sum(wanted_size(current, machines, role, pools) for role in Role):
@@ -99,9 +93,7 @@ def scaled(
     return resized(config, state, facts, sizes), lines
 
 
-def resized(
-    config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int | None]
-) -> ClusterState:
+def resized(config: TandemConfig, state: ClusterState, facts: Facts, sizes: Mapping[Role, int | None]) -> ClusterState:
     new = state.with_sizes(sizes)
     check_writers(new)
     check_room(config.pools, state, new, facts.hosts)
@@ -135,9 +127,7 @@ def evacuated(state: ClusterState, facts: Facts, address: str) -> tuple[ClusterS
     return new, [node.node_id for node in new.nodes if node.is_on(names)]
 
 
-def with_role(
-    config: TandemConfig, state: ClusterState, facts: Facts, record: NodeRecord, role: Role
-) -> ClusterState:
+def with_role(config: TandemConfig, state: ClusterState, facts: Facts, record: NodeRecord, role: Role) -> ClusterState:
     if state.rollout is not None:
         raise Unavailable("a rollout is replacing nodes: change the role when it is over (`tandem status`)")
     node = facts.nodes.get(record.node_id)

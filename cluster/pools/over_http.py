@@ -89,8 +89,7 @@ def _is_refused(path: tuple[str, ...], before: Any, after: Any, folders: list[st
     known = set(_texts(path[-1], before))
     return any(
         # A tier names a module, or a store and a file with keys.
-        (setting == "spec" and text != "synthetic")
-        or (_is_path(text, setting) and not _is_within(text, folders))
+        (setting == "spec" and text != "synthetic") or (_is_path(text, setting) and not _is_within(text, folders))
         for setting, text in _texts(path[-1], after)
         if text and (setting, text) not in known
     )
@@ -122,6 +121,5 @@ def _is_within(path: str, folders: list[str]) -> bool:
         return False
     whole = posixpath.normpath(path)
     return any(
-        posixpath.commonpath([whole, posixpath.normpath(folder)]) == posixpath.normpath(folder)
-        for folder in folders
+        posixpath.commonpath([whole, posixpath.normpath(folder)]) == posixpath.normpath(folder) for folder in folders
     )

@@ -135,12 +135,7 @@ def _place_on(
         return None
     device, neighbours = chosen
     return NodePlacement(
-        host.name,
-        host.address,
-        role,
-        cores,
-        device,
-        config.engine_of(role).cache.share_on(device) / neighbours,
+        host.name, host.address, role, cores, device, config.engine_of(role).cache.share_on(device) / neighbours
     )
 
 
@@ -187,11 +182,7 @@ def _divide(cores: int, roles: list[Role], pools: PoolsConfig) -> list[int]:
 
 
 def _choose_cores(
-    cores: tuple[int, ...],
-    seats: Sequence[Seat],
-    taken: Sequence[NodePlacement],
-    role: Role,
-    threads: int | None,
+    cores: tuple[int, ...], seats: Sequence[Seat], taken: Sequence[NodePlacement], role: Role, threads: int | None
 ) -> tuple[int, ...] | None:
     """Returns free cores; without any, those with the fewest nodes. A pool with `threads` gets that many free cores, or None."""
     if not cores:
@@ -376,9 +367,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
     quota: int | None = None  # how many cores' time it may use; None: no limit
 
 
-def share_cores(
-    found: Mapping[str, MachineFacts], given: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def share_cores(found: Mapping[str, MachineFacts], given: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Returns the cores of every host. A host keeps the cores that it was given, because its nodes are bound to them. New hosts on one
     machine get equal parts of it; a host that comes later gets a part of the same size, of the least used cores."""
     shares = {name: given[name] for name in found if name in given}
@@ -392,9 +381,7 @@ def share_cores(
             size = max(1, size + (position < odd and len(new) == len(here)))
             size = min(size, found[name].quota or size)
             order = {core: index for index, core in enumerate(cores)}
-            chosen = sorted(
-                sorted(cores, key=lambda core: (used[core], order[core]))[:size], key=order.__getitem__
-            )
+            chosen = sorted(sorted(cores, key=lambda core: (used[core], order[core]))[:size], key=order.__getitem__)
             used.update(chosen)
             shares[name] = tuple(chosen)
     return shares

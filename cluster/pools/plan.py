@@ -214,8 +214,7 @@ def router_changes(config: TandemConfig, state: ClusterState, facts: Facts) -> l
         if state.rollout is None:
             # The last ones go: the first have the plain names.
             changes += [
-                retire_router(record, f"drains and ends: router.processes is {wanted}")
-                for record in there[wanted:]
+                retire_router(record, f"drains and ends: router.processes is {wanted}") for record in there[wanted:]
             ]
     return changes
 

@@ -25,12 +25,7 @@ from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
 from tandem.cluster.pools.node_supervisor import NodeSupervisor
 from tandem.cluster.pools.placement import node_config
-from tandem.cluster.pools.revision_configs import (
-    RevisionConfigs,
-    as_in_this_process,
-    at_commit,
-    resolve,
-)
+from tandem.cluster.pools.revision_configs import RevisionConfigs, as_in_this_process, at_commit, resolve
 from tandem.cluster.pools.room import needed_by, needs_of
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.cluster.pools.supervisor import AdapterPlaces, StateChange
@@ -186,9 +181,7 @@ class Reconciler:
     async def _machines_of(self, known: ClusterState) -> list[Host]:
         """Returns the machines that exist. Waits up to `timeouts.unresponsive_s` for those with nodes on them: after a restart of
         Ray's head it takes a while until Ray sees them again."""
-        needed = {
-            host for record in known.nodes if record.placement is not None for host in record.placement.hosts
-        }
+        needed = {host for record in known.nodes if record.placement is not None for host in record.placement.hosts}
         deadline = self._clock.now() + self.config.timeouts.unresponsive_s
         self._hosts.use(needs_of(self.fleet.config), self._taken_places())
         while True:
@@ -202,9 +195,7 @@ class Reconciler:
     def _taken_places(self) -> list[TakenPlace]:
         """Returns the place of every node, with the resources that its own revision asks for."""
         return [
-            TakenPlace(
-                there.host, there.slot, needed_by(there.slot, needs_of(self.fleet.config_of(node.revision)))
-            )
+            TakenPlace(there.host, there.slot, needed_by(there.slot, needs_of(self.fleet.config_of(node.revision))))
             for node in self.state.nodes
             if node.placement is not None
             for there in node.placement.parts
@@ -352,9 +343,7 @@ class Reconciler:
                 kept.append(self.fleet.without_room(host))
                 if host.name not in self._unseen:
                     self._unseen.add(host.name)
-                    self.note(
-                        f"the machine {host.address} is not seen, but its processes are heard: it is kept"
-                    )
+                    self.note(f"the machine {host.address} is not seen, but its processes are heard: it is kept")
             else:
                 self._unseen.discard(host.name)
         self.machines = [*present, *kept]

@@ -49,9 +49,7 @@ def too_many_for_cores(sizes: Mapping[Role, int], cores: int, nodes_per_core: in
 
 def _settings(pools: PoolsConfig) -> str:
     return ", ".join(
-        f"pools.{role.value}.max"
-        if pools.of(role).last_size > pools.of(role).first_size
-        else f"--{role.value}"
+        f"pools.{role.value}.max" if pools.of(role).last_size > pools.of(role).first_size else f"--{role.value}"
         for role in Role
         if pools.of(role).last_size
     )

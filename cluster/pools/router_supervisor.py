@@ -96,21 +96,18 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
                 load = await self._clock.within(
                     timeouts.silence_s,
                     handle.set_members(
-                        membership.members,
-                        membership.paused,
-                        self._desks(),
-                        self._context.recorder.pool_reports(),
+                        membership.members, membership.paused, self._desks(), self._context.recorder.pool_reports()
                     ),
                     f"telling {self.name} its nodes",
                 )
             except TandemError as error:
                 silence.not_answered()
                 if silence.seconds >= timeouts.unresponsive_s:
-                    serves = await self._context.witnesses.of_router(
-                        handle, info, is_alone=not self._beside()
-                    )
+                    serves = await self._context.witnesses.of_router(handle, info, is_alone=not self._beside())
                     if serves is False:
-                        return f"it has not answered for {silence.seconds:.0f} s, and no node or client hears it: {error}"
+                        return (
+                            f"it has not answered for {silence.seconds:.0f} s, and no node or client hears it: {error}"
+                        )
                     who = "clients and nodes hear it" if serves else "no node can be asked about it"
                     if who != said:
                         self._events.trouble(
@@ -145,9 +142,7 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     async def _change_or_heartbeat(self, revision: int, heartbeat_s: float) -> None:
         try:
             await self._clock.within(
-                heartbeat_s,
-                self._context.membership.newer_than(revision),
-                "a change of membership",
+                heartbeat_s, self._context.membership.newer_than(revision), "a change of membership"
             )
         except TandemError:
             return  # no change: time for a heartbeat

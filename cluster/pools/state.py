@@ -233,9 +233,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
     def evacuating(self, hosts: AbstractSet[str], present: Collection[str]) -> ClusterState:
         """Returns the state in which the nodes on these machines leave and their pools keep their sizes. Forgets machines that are gone."""
-        nodes = [
-            msgspec.structs.replace(node, leaving=True) if node.is_on(hosts) else node for node in self.nodes
-        ]
+        nodes = [msgspec.structs.replace(node, leaving=True) if node.is_on(hosts) else node for node in self.nodes]
         known = [name for name in self.evacuated if name in present and name not in hosts]
         return msgspec.structs.replace(self, nodes=nodes, evacuated=[*known, *hosts])
 
@@ -255,9 +253,7 @@ class ClusterState(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, routers=routers)
 
     def without_router(self, name: str) -> ClusterState:
-        return msgspec.structs.replace(
-            self, routers=[router for router in self.routers if router.name != name]
-        )
+        return msgspec.structs.replace(self, routers=[router for router in self.routers if router.name != name])
 
     def with_sizes(self, sizes: Mapping[Role, int | None]) -> ClusterState:
         closed = [slot for slot in self.closed if slot.role not in sizes]

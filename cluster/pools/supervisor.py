@@ -170,9 +170,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
         """Raises Unavailable if it has no process."""
         if self.handle is None:
-            raise Unavailable(
-                f"its process is not running ({self.phase.value}{self.detail and f': {self.detail}'})"
-            )
+            raise Unavailable(f"its process is not running ({self.phase.value}{self.detail and f': {self.detail}'})")
         return await self.handle.log_page(after, last, most)
 
     @property
@@ -216,8 +214,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
             failures = 0
             self._has_worked = True
             self._enter(
-                ProcessPhase.DRAINING if self._leaving else ProcessPhase.READY,
-                self.detail if self.restarts else "",
+                ProcessPhase.DRAINING if self._leaving else ProcessPhase.READY, self.detail if self.restarts else ""
             )
             self._events.ready(self.name, self._describe(ready))
             self._settled.set()
@@ -255,9 +252,7 @@ class ProcessSupervisor(abc.ABC, Generic[H, Ready]):
         return f"its process ended: {ended.result()}" if has_ended(ended) else watch.result()
 
     async def _pause(self, reason: str, attempt: int) -> None:
-        backoff = min(
-            self._timeouts.restart_backoff_s * 2 ** (attempt - 1), self._timeouts.restart_backoff_max_s
-        )
+        backoff = min(self._timeouts.restart_backoff_s * 2 ** (attempt - 1), self._timeouts.restart_backoff_max_s)
         self._enter(ProcessPhase.RESTARTING, reason)
         self._events.trouble(self.name, f"{reason}; starting it again in {backoff:g} s")
         await self._clock.sleep(backoff)

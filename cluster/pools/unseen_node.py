@@ -61,9 +61,7 @@ class UnseenNode:
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
         return await (await self._node()).log_page(after, last, most)
 
-    async def set_adapters(
-        self, wanted: Mapping[str, str], timeout_s: float, report: Report
-    ) -> dict[str, str]:
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float, report: Report) -> dict[str, str]:
         return await (await self._node()).set_adapters(wanted, timeout_s, report)
 
     async def change_role(self, config: NodeConfig, report: Report) -> NodeInfo:

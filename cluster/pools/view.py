@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from tandem.base.errors import TandemError
 from tandem.base.logs import ClusterLogs, LogPage, LogsQuery, recent_page
 from tandem.cluster.config import TandemConfig
-from tandem.cluster.control import (
-    ClusterView,
-    ControllerDecision,
-    PoolView,
-    RolloutView,
-    RouterView,
-    SupervisedNode,
-)
+from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RolloutView, RouterView, SupervisedNode
 from tandem.cluster.launcher import LogSource
 from tandem.cluster.pools.facts import Facts
 from tandem.cluster.pools.fleet import Fleet
@@ -47,13 +40,7 @@ def cluster_view(
         pools=[pool for pool in pools if pool.wanted or any(node.role is pool.role for node in nodes)],
         nodes=nodes,
         routers=[
-            RouterView(
-                name,
-                router.info.url if router.info else "",
-                router.phase.value,
-                router.detail,
-                router.restarts,
-            )
+            RouterView(name, router.info.url if router.info else "", router.phase.value, router.detail, router.restarts)
             for name, router in facts.routers.items()
         ],
         decisions=decisions,
@@ -82,16 +69,12 @@ def _node(record: NodeRecord, facts: Facts) -> SupervisedNode:
     node = facts.nodes.get(record.node_id)
     if record.placement is None or node is None:
         role = record.role.value
-        detail = (
-            f"no machine has room for another {role} node" if record.placement is None else "it is leaving"
-        )
+        detail = f"no machine has room for another {role} node" if record.placement is None else "it is leaving"
         return SupervisedNode(
             record.node_id, record.role, "", _WAITING if not record.leaving else "draining", detail, 0
         )
     host = " + ".join(part.address for part in record.placement.parts)
-    return SupervisedNode(
-        record.node_id, record.role, host, node.phase.value, node.detail, node.restarts, node.status
-    )
+    return SupervisedNode(record.node_id, record.role, host, node.phase.value, node.detail, node.restarts, node.status)
 
 
 def _pool(
@@ -129,9 +112,7 @@ def _pool_report(role: Role, config: TandemConfig, state: ClusterState, facts: F
             waiting += 1
         else:
             starting += 1
-    return PoolReport(
-        role, wanted_size(state, facts.hosts, role, config.pools), starting, waiting, down, left_out
-    )
+    return PoolReport(role, wanted_size(state, facts.hosts, role, config.pools), starting, waiting, down, left_out)
 
 
 async def collected_logs(fleet: Fleet, query: LogsQuery, clock: Clock) -> ClusterLogs:
@@ -149,9 +130,7 @@ async def collected_logs(fleet: Fleet, query: LogsQuery, clock: Clock) -> Cluste
     limit_s = fleet.config.timeouts.silence_s
     answers = await asyncio.gather(
         *(
-            clock.within(
-                limit_s, source.log_page(query.after.get(name), query.last, most), f"reading {name}'s log"
-            )
+            clock.within(limit_s, source.log_page(query.after.get(name), query.last, most), f"reading {name}'s log")
             for name, source in asked.items()
         ),
         return_exceptions=True,

@@ -28,15 +28,11 @@ ROWS = (
 class ChangeAdapters(Protocol):
     """See `cluster.orders.Adapters`."""
 
-    def __call__(
-        self, load: Mapping[str, str], unload: Sequence[str]
-    ) -> Coroutine[Any, Any, dict[str, str]]: ...
+    def __call__(self, load: Mapping[str, str], unload: Sequence[str]) -> Coroutine[Any, Any, dict[str, str]]: ...
 
 
 async def _refused(load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
-    raise ConfigurationError(
-        "adapters cannot change while this installation serves: name them in model.adapters"
-    )
+    raise ConfigurationError("adapters cannot change while this installation serves: name them in model.adapters")
 
 
 @dataclass

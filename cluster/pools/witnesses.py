@@ -29,9 +29,7 @@ class Witnesses:
     async def of_node(self, info: NodeInfo) -> NodeSighting | None:
         """Returns the sighting of the router that heard the node last. None: no router that knows the node answered."""
         told = await self._ask([router.nodes_heard() for router in self._routers()])
-        seen = [
-            one for answer in told for one in answer if (one.node_id, one.epoch) == (info.node_id, info.epoch)
-        ]
+        seen = [one for answer in told for one in answer if (one.node_id, one.epoch) == (info.node_id, info.epoch)]
         return min(seen, key=lambda sighting: sighting.silent_s, default=None)
 
     async def of_router(self, handle: RouterHandle, info: RouterInfo, *, is_alone: bool) -> bool | None:

@@ -3,10 +3,5 @@
 from tandem.cluster.commands.parser import LOOK, command_of
 
 COMMANDS = (
-    command_of(
-        "tandem.cluster.replay.command",
-        "replay",
-        "step through what a node's scheduler saw and decided",
-        LOOK,
-    ),
+    command_of("tandem.cluster.replay.command", "replay", "step through what a node's scheduler saw and decided", LOOK),
 )

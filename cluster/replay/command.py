@@ -19,14 +19,10 @@ _HELP = "Enter: next   b: back   p: next preemption   r ID: next step with it   
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="a node's file, or a folder with one node's"
-    )
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a node's file, or a folder with one node's")
     parser.add_argument("--step", type=int, metavar="N", help="this step, whole")
     parser.add_argument("--request", metavar="ID", help="only steps that this request had a part in")
-    parser.add_argument(
-        "--preemptions", action="store_true", help="only steps that took blocks from requests"
-    )
+    parser.add_argument("--preemptions", action="store_true", help="only steps that took blocks from requests")
     add_output(parser)
 
 

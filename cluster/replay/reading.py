@@ -77,9 +77,7 @@ class TraceReader:
         at = self._places[place]
         with self._files[at.file].open("rb") as file:
             file.seek(at.offset)
-            records = [
-                msgspec.json.decode(line, type=TraceRecord) for line in file.read(at.size).splitlines()
-            ]
+            records = [msgspec.json.decode(line, type=TraceRecord) for line in file.read(at.size).splitlines()]
         snapshot = next(record for record in records if isinstance(record, StepSnapshot))
         decision = next(record for record in records if isinstance(record, StepDecision))
         prefixes = [record for record in records if isinstance(record, PrefixCacheEvent)]
@@ -115,9 +113,7 @@ class TraceReader:
                     elif kind.event == "records_lost":
                         lost += msgspec.json.decode(line, type=RecordsLost).count
                 except msgspec.MsgspecError as error:
-                    raise ConfigurationError(
-                        f"{self._files[index]} is not a scheduler trace: {error}"
-                    ) from error
+                    raise ConfigurationError(f"{self._files[index]} is not a scheduler trace: {error}") from error
                 if kind.event == "step_snapshot":
                     began, step = offset, kind.step
                 elif kind.event == "step_decision" and began is not None and kind.step == step:
@@ -143,7 +139,5 @@ def files_of(path: Path) -> list[Path]:
     old = path.with_name(path.name.removesuffix(_END) + _OLD)
     files = [file for file in (old, path) if file.is_file()]
     if not files:
-        raise ConfigurationError(
-            f"there is no {path}: nodes write traces to the folder of scheduler.trace_folder"
-        )
+        raise ConfigurationError(f"there is no {path}: nodes write traces to the folder of scheduler.trace_folder")
     return files

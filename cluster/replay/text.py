@@ -42,13 +42,10 @@ def show_step(console: Console, step: TracedStep, place: int, of: int) -> None:
     snapshot, decision = step.snapshot, step.decision
     node = f"{step.header.node_id}  " if step.header is not None else ""
     console.print(
-        f"[bold]{escape(node)}step {snapshot.step}[/]  {_moment(step)}  ({place + 1} of {of})",
-        highlight=False,
+        f"[bold]{escape(node)}step {snapshot.step}[/]  {_moment(step)}  ({place + 1} of {of})", highlight=False
     )
     if step.lost:
-        console.print(
-            f"[yellow]![/] {step.lost} records before it are missing: the disk was too slow", highlight=False
-        )
+        console.print(f"[yellow]![/] {step.lost} records before it are missing: the disk was too slow", highlight=False)
     console.print(_blocks(step), highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("request", "is", "computed", "blocks", "gets", ""):
@@ -65,11 +62,7 @@ def show_step(console: Console, step: TracedStep, place: int, of: int) -> None:
             if waiting > _MOST_WAITING:
                 continue
         table.add_row(
-            *_row(
-                request,
-                decision.num_scheduled_tokens.get(request.request_id, 0),
-                notes.get(request.request_id, ""),
-            )
+            *_row(request, decision.num_scheduled_tokens.get(request.request_id, 0), notes.get(request.request_id, ""))
         )
     console.print(table)
     total = snapshot.num_running + snapshot.num_blocked + snapshot.num_waiting
@@ -84,9 +77,7 @@ def show_step(console: Console, step: TracedStep, place: int, of: int) -> None:
             highlight=False,
         )
     if decision.held_back:
-        console.print(
-            f"[yellow]next in line[/] {escape(decision.held_back)}: {escape(decision.why)}", highlight=False
-        )
+        console.print(f"[yellow]next in line[/] {escape(decision.held_back)}: {escape(decision.why)}", highlight=False)
     console.print(
         f"{decision.total_num_scheduled_tokens} tokens scheduled, {decision.token_budget} left "
         f"({max(decision.prompt_budget, 0)} for prompts)",
@@ -128,14 +119,7 @@ def _row(request: TracedRequest, tokens: int, note: str) -> tuple[str, ...]:
     state = request.status.replace("_", " ")
     if request.preemptions:
         state += f" (preempted {request.preemptions}×)"
-    return (
-        escape(request.request_id),
-        state,
-        f"{request.computed}/{request.tokens}",
-        str(request.blocks),
-        gets,
-        note,
-    )
+    return (escape(request.request_id), state, f"{request.computed}/{request.tokens}", str(request.blocks), gets, note)
 
 
 def _notes(step: TracedStep) -> dict[str, str]:

@@ -42,9 +42,7 @@ class SettingsError(ConfigurationError):
         if len(mistakes) == 1:
             super().__init__(mistakes[0])
         else:
-            super().__init__(
-                "\n".join([f"{len(mistakes)} mistakes in the settings:", *(f"  {m}" for m in mistakes)])
-            )
+            super().__init__("\n".join([f"{len(mistakes)} mistakes in the settings:", *(f"  {m}" for m in mistakes)]))
 
 
 def resolve(layers: Iterable[Layer]) -> Settings:
@@ -131,9 +129,7 @@ def _of_pool(path: Path, given: SettingValue) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, each in value.items():
         if name in OF_ALL_POOLS[section]:
-            raise _refusal(
-                path, given, f"has {name}, which must be the same for all nodes: set {section}.{name}"
-            )
+            raise _refusal(path, given, f"has {name}, which must be the same for all nodes: set {section}.{name}")
         if name not in own:
             raise _refusal(
                 path,
@@ -141,9 +137,7 @@ def _of_pool(path: Path, given: SettingValue) -> dict[str, object]:
                 f"has {str(name)[:80]!r}, which is not a setting of {section}{did_you_mean(str(name), own)}",
             )
         origin = f"{given.origin}: {dotted(path)}"
-        found[name] = msgspec.to_builtins(
-            _convert((section, name), SettingValue(each, origin, textual=False))
-        )
+        found[name] = msgspec.to_builtins(_convert((section, name), SettingValue(each, origin, textual=False)))
     return found
 
 
@@ -181,9 +175,7 @@ def _refusal(path: Path, given: SettingValue, sentence: str) -> ConfigurationErr
     return ConfigurationError(f"{given.origin}: {dotted(path)} {sentence}")
 
 
-def _build(
-    values: dict[Path, object], merged: Mapping[Path, SettingValue], mistakes: list[str]
-) -> TandemConfig:
+def _build(values: dict[Path, object], merged: Mapping[Path, SettingValue], mistakes: list[str]) -> TandemConfig:
     """Builds the configuration of all values that fit together. A struct's own checks stop at their first mistake, and compare values that
     may be right only together: so all are tried at once, and without the ones that are to blame again."""
     defaults, left = TandemConfig(), dict(values)

@@ -55,9 +55,7 @@ def read_file(file: FilePath) -> Layer:
     if content is None:
         return layer
     if not isinstance(content, dict):
-        layer.mistakes.append(
-            f"{file}: must be a mapping from sections to settings, not a {type(content).__name__}"
-        )
+        layer.mistakes.append(f"{file}: must be a mapping from sections to settings, not a {type(content).__name__}")
         return layer
     _read_section(content, TandemConfig, (), str(file), layer)
     return layer
@@ -107,12 +105,8 @@ def _read_section(
         elif inner in SHORTHANDS:
             _give(layer, (*path, SHORTHANDS[inner]), SettingValue(value, origin, textual=False))
         else:
-            example = next(
-                (dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED), None
-            )
-            layer.mistakes.append(
-                f"{origin}: {dotted(path)} is a section: set what is in it, such as {example}"
-            )
+            example = next((dotted((*path, name)) for name in fields_of(inner) if (*path, name) not in DERIVED), None)
+            layer.mistakes.append(f"{origin}: {dotted(path)} is a section: set what is in it, such as {example}")
 
 
 def _give(layer: Layer, path: Path, given: SettingValue) -> None:
@@ -149,9 +143,7 @@ def read_assignments(assignments: Iterable[tuple[str, str | None, str]]) -> Laye
     for name, value, origin in assignments:
         path = every_name.get(name)
         if path is None:
-            layer.mistakes.append(
-                f"{origin}: {name or 'an empty name'} is not a setting{did_you_mean(name, by_name)}"
-            )
+            layer.mistakes.append(f"{origin}: {name or 'an empty name'} is not a setting{did_you_mean(name, by_name)}")
         elif value is None:
             layer.mistakes.append(f"{origin}: {name} has no value: write {name}=VALUE")
         else:

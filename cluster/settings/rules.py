@@ -63,10 +63,7 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
         yield ("model", "path"), f"must not be empty, not {config.model.path!r}"
     guessing = (config.scheduler.num_speculative_tokens, *_guesses_of_pools(config))
     if config.model.draft and not any(guessing):
-        yield (
-            ("model", "draft"),
-            "needs scheduler.num_speculative_tokens: how many tokens it guesses, such as 4",
-        )
+        yield (("model", "draft"), "needs scheduler.num_speculative_tokens: how many tokens it guesses, such as 4")
     yield from broken_adapters(config)
     wrong = list(_sections_of_pools(config))
     if wrong:
@@ -175,10 +172,7 @@ def _engine(config: TandemConfig) -> Iterator[Broken]:
         }
         for path, value in settings.items():
             if value:
-                yield (
-                    path,
-                    f"is of another engine, and model.engine is {OWN_ENGINE}: set that, such as to vllm",
-                )
+                yield (path, f"is of another engine, and model.engine is {OWN_ENGINE}: set that, such as to vllm")
         return
     if model.engine not in engines:
         yield ("model", "engine"), f"must be one of {', '.join((OWN_ENGINE, *engines))}, not {model.engine!r}"
@@ -268,10 +262,7 @@ def _environment(setting: Path, env: Mapping[str, str]) -> Iterator[Broken]:
                 f"has {name[:80]!r}, which is not a name for an environment variable: use letters, digits and '_'",
             )
         elif name.startswith("RAY_"):
-            yield (
-                setting,
-                f"has {name}, which Ray reads when it starts: set it in the environment of `ray start`",
-            )
+            yield (setting, f"has {name}, which Ray reads when it starts: set it in the environment of `ray start`")
         elif _SECRET.search(name):
             yield (
                 setting,

@@ -62,9 +62,7 @@ def _of_type(annotation: Any) -> dict[str, Any]:
             return value
         if "$ref" in value:
             return inlined({**parts[value["$ref"]], **{k: v for k, v in value.items() if k != "$ref"}})
-        return {
-            name: inlined(each) for name, each in value.items() if name != "title" or isinstance(each, dict)
-        }
+        return {name: inlined(each) for name, each in value.items() if name != "title" or isinstance(each, dict)}
 
     plain: dict[str, Any] = inlined(made)
     return plain

@@ -51,9 +51,7 @@ def pools_of(config: Mapping[str, Any]) -> dict[str, PoolHosts]:
         node_config = node_type.get("node_config") or {}
         if name == config["head_node_type"]:
             if node_config:
-                raise ConfigurationError(
-                    f"{where}.node_config must be {{}}: the head's host is provider.head_ip"
-                )
+                raise ConfigurationError(f"{where}.node_config must be {{}}: the head's host is provider.head_ip")
             continue
         pool = _convert(node_config, PoolHosts, f"{where}.node_config")
         if not 0 <= pool.standby <= len(pool.hosts):

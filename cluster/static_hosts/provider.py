@@ -52,9 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
-    def __init__(
-        self, provider_config: dict[str, Any], cluster_name: str, reach: Reach | None = None
-    ) -> None:
+    def __init__(self, provider_config: dict[str, Any], cluster_name: str, reach: Reach | None = None) -> None:
         super().__init__(provider_config, cluster_name)
         self._settings = read_provider(provider_config)
         self._reach = reach or reach_from_here(self._settings, cluster_name)
@@ -81,16 +79,12 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
         def with_head(record: ClusterRecord) -> ClusterRecord:
             if node_id in record.nodes:
                 return record
-            return with_node(
-                without_nodes(record, record.matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})), head
-            )
+            return with_node(without_nodes(record, record.matching({TAG_RAY_NODE_KIND: NODE_KIND_HEAD})), head)
 
         self._store.update(with_head)
 
     def _head_node(self, node_id: str, tags: Mapping[str, str]) -> LaunchRecord:
-        return LaunchRecord(
-            node_id, self._settings.head_ip, self._reach.head_address, pool="", tags=dict(tags)
-        )
+        return LaunchRecord(node_id, self._settings.head_ip, self._reach.head_address, pool="", tags=dict(tags))
 
     # --- what there is
 
@@ -163,9 +157,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             raise Unavailable(f"{pool}: {len(claimed)} of {count} nodes launched: {why}")
         return claimed
 
-    def _answering(
-        self, hosts: list[str], pool: str, tags: Mapping[str, str]
-    ) -> tuple[list[LaunchRecord], list[str]]:
+    def _answering(self, hosts: list[str], pool: str, tags: Mapping[str, str]) -> tuple[list[LaunchRecord], list[str]]:
         def probe(host: str) -> LaunchRecord | TandemError:
             try:
                 address = resolve(host)
@@ -219,10 +211,7 @@ class StaticHostsProvider(NodeProvider):  # type: ignore[misc]
             said = self._reach.to_head.run(self._reach.entrance, script, timeout_s=_DRAIN_TIMEOUT_S)
             print(said.decode(errors="replace"), end="", flush=True)
         except (Unavailable, ScriptFailed) as error:
-            print(
-                f"the hosts could not be drained, so their requests continue on other nodes: {error}",
-                flush=True,
-            )
+            print(f"the hosts could not be drained, so their requests continue on other nodes: {error}", flush=True)
 
     # --- `ray up`
 

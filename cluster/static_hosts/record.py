@@ -69,11 +69,7 @@ def with_hosts(record: ClusterRecord, hosts: Mapping[str, tuple[str, ...]]) -> C
 
 def stranded_nodes(record: ClusterRecord) -> list[LaunchRecord]:
     """Returns the nodes on hosts that the operator's file no longer lists for their pool."""
-    return [
-        node
-        for node in record.nodes.values()
-        if node.pool and node.host not in record.hosts.get(node.pool, ())
-    ]
+    return [node for node in record.nodes.values() if node.pool and node.host not in record.hosts.get(node.pool, ())]
 
 
 def encode(record: ClusterRecord) -> bytes:

@@ -64,9 +64,7 @@ class SshShell:
         self._settings = settings
 
     def run(self, address: str, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
-        return _run(
-            ssh_command(self._settings, address, script), f"{self._settings.user}@{address}", stdin, timeout_s
-        )
+        return _run(ssh_command(self._settings, address, script), f"{self._settings.user}@{address}", stdin, timeout_s)
 
 
 class LocalShell:
@@ -92,9 +90,7 @@ class ThroughHead:
             return self._shell.run(self._head, relayed, stdin=stdin, timeout_s=timeout_s)
         except ScriptFailed as error:
             if error.status == _BEYOND_HEAD_FAILED:
-                raise HostUnreachable(
-                    f"{address} does not answer the head over ssh: {error.complaint}"
-                ) from error
+                raise HostUnreachable(f"{address} does not answer the head over ssh: {error.complaint}") from error
             raise ScriptFailed(f"{self._settings.user}@{address}", error.complaint, error.status) from error
 
 

@@ -134,9 +134,7 @@ class Reach:
 
 def reach_from_here(settings: StaticProvider, cluster_name: str) -> Reach:
     if settings.ssh is None:
-        raise ConfigurationError(
-            "provider.ssh is missing: this provider is made for `ray up`, which fills it in"
-        )
+        raise ConfigurationError("provider.ssh is missing: this provider is made for `ray up`, which fills it in")
     head_address = resolve(settings.head_ip)
     direct = SshShell(settings.ssh)
     if is_own_address(head_address):

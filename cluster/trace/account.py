@@ -58,9 +58,7 @@ def _folded(party: str, spans: Iterable[Span], folded: frozenset[TracePhase]) ->
             runs.setdefault(span.phase, []).append(span)
         else:
             singles.append(
-                AccountRow(
-                    party, span.phase, span.start, span.end, 1, span.tokens, span.num_bytes, span.seconds
-                )
+                AccountRow(party, span.phase, span.start, span.end, 1, span.tokens, span.num_bytes, span.seconds)
             )
     return singles + [_run(party, phase, run) for phase, run in runs.items()]
 

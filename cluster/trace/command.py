@@ -21,9 +21,7 @@ from tandem.router.recent import Targets
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 
-def run(
-    client: TraceClient, console: Console, name: str | None, picture: Path | None, json: Path | None
-) -> int:
+def run(client: TraceClient, console: Console, name: str | None, picture: Path | None, json: Path | None) -> int:
     if picture is not None:
         check_picture(picture, "--picture")
     if name is None:

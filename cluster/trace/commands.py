@@ -41,9 +41,7 @@ def wings() -> list[ExplainingWing]:
 
 
 def _describe_trace(parser: argparse.ArgumentParser) -> None:
-    adder(parser)(
-        "request", "REQUEST_ID", str, "its id, or its answer's (default: list the last ones)", nargs="?"
-    )
+    adder(parser)("request", "REQUEST_ID", str, "its id, or its answer's (default: list the last ones)", nargs="?")
     add_server(parser)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="a picture too, .png or .svg")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the whole record; - for standard output")

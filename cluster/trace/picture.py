@@ -70,15 +70,11 @@ def _lanes(record: TraceRecord) -> list[tuple[str, TracePhase, list[Span]]]:
 
 def _beginning(record: TraceRecord) -> float | None:
     """Returns the time until the third decoding step: by then everything that happens once has happened."""
-    decodes = sorted(
-        span.end for part in record.nodes for span in part.spans if span.phase is TracePhase.DECODE
-    )
+    decodes = sorted(span.end for part in record.nodes for span in part.spans if span.phase is TracePhase.DECODE)
     return decodes[min(2, len(decodes) - 1)] - record.began if decodes else None
 
 
-def _draw(
-    axes: Axes, record: TraceRecord, lanes: list[tuple[str, TracePhase, list[Span]]], length: float
-) -> None:
+def _draw(axes: Axes, record: TraceRecord, lanes: list[tuple[str, TracePhase, list[Span]]], length: float) -> None:
     for lane, (_, phase, spans) in enumerate(lanes):
         bars = [
             ((span.start - record.began) * 1e3, max(span.seconds, length / 2000) * 1e3)
@@ -89,13 +85,7 @@ def _draw(
     first = first_token_s(record)
     if first is not None and first <= length:
         axes.axvline(first * 1e3, color="black", linewidth=0.8, linestyle="--")
-        axes.annotate(
-            "first token",
-            (first * 1e3, -0.7),
-            fontsize=7,
-            ha="left",
-            annotation_clip=False,
-        )
+        axes.annotate("first token", (first * 1e3, -0.7), fontsize=7, ha="left", annotation_clip=False)
     axes.set_yticks(range(len(lanes)), [f"{party}  {phase.value}" for party, phase, _ in lanes], fontsize=8)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, length * 1e3)

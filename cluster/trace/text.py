@@ -28,9 +28,7 @@ _COLORS = {
 
 
 def show_trace(console: Console, record: TraceRecord) -> None:
-    console.print(
-        Group(*_head(record), _timeline(record), *_handover(record), *_transfers(record), *_remarks(record))
-    )
+    console.print(Group(*_head(record), _timeline(record), *_handover(record), *_transfers(record), *_remarks(record)))
 
 
 def _head(record: TraceRecord) -> list[RenderableType]:
@@ -61,9 +59,7 @@ def _timeline(record: TraceRecord) -> Table:
     for row in rows(record):
         name = row.phase.value if row.count == 1 else f"{row.phase.value} ×{row.count}"
         bar = Text(_bar(row, record.began, length), style=_COLORS.get(row.phase, "white"))
-        table.add_row(
-            row.party, name, _ms(row.start - record.began), _ms(row.end - row.start), bar, _detail(row)
-        )
+        table.add_row(row.party, name, _ms(row.start - record.began), _ms(row.end - row.start), bar, _detail(row))
     return table
 
 
@@ -125,9 +121,7 @@ def _remarks(record: TraceRecord) -> list[Text]:
     remarks = [Text(f"! {node_id} has not reported its part", style="yellow") for node_id in record.missing]
     for part in record.nodes:
         if part.clock_error_s is None:
-            remarks.append(
-                Text(f"! {part.node_id}'s clock is not known: its times may be off", style="yellow")
-            )
+            remarks.append(Text(f"! {part.node_id}'s clock is not known: its times may be off", style="yellow"))
         elif part.clock_error_s:
             remarks.append(
                 Text(f"{part.node_id}'s times are right to within {_ms(part.clock_error_s)} ms", style="dim")

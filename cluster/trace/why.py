@@ -162,12 +162,8 @@ def explain_account(account: RequestAccount, targets: Targets) -> Explanation:
 
 def _reasons(record: TraceRecord, start: float, end: float) -> list[Reason]:
     """Returns what took the time from `start` to `end`, in the order of first occurrence."""
-    spans = [
-        (rank, where, span) for rank, where, span in _ranked(record) if span.start < end and span.end > start
-    ]
-    edges = sorted(
-        {start, end, *(min(max(at, start), end) for _, _, span in spans for at in (span.start, span.end))}
-    )
+    spans = [(rank, where, span) for rank, where, span in _ranked(record) if span.start < end and span.end > start]
+    edges = sorted({start, end, *(min(max(at, start), end) for _, _, span in spans for at in (span.start, span.end))})
     shares: dict[tuple[str, str], float] = {}
     used: dict[tuple[str, str], dict[int, Span]] = {}
     live: list[tuple[int, str, Span]] = []

@@ -43,9 +43,7 @@ def _show_others(console: Console, would: OtherClusters) -> None:
         first = _change(other.first_token_s, would.first_token_error * would.first_token_s)
         total = _change(other.total_s, would.total_error * would.total_s)
         console.print(
-            f"  {escape(other.what)}: {first} to the first token, {total} to the last",
-            highlight=False,
-            soft_wrap=True,
+            f"  {escape(other.what)}: {first} to the first token, {total} to the last", highlight=False, soft_wrap=True
         )
 
 
@@ -64,9 +62,7 @@ def _table(title: str, reasons: Sequence[Reason], total_s: float) -> Table:
         share = reason.seconds / total_s if total_s else 0.0
         bar = Text("█" * max(1, round(share * _BAR)), style="blue")
         where = f" [dim]({escape(reason.where)})[/]" if reason.where else ""
-        table.add_row(
-            _ms(reason.seconds), bar, f"{escape(reason.what)}{where}", Text(reason.detail, style="dim")
-        )
+        table.add_row(_ms(reason.seconds), bar, f"{escape(reason.what)}{where}", Text(reason.detail, style="dim"))
     table.add_row(Text(_ms(sum(reason.seconds for reason in reasons)), style="bold"), "", "together", "")
     return table
 

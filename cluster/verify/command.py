@@ -58,9 +58,7 @@ def remake(server: ApiClient, file: Path, request: Path, seconds: float) -> Rema
     try:
         body: Any = msgspec.json.decode(_read(request))
     except msgspec.DecodeError as error:
-        raise ConfigurationError(
-            f"{request} is no JSON ({error}): it must be the body of the request"
-        ) from error
+        raise ConfigurationError(f"{request} is no JSON ({error}): it must be the body of the request") from error
     if not isinstance(body, dict):
         raise ConfigurationError(f"{request} must be the body of the request, an object")
     # The router has drawn a seed if the request had none.
@@ -177,9 +175,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
     if options.max_tokens < 1:
         raise ConfigurationError(f"--max-tokens must be at least 1, not {options.max_tokens}")
     if not 0 < options.timeout <= LONGEST_S:
-        raise ConfigurationError(
-            f"--timeout must be from 0 to {LONGEST_S:g} seconds, not {options.timeout:g}"
-        )
+        raise ConfigurationError(f"--timeout must be from 0 to {LONGEST_S:g} seconds, not {options.timeout:g}")
 
 
 def _client(url: str) -> ApiClient:

@@ -58,9 +58,7 @@ class RequestJudge:
 
     @property
     def compared(self) -> str:
-        return (
-            f"{counted(self._live, 'live request')} asked again of new nodes, with {self._live_tokens} tokens"
-        )
+        return f"{counted(self._live, 'live request')} asked again of new nodes, with {self._live_tokens} tokens"
 
     def close(self) -> None:
         self._server.close()

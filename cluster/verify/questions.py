@@ -24,9 +24,7 @@ _SAMPLED: tuple[Mapping[str, Any], ...] = (
     {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.1, "frequency_penalty": 0.5},
     {"temperature": 1.2, "n": 2},
 )
-_WITH_PROMPT = (
-    100  # the log-probabilities of shorter prompts are compared, too: those of long ones are many megabytes
-)
+_WITH_PROMPT = 100  # the log-probabilities of shorter prompts are compared, too: those of long ones are many megabytes
 # Words, numbers, signs and line ends, so that tokens of many kinds lie beside each other.
 _WORDS = re.findall(
     "\\S+|\n\n",
@@ -76,9 +74,7 @@ def of_file(file: Path) -> list[Question]:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
     found = list(_of_lines(file, lines))
     if not found:
-        raise ConfigurationError(
-            f"{file} has no request: write one JSON object a line, with a prompt or messages"
-        )
+        raise ConfigurationError(f"{file} has no request: write one JSON object a line, with a prompt or messages")
     return found
 
 
@@ -89,9 +85,7 @@ def _of_lines(file: Path, lines: list[bytes]) -> Iterator[Question]:
         try:
             body = msgspec.json.decode(line)
         except msgspec.DecodeError as error:
-            raise ConfigurationError(
-                f"{file}:{number} is no JSON ({error}): write one object a line"
-            ) from error
+            raise ConfigurationError(f"{file}:{number} is no JSON ({error}): write one object a line") from error
         if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
             raise ConfigurationError(
                 f'{file}:{number} must be an object with either a prompt or messages, such as {{"prompt": "Hello", "max_tokens": 20}}'

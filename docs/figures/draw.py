@@ -43,9 +43,7 @@ class Picture:
             self.text(x + width / 2, y + 22 + 17 * place, line, bold=place == 0)
 
     def bar(self, x: float, y: float, width: float, height: float, fill: str) -> None:
-        self._parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
-        )
+        self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>')
 
     def text(
         self,
@@ -65,15 +63,7 @@ class Picture:
         )
 
     def arrow(
-        self,
-        x1: float,
-        y1: float,
-        x2: float,
-        y2: float,
-        *,
-        color: str = SOFT,
-        width: float = 1.5,
-        both: bool = False,
+        self, x1: float, y1: float, x2: float, y2: float, *, color: str = SOFT, width: float = 1.5, both: bool = False
     ) -> None:
         start = ' marker-start="url(#tip)"' if both else ""
         self._parts.append(
@@ -118,9 +108,7 @@ def architecture() -> Picture:
     ):
         picture.box(x + 12, 230, 260, 96, fill)
         picture.box(x + 6, 225, 260, 96, fill)
-        picture.box(
-            x, 220, 260, 96, fill, f"{name} (1 … N)", does, "scheduler, block pool, model", "connector"
-        )
+        picture.box(x, 220, 260, 96, fill, f"{name} (1 … N)", does, "scheduler, block pool, model", "connector")
     picture.arrow(334, 282, 438, 282, color=KV, width=2)
     picture.text(386, 270, "KV blocks", fill=KV, bold=True)
     picture.text(386, 300, "NIXL", fill=KV)
@@ -140,17 +128,9 @@ def architecture() -> Picture:
 
 def timeline() -> Picture:
     picture = Picture(
-        760,
-        330,
-        "One request in time: prefill by chunks, KV written meanwhile, first token, handover, decode",
+        760, 330, "One request in time: prefill by chunks, KV written meanwhile, first token, handover, decode"
     )
-    rows = (
-        ("client", 50),
-        ("router", 105),
-        ("prefill node", 160),
-        ("KV transfer", 215),
-        ("decode node", 270),
-    )
+    rows = (("client", 50), ("router", 105), ("prefill node", 160), ("KV transfer", 215), ("decode node", 270))
     for name, y in rows:
         picture.text(100, y + 5, name, anchor="end", bold=True)
         picture.line(112, y, 745, y, dashed=True)
@@ -197,9 +177,7 @@ def whole_system(text: str) -> dict[str, Table]:
             if not line.startswith("|"):
                 break
             load = cells[0] or load
-            rows[load, cells[1]] = [
-                float(re.sub(r"[*,]|\(.*", "", cell).strip() or "nan") for cell in cells[2:]
-            ]
+            rows[load, cells[1]] = [float(re.sub(r"[*,]|\(.*", "", cell).strip() or "nan") for cell in cells[2:]]
         machine = re.findall(r"Zen \d|Intel", before)[-1]
         found[f"AMD {machine}" if machine.startswith("Zen") else machine] = rows
         before = table

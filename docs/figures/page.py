@@ -79,8 +79,7 @@ def cluster(prefill: int, decode: int, at: int) -> PageState:
     latest.sort(key=lambda one: one.ended_at)
     causes = ("a node's line", "computing the prompt", "it moved to another node", "writing the answer")
     slowest = [
-        SlowRequest(one, 3.2 - index / 2, causes[index], ADVICE[causes[index]])
-        for index, one in enumerate(latest[:4])
+        SlowRequest(one, 3.2 - index / 2, causes[index], ADVICE[causes[index]]) for index, one in enumerate(latest[:4])
     ]
     troubles = [
         Trouble(now - 20, "node", "", 0, "down", "decode-3", "its process ended: killed by signal 9"),

@@ -215,9 +215,7 @@ class GroupManager(abc.ABC):
             filed = self._pool.hashes.get(block)
             end = (i + 1) * per_block
             if filed is not None and (end > len(hashes) or filed != hashes[end - 1]):
-                raise InternalError(
-                    f"block {block} of {request!r} is cached under a hash that is not its tokens'"
-                )
+                raise InternalError(f"block {block} of {request!r} is cached under a hash that is not its tokens'")
             if filed is not None and (i + 1) * self.block_size > request.num_computed_tokens:
                 raise InternalError(f"block {block} of {request!r} is cached before it is computed")
 
@@ -260,9 +258,7 @@ class SlidingWindowManager(GroupManager):
     def __init__(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> None:
         super().__init__(index, group, pool, hash_block_size)
         if group.window is None or group.window < 1:
-            raise ConfigurationError(
-                f"a sliding-window group needs a window of at least 1, not {group.window}"
-            )
+            raise ConfigurationError(f"a sliding-window group needs a window of at least 1, not {group.window}")
         self._window = group.window
         self._num_dropped: dict[str, int] = {}  # how many leading entries of a table are null
 

@@ -107,9 +107,7 @@ class BlockHasher:
         except (OverflowError, TypeError) as error:
             raise InvalidRequest("every token id must be a number from 0 to 4294967295", "prompt") from error
 
-    def hash_blocks(
-        self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
-    ) -> list[bytes]:
+    def hash_blocks(self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None) -> list[bytes]:
         digest = self._digest
         step = 4 * self.block_size
         packed = _pack(tokens)
@@ -126,9 +124,7 @@ class BlockHasher:
 class CborBlockHasher(BlockHasher):
     """Hashes canonical CBOR instead of the fixed binary layout."""
 
-    def hash_blocks(
-        self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None
-    ) -> list[bytes]:
+    def hash_blocks(self, parent: bytes, tokens: Sequence[int], keys: list[tuple[ExtraKey, ...]] | None) -> list[bytes]:
         _pack(tokens)  # raises for an id that is not a token
         hashes = []
         for i in range(len(tokens) // self.block_size):
@@ -142,10 +138,7 @@ class CborBlockHasher(BlockHasher):
 def make_block_hasher(algorithm: HashAlgorithm, block_size: int, seed: str | None) -> BlockHasher:
     """With a seed the root is the seed's digest. Without one the root is random, so no other process can predict a hash."""
     digest: Digest
-    if algorithm in (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR):
-        digest = _sha256
-    else:
-        digest = xxhash.xxh3_128_digest
+    digest = _sha256 if algorithm in (HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR) else xxhash.xxh3_128_digest
     in_cbor = algorithm in (HashAlgorithm.SHA256_CBOR, HashAlgorithm.XXHASH_CBOR)
     if seed is None:
         root = digest(os.urandom(_ROOT_BYTES))

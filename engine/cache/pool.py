@@ -207,10 +207,7 @@ class Residency:
     """Measures how long blocks stay cached. The pool calls it only for the blocks that are timed."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        clock: Callable[[], float] = time.monotonic,
-        totals: ResidencyTotals | None = None,
+        self, num_blocks: int, clock: Callable[[], float] = time.monotonic, totals: ResidencyTotals | None = None
     ) -> None:
         """Counts in `totals`."""
         self.every = max(1, num_blocks // TIMED_BLOCKS)  # blocks whose numbers are multiples of it are timed
@@ -432,9 +429,7 @@ class BlockPool:
             raise InternalError("the null block is counted, free or cached")
         for block in range(1, self.num_blocks):
             if owners[block] != self.ref_counts[block]:
-                raise InternalError(
-                    f"block {block} is in {owners[block]} tables and counts {self.ref_counts[block]}"
-                )
+                raise InternalError(f"block {block} is in {owners[block]} tables and counts {self.ref_counts[block]}")
             if (block in self.free_queue) == (owners[block] > 0):
                 raise InternalError(f"block {block} is in {owners[block]} tables and free, or in neither")
         found = 0

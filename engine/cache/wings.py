@@ -52,10 +52,7 @@ class StateCheckpoints(Protocol):
         ...
 
     def keep(
-        self,
-        requests: dict[str, Request],
-        num_scheduled: dict[str, int],
-        connector: SchedulerConnector | None = None,
+        self, requests: dict[str, Request], num_scheduled: dict[str, int], connector: SchedulerConnector | None = None
     ) -> None:
         """Makes checkpoints of scheduled requests that stand at one of their places, and tells the connector. Called when the step
         is planned, so checkpoints take only blocks that the step left free."""
@@ -64,16 +61,10 @@ class StateCheckpoints(Protocol):
 
 
 class StateBlocksWing(Protocol):
-    def tables(
-        self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int
-    ) -> StateTables: ...
+    def tables(self, index: int, group: KVCacheGroup, pool: BlockPool, hash_block_size: int) -> StateTables: ...
 
     def checkpoints(
-        self,
-        managers: Sequence[GroupManager],
-        states: StateTables,
-        min_tokens: int,
-        num_lookahead_tokens: int,
+        self, managers: Sequence[GroupManager], states: StateTables, min_tokens: int, num_lookahead_tokens: int
     ) -> StateCheckpoints: ...
 
 

@@ -178,9 +178,7 @@ class SamplingTable:
         self.frequency[row] = params.frequency_penalty
         self.seed[row] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.penalized[row] = (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
         self.edited[row] = bool(params.logit_bias or params.bad_words or params.min_tokens > 0)
         self.constrained[row] = params.grammar is not None
@@ -207,9 +205,7 @@ LOGIT_ROWS = 256
 _NONE = np.zeros(0, np.int64)
 
 
-def cut_for_logits(
-    requests: RequestRows, num_scheduled: dict[str, int], every_row: set[int]
-) -> list[dict[str, int]]:
+def cut_for_logits(requests: RequestRows, num_scheduled: dict[str, int], every_row: set[int]) -> list[dict[str, int]]:
     """Returns how many tokens of each request every pass computes. `every_row` are rows of requests that need logits for every
     token.
 
@@ -311,9 +307,7 @@ def build_batch(
     positions = np.arange(total) - np.repeat(query_start[1:] - contexts, lengths)
     row_of_token = np.repeat(rows, lengths)
     token_ids = requests.tokens[row_of_token, positions].astype(np.int64)
-    slots, tables = _slots_and_tables(
-        requests, rows, row_of_token, positions, int(contexts.max()), block_size
-    )
+    slots, tables = _slots_and_tables(requests, rows, row_of_token, positions, int(contexts.max()), block_size)
 
     samples = contexts - num_drafts >= requests.num_tokens[rows]
     if requests.silent:
@@ -333,8 +327,7 @@ def build_batch(
     groups = len(slots)
     places, sources = _places_of_unread(requests, unread, row_of_token, positions)
     *tensors, to, source = to_device_together(
-        [token_ids, positions, query_start, host.context_lens, logit_rows, *slots, *tables, places, sources],
-        device,
+        [token_ids, positions, query_start, host.context_lens, logit_rows, *slots, *tables, places, sources], device
     )
     if unread is not None and places.size:
         # A token below 0 ends its request when the host reads it. Until then the request goes on with token 0.
@@ -384,9 +377,7 @@ def _slots_and_tables(
     return slots, tables + tuple(table[rows] for table in of_states)
 
 
-def _put_drafts(
-    requests: RequestRows, drafts: dict[str, list[int]], req_ids: list[str]
-) -> npt.NDArray[np.int64]:
+def _put_drafts(requests: RequestRows, drafts: dict[str, list[int]], req_ids: list[str]) -> npt.NDArray[np.int64]:
     """Writes drafts after the known tokens, where the next real ones overwrite them. Returns how many each request has."""
     num_drafts = np.zeros(len(req_ids), np.int64)
     for req_id, proposed in drafts.items():

@@ -106,9 +106,7 @@ class NotingCache(OwnCache):
     @property
     def keeps_states(self) -> bool:
         """Whether the model keeps states, by the kinds of layers in transformers' cache, or by what it has kept."""
-        return bool(self.matrices) or any(
-            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers
-        )
+        return bool(self.matrices) or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.keepers[layer_idx] = self.running[-1]
@@ -129,9 +127,7 @@ def attending_layer(module: torch.nn.Module, cache: OwnCache | StepCache | None)
 class KeptTokens(Protocol):
     """A request's keys and values for layers that attend by their own code."""
 
-    def exchange(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def exchange(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values of some tokens; returns those of all tokens up to the last of them."""
 
     def exchange_index(self, layer: int, index: torch.Tensor) -> torch.Tensor:

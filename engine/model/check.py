@@ -81,9 +81,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
     columns = {req_id: -(-length // _BLOCK) for req_id, length in _LENGTHS.items()}
     per_request = {req_id: count * len(plan.groups) + plan.state_blocks for req_id, count in columns.items()}
     # Blocks that nothing has written hold NaN.
-    tensor = torch.full(
-        plan.shape(1 + sum(per_request.values())), float("nan"), dtype=model.dtype, device=model.device
-    )
+    tensor = torch.full(plan.shape(1 + sum(per_request.values())), float("nan"), dtype=model.dtype, device=model.device)
     tensor[0] = 0
     attention = gathering(tensor, plan, parts.latents)
     states = parts.mixers.bound_to(tensor) if parts.mixers is not None else None
@@ -127,10 +125,7 @@ def _difference_in_parts(model: PreTrainedModel, parts: ModelParts, vocab_size: 
 
 def _difference(model: PreTrainedModel, found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     each = torch.cat(
-        [
-            (ours - theirs).abs().amax(-1) / theirs.abs().amax()
-            for ours, theirs in zip(found, expected, strict=True)
-        ]
+        [(ours - theirs).abs().amax(-1) / theirs.abs().amax() for ours, theirs in zip(found, expected, strict=True)]
     )
     # Rounding alone may send a token to another expert, whose logits are then far off. A real mistake also spoils the tokens after
     # it.
@@ -142,9 +137,7 @@ def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Mode
     config = model.config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or _FAR
     begins = (0, max(0, min(int(longest), _FAR) - _BESIDE[1]))
-    positions = [
-        torch.arange(count, device=model.device) + begin for begin, count in zip(begins, _BESIDE, strict=True)
-    ]
+    positions = [torch.arange(count, device=model.device) + begin for begin, count in zip(begins, _BESIDE, strict=True)]
     tokens = [(7 + 5 * place * place) % vocab_size for place in positions]
     plan = plan_cache(parts.layers, _BLOCK)
     nothing = torch.zeros(plan.shape(1), dtype=model.dtype, device=model.device)
@@ -155,9 +148,7 @@ def _counted(model: PreTrainedModel, parts: ModelParts, vocab_size: int) -> Mode
         step = _AmongRows(parts, place, torch.zeros_like(place))
         alone.append(forward.compute(mine, place, step, cache=OwnCache(model.config, begin)).float().clone())
     everywhere = torch.cat(positions)
-    whose = torch.repeat_interleave(
-        torch.arange(2, device=model.device), torch.tensor(_BESIDE, device=model.device)
-    )
+    whose = torch.repeat_interleave(torch.arange(2, device=model.device), torch.tensor(_BESIDE, device=model.device))
     error = 0.0
     for counts in (False, True):
         tried = msgspec.structs.replace(parts, counts=counts)

@@ -110,9 +110,7 @@ def choose_dtype(wanted: str, source: ModelSource, config: Any) -> torch.dtype:
 def _stored_dtype(source: ModelSource) -> torch.dtype:
     files = sorted(source.folder.glob("*.safetensors"))
     if not files:
-        raise ConfigurationError(
-            f"{source.name} cannot be loaded: there is no .safetensors file in its folder"
-        )
+        raise ConfigurationError(f"{source.name} cannot be loaded: there is no .safetensors file in its folder")
     with translated_errors(source), safe_open(files[0], framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no mapping
             dtype: torch.dtype = file.get_tensor(name).dtype

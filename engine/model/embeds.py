@@ -30,9 +30,7 @@ class EmbeddedPrompts(RunnerPart):
     def clear(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         if not self._rows:
             return batch
         places: list[npt.NDArray[np.int64]] = []

@@ -109,8 +109,7 @@ def load_model(
 def _left_to_transformers(config: Any) -> str:
     """Why several ranks cannot cut a checkpoint whose quantized matrices only transformers reads; "" if it has none."""
     is_quantized = (
-        getattr(config, "quantization_config", None)
-        or getattr(config.get_text_config(), "quantization_config", None)
+        getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     ) is not None
     return "has quantized matrices that only transformers reads" if is_quantized else ""
 
@@ -150,9 +149,7 @@ def keep_rotary_constant(model: PreTrainedModel) -> None:
 @contextmanager
 def _reported(progress: Progress) -> Iterator[None]:
     """Passes transformers' count of loaded weights on to `progress`, and keeps its progress bar off the terminal."""
-    previous = transformers_logging.set_tqdm_hook(
-        lambda _factory, args, kwargs: _Bar(progress, *args, **kwargs)
-    )
+    previous = transformers_logging.set_tqdm_hook(lambda _factory, args, kwargs: _Bar(progress, *args, **kwargs))
     try:
         yield
     finally:
@@ -163,13 +160,7 @@ class _Bar:
     """The part of a tqdm bar that transformers uses."""
 
     def __init__(
-        self,
-        progress: Progress,
-        items: Any = None,
-        *,
-        desc: str = "loading",
-        total: int | None = None,
-        **_: Any,
+        self, progress: Progress, items: Any = None, *, desc: str = "loading", total: int | None = None, **_: Any
     ) -> None:
         self._progress = progress
         self._what = desc.lower().rstrip(". ")

@@ -16,13 +16,7 @@ from tandem.base.progress import with_amount
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
 from tandem.engine.model.capabilities import Capability, ModelLoad, first_of
-from tandem.engine.model.checkpoint import (
-    choose_device,
-    choose_dtype,
-    eos_tokens,
-    fp8_on,
-    read_config,
-)
+from tandem.engine.model.checkpoint import choose_device, choose_dtype, eos_tokens, fp8_on, read_config
 from tandem.engine.model.content import ModelContent, content_of
 from tandem.engine.model.context import context_length
 from tandem.engine.model.embeds import EmbeddedPrompts
@@ -68,9 +62,7 @@ def load_runner(
     threads = bind_threads(model.threads)
     tell("loading weights", 0.0)
     content = _read_content(source, tell) if shard is None or shard.rank == 0 else None
-    loading = ModelLoad(
-        model, cache, scheduler, source, config, dtype, device, threads, tell, content, native, shard
-    )
+    loading = ModelLoad(model, cache, scheduler, source, config, dtype, device, threads, tell, content, native, shard)
     capabilities = capabilities_for(loading)
     slower = ""
     if (shard is None or shard.stages == 1) and not any(each.unchanged for each in capabilities):

@@ -33,9 +33,7 @@ class LoneTower(Protocol):
 
 
 class TowerLoader(Protocol):
-    def load_tower(
-        self, model: ModelConfig, max_model_len: int | None, progress: Progress | None = None
-    ) -> LoneTower:
+    def load_tower(self, model: ModelConfig, max_model_len: int | None, progress: Progress | None = None) -> LoneTower:
         """Loads the tower. Raises a ConfigurationError for a model that reads no images."""
 
 

@@ -71,11 +71,7 @@ def size_block_pool(
 
 
 def allocate_cache(
-    plan: CachePlan,
-    num_blocks: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    shared: int | None = None,
+    plan: CachePlan, num_blocks: int, dtype: torch.dtype, device: torch.device, shared: int | None = None
 ) -> torch.Tensor:
     """Allocates the KV cache tensor, all zero. On a CPU a page takes memory only once it is written. `shared` is a descriptor of memory
     that other processes map, too, and that is large enough."""

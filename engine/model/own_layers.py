@@ -34,12 +34,7 @@ class OwnLayers(Protocol):
         """Wraps the layers' modules, so that within `request_by_request` they attend so."""
 
     def request_by_request(
-        self,
-        attention: PagedAttention,
-        batch: Batch,
-        hooks: LayerHooks | None,
-        cache: StepCache,
-        dtype: torch.dtype,
+        self, attention: PagedAttention, batch: Batch, hooks: LayerHooks | None, cache: StepCache, dtype: torch.dtype
     ) -> AbstractContextManager[None]:
         """Inside, these layers' modules that run in this thread attend to one request's tokens at a time."""
 

@@ -51,19 +51,12 @@ class RunnerPart:
     def forget_requests(self) -> None:
         """All requests have left. Called after `clear` for each of them."""
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         """Before a forward pass: returns the batch with what this part adds."""
         return batch
 
     def computed(
-        self,
-        batch: Batch,
-        scheduled: ScheduledTokens,
-        requests: RequestRows,
-        started: StepOnDevice,
-        forward: Forward,
+        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice, forward: Forward
     ) -> None:
         """After the forward pass of this batch."""
 

@@ -46,12 +46,7 @@ def load_native(loading: ModelLoad, capabilities: Sequence[Capability] = ()) -> 
     def pack() -> NativeLlamaForward:
         if found is None:
             return NativeLlamaForward.from_checkpoint(
-                source.folder,
-                config,
-                dtype=dtype,
-                threads=threads,
-                progress=tell,
-                may_lack_head=may_lack_head,
+                source.folder, config, dtype=dtype, threads=threads, progress=tell, may_lack_head=may_lack_head
             )
         if (stored := found.stored_tensors(config)) is not None:
             forward = NativeLlamaForward(
@@ -230,9 +225,7 @@ class _GeneralModel:
         # Only gathering handles layers that attend by their own code or not at all. Such steps take their rows apart, so they are not
         # recorded.
         gathers = _is_alone(parts) or parts.mixers is not None
-        attention = (
-            gathering(kv_cache, plan, parts.latents) if gathers else _choose_attention(of, capabilities)
-        )
+        attention = gathering(kv_cache, plan, parts.latents) if gathers else _choose_attention(of, capabilities)
         for each in capabilities:
             attention = each.exchanged(attention, of)
         if gathers:

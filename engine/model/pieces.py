@@ -123,9 +123,7 @@ EXACT = 1e-4
 ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-def agrees(
-    ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None, within: float = 1.0
-) -> bool:
+def agrees(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None, within: float = 1.0) -> bool:
     allowed = within * (tolerance or ROUNDED.get(theirs.dtype, EXACT))
     return error_of(ours, theirs) <= allowed
 

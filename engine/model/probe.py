@@ -47,14 +47,7 @@ _TOLERANCE = 0.05
 _HIDDEN = -1e3
 
 # A hybrid layer attends and also keeps a state.
-_ATTENDING_LAYER_TYPES = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "hybrid",
-    "hybrid_sliding",
-    None,
-}
+_ATTENDING_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding", None}
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -86,9 +79,7 @@ def probe_attention(model: PreTrainedModel) -> ProbeResult:
             output = model(input_ids=tokens, use_cache=False, **options)
     except TandemError:
         raise
-    except (
-        Exception
-    ) as error:  # the model's code may need arguments that only transformers' own attention gets
+    except Exception as error:  # the model's code may need arguments that only transformers' own attention gets
         lines = str(error).strip().splitlines()
         raise ConfigurationError(
             f"a model of type {config.model_type} cannot be served: its attention cannot be tried out by itself "
@@ -248,8 +239,7 @@ class _Recorder:
         self._compare_with_cache()
         kept = self._expansions if self._all_keep_latents else {}
         return tuple(
-            kept[index].kept_as(layer) if index in kept else layer
-            for index, layer in sorted(self._layers.items())
+            kept[index].kept_as(layer) if index in kept else layer for index, layer in sorted(self._layers.items())
         )
 
     @property

@@ -105,15 +105,7 @@ class Shard:
         if self.width == self.size:
             return self
         collectives = self.within_stage or self.collectives
-        return Shard(
-            self.rank % self.width,
-            self.width,
-            collectives,
-            None,
-            self.device,
-            self.kv_memory,
-            link=self.link,
-        )
+        return Shard(self.rank % self.width, self.width, collectives, None, self.device, self.kv_memory, link=self.link)
 
     def tell_all(self, told: bytes) -> list[bytes]:
         """Exchanges bytes: returns every rank's `told`, by rank. A collective."""

@@ -74,6 +74,4 @@ def tokenizer_json(source: ModelSource) -> str:
         text: str = backend.to_str()
         return text
     except Exception as error:  # transformers raises nearly everything for a tokenizer that it cannot convert
-        raise ConfigurationError(
-            f"{source.name} has no tokenizer that grammars can follow: {error}"
-        ) from error
+        raise ConfigurationError(f"{source.name} has no tokenizer that grammars can follow: {error}") from error

@@ -25,9 +25,7 @@ class StatesInCache(Protocol):
     def step_cache(self, num_layers: int, before: int | torch.Tensor) -> StepCache:
         """A step's cache, in which mixers find their states."""
 
-    def mixing(
-        self, batch: Batch, hooks: LayerHooks | None, cache: StepCache
-    ) -> AbstractContextManager[None]:
+    def mixing(self, batch: Batch, hooks: LayerHooks | None, cache: StepCache) -> AbstractContextManager[None]:
         """Inside, mixers that run in this thread keep their states in the blocks of the batch's requests."""
 
 

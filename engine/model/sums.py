@@ -16,9 +16,7 @@ ADDITIONS = frozenset((torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__ra
 
 def drops_nothing(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether it is a dropout that returns what it gets, as all do that are not training."""
-    return func is torch.nn.functional.dropout and not (
-        args[2] if len(args) > 2 else kwargs.get("training", True)
-    )
+    return func is torch.nn.functional.dropout and not (args[2] if len(args) > 2 else kwargs.get("training", True))
 
 
 class _Marked(torch.Tensor):

@@ -122,13 +122,7 @@ class TorchRunner:
                 last = index + 1 == len(passes)
                 drafts = step.spec_token_ids if last else {}
                 batch, scheduled = build_batch(
-                    self._requests,
-                    counts,
-                    drafts,
-                    unreported,
-                    self._block_size,
-                    self._device,
-                    unread,
+                    self._requests, counts, drafts, unreported, self._block_size, self._device, unread
                 )
                 for part in self.parts:
                     batch = part.prepare(batch, scheduled, self._requests, started)
@@ -181,10 +175,7 @@ class TorchRunner:
             self._requests.num_computed[row] = num_computed
 
     def _resume(self, req_id: str, token_ids: list[int], block_ids: list[list[int]]) -> int:
-        if req_id in self._requests:
-            asked = self._asked[self._requests.row(req_id)]
-        else:
-            asked = self._preempted.pop(req_id)
+        asked = self._asked[self._requests.row(req_id)] if req_id in self._requests else self._preempted.pop(req_id)
         self._prompt_logprobs.pop(req_id, None)
         return self._add(req_id, token_ids, block_ids, asked)
 
@@ -217,9 +208,7 @@ class TorchRunner:
             self._clear(row)
         self._prompt_logprobs.pop(req_id, None)
 
-    def _sample(
-        self, batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor, started: StepOnDevice
-    ) -> None:
+    def _sample(self, batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor, started: StepOnDevice) -> None:
         which = np.flatnonzero(scheduled.samples)
         lengths = scheduled.num_drafts[which] + 1
         starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -231,9 +220,7 @@ class TorchRunner:
         rows = scheduled.rows[which]
         if len(logit_index) != logits.shape[0]:
             logits = logits[to_device(logit_index, logits.device)]
-        tokens = self._sampler.sample(
-            logits, np.repeat(rows, lengths), positions, self._requests, self._table
-        )
+        tokens = self._sampler.sample(logits, np.repeat(rows, lengths), positions, self._requests, self._table)
         wanted = self._table.logprobs
         logprobs = {
             row: ComputedLogprobs(logits[start : start + length], tokens[start : start + length], wanted[row])
@@ -267,9 +254,7 @@ class TorchRunner:
         output.errors |= started.errors
         return output
 
-    def _read_sampled(
-        self, sampled: SampledTokens, limits: dict[str, int] | None, output: ModelOutput
-    ) -> None:
+    def _read_sampled(self, sampled: SampledTokens, limits: dict[str, int] | None, output: ModelOutput) -> None:
         tokens: list[int] = sampled.tokens.read().tolist()
         # A request that left its row since then has no use for these tokens: if it comes back, it brings its own.
         here = self._requests.tenancies[sampled.rows] == sampled.tenancies
@@ -360,13 +345,9 @@ class TorchRunner:
                 low = int(np.searchsorted(scheduled.logit_rows, start))
                 following = self._requests.tokens[row, first : first + count].astype(np.int64)
                 computed = ComputedLogprobs(
-                    logits[low : low + count],
-                    to_device(following, logits.device),
-                    self._table.prompt_logprobs[row],
+                    logits[low : low + count], to_device(following, logits.device), self._table.prompt_logprobs[row]
                 )
-            pieces.append(
-                PromptPiece(scheduled.req_ids[index], first, num_prompt, context >= num_prompt, computed)
-            )
+            pieces.append(PromptPiece(scheduled.req_ids[index], first, num_prompt, context >= num_prompt, computed))
         return pieces
 
     def _read_prompts(self, pieces: list[PromptPiece], output: ModelOutput) -> None:

@@ -92,6 +92,4 @@ def config_of(source: ModelSource) -> Any:
 
 def weight_format(source: ModelSource, config: Any) -> WeightFormat | None:
     """The checkpoint's format; None for plain safetensors."""
-    return next(
-        (found for each in _readers() if (found := each.weight_format(source, config)) is not None), None
-    )
+    return next((found for each in _readers() if (found := each.weight_format(source, config)) is not None), None)

@@ -86,9 +86,7 @@ class RunningPhase:
             num_new = self._state.encoded.cap(request, request.num_computed_tokens, num_new)
         return num_new
 
-    def _allocate(
-        self, request: Request, num_new: int, index: int, step: StepPlan
-    ) -> tuple[Tables | None, int, int]:
+    def _allocate(self, request: Request, num_new: int, index: int, step: StepPlan) -> tuple[Tables | None, int, int]:
         """Allocates blocks for the request, and preempts others while there are too few.
 
         Returns (blocks, index, regained): `index` is the request's place in `running` now that the victims have left it,

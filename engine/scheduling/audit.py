@@ -85,9 +85,7 @@ def _owners(state: SchedulerState) -> dict[str, Request]:
     owners = {request.request_id: request for request in state.owners()}
     # A request may be held though it ended before it had blocks.
     owners.update(
-        (request_id, request)
-        for request_id, request in state.held.items()
-        if state.cache.has_blocks(request_id)
+        (request_id, request) for request_id, request in state.held.items() if state.cache.has_blocks(request_id)
     )
     owners.update(_pinned(state))
     return owners

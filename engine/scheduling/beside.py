@@ -23,9 +23,7 @@ def note_quick(state: SchedulerState, step: StepPlan) -> None:
         return
     step.lacking = list(begun.values())
     urgent = (
-        min(request.facts.priority for request in begun)
-        if state.config.policy is SchedulingPolicy.PRIORITY
-        else None
+        min(request.facts.priority for request in begun) if state.config.policy is SchedulingPolicy.PRIORITY else None
     )
     looked_up = 0
     for request in state.waiting.ready():

@@ -56,9 +56,7 @@ class IdleWork:
         self.resting: list[Request] = []  # running requests that have no part in steps, in order of admission
         self.count = 0  # unfinished ones, wherever they are
         self.rows = IdleStepLimit(first=8, least=1)  # how many of these decode in a step
-        self.prompt_tokens = IdleStepLimit(
-            first=256, least=32
-        )  # how many tokens of their prompts a step computes
+        self.prompt_tokens = IdleStepLimit(first=256, least=32)  # how many tokens of their prompts a step computes
         self.yields = False  # other requests could compute in the step that is being planned
 
     def __bool__(self) -> bool:

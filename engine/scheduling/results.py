@@ -104,9 +104,7 @@ class ModelResults:
                 and request_id not in void
                 and (request := requests.get(request_id)) is not None
             ):
-                updates.append(
-                    TokenChunk(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt)
-                )
+                updates.append(TokenChunk(request_id, request.num_output_tokens, [], prompt_logprobs=of_prompt))
         self._take_drafts(step, output)
         return updates
 
@@ -123,9 +121,7 @@ class ModelResults:
     def _take_drafts(self, step: SchedulerOutput, output: ModelOutput) -> None:
         requests, judge = self._state.requests, self._state.judge
         if judge is not None and step.draft_limits:
-            judge.searched(
-                step.draft_limits, output.draft_token_ids, requests, output.drafting_s, output.guess_s
-            )
+            judge.searched(step.draft_limits, output.draft_token_ids, requests, output.drafting_s, output.guess_s)
         take_drafts(self._state, output)
 
     def _settle_drafts(self, step: SchedulerOutput, request: Request, num_accepted: int) -> None:
@@ -135,9 +131,7 @@ class ModelResults:
         num_drafts = len(step.spec_token_ids.get(request.request_id, ()))
         num_rejected = num_drafts - num_accepted
         if num_rejected < 0:
-            raise InternalError(
-                f"{num_accepted} drafts of {request!r} were accepted where {num_drafts} were given"
-            )
+            raise InternalError(f"{num_accepted} drafts of {request!r} were accepted where {num_drafts} were given")
         request.num_computed_tokens -= num_drafts if self._state.cache.keeps_states else num_rejected
         if request.num_output_placeholders > 0:
             request.num_output_placeholders -= num_rejected
@@ -233,8 +227,7 @@ class TransferResults:
         updates: list[TokenChunk] = []
         if output.distrusted:
             logger.error(
-                "the cache begins a new generation, and nothing cached so far is used again: %s",
-                output.distrusted,
+                "the cache begins a new generation, and nothing cached so far is used again: %s", output.distrusted
             )
             self._lifecycle.begin_generation()
         if output.invalid_block_ids:
@@ -322,9 +315,7 @@ class TransferResults:
         a wrong answer, so the scheduler checks again."""
         if request.valid_load_tokens is not None:
             return LoadFailure(
-                "some of its blocks did not arrive whole",
-                request.valid_load_tokens,
-                cached=request.makes_up_load,
+                "some of its blocks did not arrive whole", request.valid_load_tokens, cached=request.makes_up_load
             )
         promised = request.num_computed_tokens + request.num_external_tokens
         if handoff.num_tokens != promised:

@@ -138,9 +138,7 @@ class Scheduler:
         # Callers that make requests hash the prompts with it, outside the step. None without a prefix cache.
         self.block_hasher: BlockHasher | None = None
         if caching:
-            self.block_hasher = make_block_hasher(
-                cache.hash_algorithm, hash_block_size(groups), cache.shared_hash_seed
-            )
+            self.block_hasher = make_block_hasher(cache.hash_algorithm, hash_block_size(groups), cache.shared_hash_seed)
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -227,9 +225,7 @@ class Scheduler:
             state.cache.begin_reads(output.connector_metadata.reads)
         self._advance(step)
         if self._judge is not None:
-            output.draft_limits = self._judge.limits(
-                output, map(state.requests.__getitem__, step.num_scheduled)
-            )
+            output.draft_limits = self._judge.limits(output, map(state.requests.__getitem__, step.num_scheduled))
         state.totals.steps += 1
         if output.total_num_scheduled_tokens:
             state.totals.step_of(output.total_num_scheduled_tokens)
@@ -367,10 +363,7 @@ class Scheduler:
             bound.took(count, seconds, IDLE_STEP * self.state.config.step_target_ms / 1000)
 
     def update_from_output(
-        self,
-        step: SchedulerOutput,
-        model_output: ModelOutput,
-        connector_output: ConnectorOutput | None = None,
+        self, step: SchedulerOutput, model_output: ModelOutput, connector_output: ConnectorOutput | None = None
     ) -> list[TokenChunk]:
         """Books a step and returns the chunks to send. Transfers go first: a failed load makes some of the model's results
         wrong, and those must not be used."""

@@ -62,9 +62,7 @@ class Totals(ResidencyTotals):
     tokens_scheduled: int = 0
     context_read: int = 0  # tokens whose KV each step read for its requests, all together
     pairs_read: int = 0  # the same for each of the tokens that it computed
-    grammar_tokens_forced: int = (
-        0  # tokens of answers that a grammar forced, and that took no step of their own
-    )
+    grammar_tokens_forced: int = 0  # tokens of answers that a grammar forced, and that took no step of their own
     speculative_steps: int = 0
     speculative_drafted: int = 0
     speculative_accepted: int = 0
@@ -111,9 +109,7 @@ class Totals(ResidencyTotals):
         return values
 
 
-_CONTAINERS = [
-    name for name, value in msgspec.structs.asdict(Totals()).items() if isinstance(value, list | dict)
-]
+_CONTAINERS = [name for name, value in msgspec.structs.asdict(Totals()).items() if isinstance(value, list | dict)]
 
 
 class SchedulerStats(Totals, kw_only=True):
@@ -367,9 +363,7 @@ class SchedulerState:
         # Idle work delays no other request, so routers count none of it.
         idle = [one for one in self.waiting if one.facts.when_idle] if self.idle_work.count else []
         in_line = sum(
-            one.num_tokens - one.num_computed_tokens
-            for one in idle
-            if one.request_id not in self.waiting.blocked
+            one.num_tokens - one.num_computed_tokens for one in idle if one.request_id not in self.waiting.blocked
         )
         blocked = sum(one.request_id in self.waiting.blocked for one in idle)
         return SchedulerStats(
@@ -388,9 +382,7 @@ class SchedulerState:
             pinned_blocks=sum(self.cache.num_blocks_of_one(request.request_id) for request in pinned),
             idle_blocks=self._blocks_of_idle_work(),
             wanted_blocks=self._wanted_blocks(),
-            oldest_arrival=min(
-                (one.arrival_time for one in self.waiting if not one.facts.when_idle), default=None
-            ),
+            oldest_arrival=min((one.arrival_time for one in self.waiting if not one.facts.when_idle), default=None),
             quarantined_blocks=len(pool.quarantined),
         )
 

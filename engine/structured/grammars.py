@@ -36,9 +36,7 @@ def _library() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError as error:
-        raise ConfigurationError(
-            f"grammars need the package llguidance, which does not load here: {error}"
-        ) from error
+        raise ConfigurationError(f"grammars need the package llguidance, which does not load here: {error}") from error
 
 
 class GrammarPosition:
@@ -154,9 +152,7 @@ class TokenizerGrammars:
         with self._tokenizer_lock:
             if self._tokenizer is None:
                 try:
-                    self._tokenizer = _library().LLTokenizer(
-                        self._tokenizer_json(), eos_token=self._eos or None
-                    )
+                    self._tokenizer = _library().LLTokenizer(self._tokenizer_json(), eos_token=self._eos or None)
                 except ValueError as error:
                     raise ConfigurationError(f"grammars cannot follow this tokenizer: {error}") from error
             return self._tokenizer

@@ -71,9 +71,7 @@ class GrammarMasks(RunnerPart):
                 masks.append(mask)
         if not which:
             return
-        refused = unpacked(
-            to_device(np.stack(masks).view(np.uint8), scores.device), scores.shape[1]
-        ).logical_not_()
+        refused = unpacked(to_device(np.stack(masks).view(np.uint8), scores.device), scores.shape[1]).logical_not_()
         chosen = to_device(np.array(which), scores.device)
         masked = scores[chosen].masked_fill_(refused, _BANNED)
         if table.edited[rows[which]].any():

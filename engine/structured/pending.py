@@ -26,9 +26,7 @@ class _Work:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lines: OrderedDict[str, deque[tuple[str, str]]] = (
-            OrderedDict()
-        )  # by tenant, in the order of their turns
+        self._lines: OrderedDict[str, deque[tuple[str, str]]] = OrderedDict()  # by tenant, in the order of their turns
         self._closed = False
 
     def put(self, tenant: str, request_id: str, grammar: str) -> None:

@@ -104,9 +104,7 @@ class TandemConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         step = _Step(scheduler_output, self._handover.layout.tables)
         return StepMetadata(self._handover.scheduler.build_connector_meta(step))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         view = self._handover.views.pop(request.request_id, None)
         if view is None:
             return False, None

@@ -77,9 +77,7 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
         made = EngineArgs(
             **arguments(config, model, source),
             structured_outputs_config={"backend": GRAMMARS},
-            kv_events_config=KVEventsConfig(
-                enable_kv_cache_events=config.cache.prefix_caching, publisher="null"
-            ),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=config.cache.prefix_caching, publisher="null"),
         ).create_engine_config()
         made.scheduler_config.scheduler_cls = watching(made.scheduler_config.get_scheduler_cls())
         # Its KV, its numbers and its noise are not those of another engine, so no request goes on there.
@@ -139,9 +137,7 @@ def _on_cpus(made: Any) -> str:
         return write_by_strides(made)
     from vllm.v1.attention.backends import cpu_attn
 
-    return str(
-        cpu_attn._get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
-    )
+    return str(cpu_attn._get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype))
 
 
 def _described(core: Any, source: ModelSource, content: str, tokenizer: str, layout: VllmCache) -> ModelInfo:

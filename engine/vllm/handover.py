@@ -97,10 +97,7 @@ class Handover:
     layout: VllmCache
 
     def __init__(
-        self,
-        halves: Callable[[Sequence[KVCacheGroup]], tuple[SchedulerConnector, WorkerConnector]],
-        *,
-        fails: bool,
+        self, halves: Callable[[Sequence[KVCacheGroup]], tuple[SchedulerConnector, WorkerConnector]], *, fails: bool
     ) -> None:
         """`fails`: a request fails with its load; otherwise it computes what did not come."""
         self.fails = fails

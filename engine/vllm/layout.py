@@ -19,13 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 # Kinds of layers whose blocks may be handed over: their tables are positional, as ours are.
-_HANDED_OVER = (
-    "FullAttentionSpec",
-    "MLAAttentionSpec",
-    "SlidingWindowSpec",
-    "ChunkedLocalAttentionSpec",
-    "MambaSpec",
-)
+_HANDED_OVER = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec")
 _ALONE = "serve it with nodes that do both (--aggregated N)"
 
 
@@ -95,9 +89,7 @@ class VllmCache:
                 "or to BLNHC, whichever its attention takes"
             )
         if stride % self.block_size:
-            raise ConfigurationError(
-                f"vLLM's blocks of {stride} bytes hold {self.block_size} tokens: {_ALONE}"
-            )
+            raise ConfigurationError(f"vLLM's blocks of {stride} bytes hold {self.block_size} tokens: {_ALONE}")
         shape = (blocks, 1, 1, 1, self.block_size, stride // self.block_size)
         whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
         kept = hashlib.sha256(repr(self._config.kv_cache_groups).encode()).hexdigest()[:16]

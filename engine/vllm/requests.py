@@ -109,9 +109,7 @@ def logprobs_of(found: Any, most: int) -> list[TokenLogprobs]:
     ranks = found.selected_token_ranks if ranks is None else ranks
     rows = zip(found.logprob_token_ids.tolist(), found.logprobs.tolist(), ranks.tolist(), strict=True)
     return [
-        TokenLogprobs(
-            ids[0], values[0], int(rank), list(zip(ids[1 : most + 1], values[1 : most + 1], strict=True))
-        )
+        TokenLogprobs(ids[0], values[0], int(rank), list(zip(ids[1 : most + 1], values[1 : most + 1], strict=True)))
         for ids, values, rank in rows
     ]
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.engine.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SchedulingPolicy,
-)
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.source import ModelSource
 from tandem.machine.resources import free_memory
@@ -73,10 +67,7 @@ _OURS = {
 def refusals(engine: EngineConfig) -> Iterator[tuple[str, str]]:
     path = Path(engine.model.path).expanduser()
     if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file()):
-        yield (
-            "model.path",
-            "is a GGUF file, and vLLM reads folders as transformers writes them: name such a folder",
-        )
+        yield ("model.path", "is a GGUF file, and vLLM reads folders as transformers writes them: name such a folder")
     for section, (kind, taken) in _TAKEN.items():
         given, default = getattr(engine, section), kind()
         for field in kind.__struct_fields__:
@@ -87,10 +78,7 @@ def refusals(engine: EngineConfig) -> Iterator[tuple[str, str]]:
         yield "scheduler.policy", "is continuum, and vLLM keeps no turns: set fcfs or priority"
     for name in engine.model.engine_args:
         if name in _SET_BY:
-            yield (
-                "model.engine_args",
-                f"has {name}, which follows from Tandem's settings: set {_SET_BY[name]}",
-            )
+            yield ("model.engine_args", f"has {name}, which follows from Tandem's settings: set {_SET_BY[name]}")
         elif name in _OURS:
             yield "model.engine_args", f"has {name}, which Tandem sets: {_OURS[name]}"
 

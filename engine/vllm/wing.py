@@ -97,26 +97,20 @@ def _ask(python: str, env: Mapping[str, str]) -> _Told:
             command, capture_output=True, text=True, timeout=_LOOK_S, check=False, env={**os.environ, **env}
         )
     except subprocess.TimeoutExpired:
-        raise ConfigurationError(
-            f"model.engine_python: {python} did not answer within {_LOOK_S:.0f} s"
-        ) from None
+        raise ConfigurationError(f"model.engine_python: {python} did not answer within {_LOOK_S:.0f} s") from None
     except OSError as error:
         raise ConfigurationError(f"model.engine_python: {python} cannot be run: {error.strerror}") from None
     try:
         return msgspec.json.decode(ended.stdout.strip().rpartition("\n")[2], type=_Told)
     except msgspec.DecodeError:
         said = (ended.stderr.strip() or ended.stdout.strip() or "nothing").splitlines()[-1][:200]
-        raise ConfigurationError(
-            f"model.engine_python: {python} is no Python that answers; it said: {said}"
-        ) from None
+        raise ConfigurationError(f"model.engine_python: {python} is no Python that answers; it said: {said}") from None
 
 
 def make(config: EngineConfig, model: ModelConfig, progress: Report, connect: Connect | None) -> NodeEngine:
     version = version_of(*PACKAGES)
     if not version:
-        raise ConfigurationError(
-            "model.engine is vllm, and the Python of this node has none: set model.engine_python"
-        )
+        raise ConfigurationError("model.engine is vllm, and the Python of this node has none: set model.engine_python")
     if version.partition("+")[0] not in TRIED:
         raise ConfigurationError(f"vLLM {version} is there, and Tandem was tried with {', '.join(TRIED)}")
     from tandem.engine.vllm.engine import load

@@ -14,6 +14,4 @@ def create(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnect
     options = NcclOptions.parse(context.config.options)
     direction = parse_direction(context.config.direction)
     transport = NcclTransport(context.node_id, context.host, options)
-    return SchedulerHalf(context.block_size, context.state_blocks), WorkerHalf(
-        context, transport, direction, options
-    )
+    return SchedulerHalf(context.block_size, context.state_blocks), WorkerHalf(context, transport, direction, options)

@@ -66,9 +66,7 @@ class StoreServer:
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
     with _translated("reaching the peer's store"):
-        return TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 class Group:

@@ -19,9 +19,7 @@ class NcclOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
     def parse(cls, options: Mapping[str, str]) -> NcclOptions:
         parsed = parse_options(cls, "nccl", options)
         if parsed.backend not in ("auto", "nccl", "gloo"):
-            raise ConfigurationError(
-                f"transfer.options.backend must be auto, nccl or gloo, not {parsed.backend!r}"
-            )
+            raise ConfigurationError(f"transfer.options.backend must be auto, nccl or gloo, not {parsed.backend!r}")
         for name in ("connect_timeout_s", "move_timeout_s", "idle_s"):
             if not 0 < getattr(parsed, name) <= 3600:
                 raise ConfigurationError(

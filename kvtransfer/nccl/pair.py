@@ -260,9 +260,7 @@ class PairCaller(PairEnd):
                 self._read(group, number, move, staging, room)
         return True
 
-    def _write(
-        self, group: Group, number: HandleId, move: Move, staging: StagingBuffer, room: torch.Tensor
-    ) -> None:
+    def _write(self, group: Group, number: HandleId, move: Move, staging: StagingBuffer, room: torch.Tensor) -> None:
         timeout_s = self.node.options.move_timeout_s
         with self._cache() as pool:
             if not self._set_deadline(number, math.inf):
@@ -273,9 +271,7 @@ class PairCaller(PairEnd):
         group.send(data, timeout_s)
         self._set_deadline(number, time.monotonic() + timeout_s)
 
-    def _read(
-        self, group: Group, number: HandleId, move: Move, staging: StagingBuffer, room: torch.Tensor
-    ) -> None:
+    def _read(self, group: Group, number: HandleId, move: Move, staging: StagingBuffer, room: torch.Tensor) -> None:
         if not self._is_wanted(number):
             return
         self._announce(number, move)

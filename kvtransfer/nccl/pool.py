@@ -37,9 +37,7 @@ class CacheUnits:
 
     def blocks_of(self, unit_bytes: int, units: Sequence[int]) -> set[int]:
         first = np.asarray(units, dtype=np.int64) * unit_bytes
-        return set((first // self.block_bytes).tolist()) | set(
-            ((first + unit_bytes - 1) // self.block_bytes).tolist()
-        )
+        return set((first // self.block_bytes).tolist()) | set(((first + unit_bytes - 1) // self.block_bytes).tolist())
 
     def gather(self, unit_bytes: int, units: UnitIds, staging: torch.Tensor) -> torch.Tensor:
         """Copies the units side by side into `staging`, and returns that part of it."""

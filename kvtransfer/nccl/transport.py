@@ -66,9 +66,7 @@ class NcclTransport(Transport):
         tensor = memory.tensor
         backend = choose_backend(self._options.backend, tensor.device)
         pool = CacheUnits(tensor, memory.block_bytes)
-        self._node = PairContext(
-            self._node_id, self._host, backend, self._options, pool, self._gate, self._send
-        )
+        self._node = PairContext(self._node_id, self._host, backend, self._options, pool, self._gate, self._send)
         self._inbox = Inbox(self._host, PairMessage, self._on_message, name=f"{self._node_id}-pairs")
         return CacheMemory(
             agent_metadata=msgspec.msgpack.encode(Rendezvous(self._inbox.endpoint, self._key, backend)),

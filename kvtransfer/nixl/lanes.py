@@ -45,12 +45,7 @@ class LaneLog:
 
     def before_loading(self) -> None:
         given = any(name in os.environ for name in ("UCX_LOG_LEVEL", "UCX_LOG_FILE"))
-        if (
-            self._file is not None
-            or given
-            or "nixl._bindings" in sys.modules
-            or not hasattr(os, "memfd_create")
-        ):
+        if self._file is not None or given or "nixl._bindings" in sys.modules or not hasattr(os, "memfd_create"):
             return
         self._file = os.memfd_create("ucx-log")
         os.environ["UCX_LOG_LEVEL"], os.environ["UCX_LOG_FILE"] = "info", f"/proc/self/fd/{self._file}"

@@ -29,9 +29,7 @@ class NixlOptions(ProtocolOptions, frozen=True, forbid_unknown_fields=True):
         own = {name: value for name, value in options.items() if not name.startswith(_OF_BACKEND)}
         parsed = parse_options(cls, "nixl", own)
         parameters = {
-            name.removeprefix(_OF_BACKEND): value
-            for name, value in options.items()
-            if name.startswith(_OF_BACKEND)
+            name.removeprefix(_OF_BACKEND): value for name, value in options.items() if name.startswith(_OF_BACKEND)
         }
         parsed = msgspec.structs.replace(parsed, parameters=parameters)
         if parsed.progress_ms < 1:

@@ -16,15 +16,7 @@ import numpy as np
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import KVCacheMemory, flat_bytes
-from tandem.kvtransfer.protocol.transport import (
-    HandleId,
-    Move,
-    Operation,
-    RemoteId,
-    Transport,
-    UnitIds,
-    runs_of,
-)
+from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId, Transport, UnitIds, runs_of
 from tandem.wire.handoff import CacheMemory, ProcessIdentity
 
 if TYPE_CHECKING:

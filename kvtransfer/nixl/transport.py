@@ -69,9 +69,7 @@ def _load_bindings() -> Any:
 class NixlAgent:
     """One NIXL agent with one backend. Only one thread at a time may use it."""
 
-    def __init__(
-        self, name: str, options: NixlOptions, host: str = "127.0.0.1", near: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, name: str, options: NixlOptions, host: str = "127.0.0.1", near: Sequence[str] = ()) -> None:
         """`host`: the node's address. UCX listens there alone. `near`: see `ConnectorContext`."""
         self._nixl = _load_bindings()
         self.name = name
@@ -105,9 +103,7 @@ class NixlAgent:
 
     def register(self, memory_type: str, address: int, num_bytes: int, device_id: int) -> None:
         with _translated("registering the KV cache"):
-            described = self._nixl.nixlRegDList(
-                self._memory_types[memory_type], [(address, num_bytes, device_id, "")]
-            )
+            described = self._nixl.nixlRegDList(self._memory_types[memory_type], [(address, num_bytes, device_id, "")])
             self._agent.registerMem(described, [self._backend])
         self._registered.append(described)
 
@@ -156,11 +152,7 @@ class NixlAgent:
         return self._post(operation, handle)
 
     def start_described(
-        self,
-        operation: str,
-        local: tuple[str, BlockArray],
-        remote: tuple[str, BlockArray],
-        remote_name: str,
+        self, operation: str, local: tuple[str, BlockArray], remote: tuple[str, BlockArray], remote_name: str
     ) -> tuple[int, bool]:
         """As `start`, with descriptors (memory type, where) that were not prepared."""
         with _translated(f"starting a {operation}"):
@@ -169,9 +161,7 @@ class NixlAgent:
                 for memory_type, where in (local, remote)
             )
             handle = int(
-                self._agent.createXferReq(
-                    self._operations[operation], ours, theirs, remote_name, "", [self._backend]
-                )
+                self._agent.createXferReq(self._operations[operation], ours, theirs, remote_name, "", [self._backend])
             )
         return self._post(operation, handle)
 
@@ -267,9 +257,7 @@ class NixlTransport(Transport):
             self._in_thread.entered = True
 
     def _reachable_through(self, agent: NixlAgent, mine: CacheMemory) -> CacheMemory:
-        agent.register(
-            mine.memory_type, mine.base_address, mine.num_blocks * mine.block_bytes, mine.device_id
-        )
+        agent.register(mine.memory_type, mine.base_address, mine.num_blocks * mine.block_bytes, mine.device_id)
         return msgspec.structs.replace(mine, agent_metadata=agent.metadata())
 
     # NIXL has no call that keeps one peer from writing. Giving back a registration does not, nor does forgetting the
@@ -281,10 +269,7 @@ class NixlTransport(Transport):
             raise InternalError("another way to a KV cache that was not registered")
         self._enter_device()
         agent = NixlAgent(
-            f"{self._agent.name}-{next(self._way_numbers)}",
-            self._agent.options,
-            self._agent.host,
-            self._agent.near,
+            f"{self._agent.name}-{next(self._way_numbers)}", self._agent.options, self._agent.host, self._agent.near
         )
         try:
             described = self._reachable_through(agent, self._mine)
@@ -352,10 +337,7 @@ class NixlTransport(Transport):
         else:
             local, remote_runs = _described(move, mine, known.memory)
             started, done = self._agent.start_described(
-                move.operation.value,
-                (mine.memory_type, local),
-                (known.memory.memory_type, remote_runs),
-                known.name,
+                move.operation.value, (mine.memory_type, local), (known.memory.memory_type, remote_runs), known.name
             )
         handle = HandleId(started)
         self._done[handle] = done

@@ -110,9 +110,7 @@ class StoreConnection:
         # The store closes connections that were idle. Each of our requests may be made twice.
         return self._send(method, path, headers, body)
 
-    def _send(
-        self, method: str, path: str, headers: dict[str, str], body: Sequence[Bytes]
-    ) -> http.client.HTTPResponse:
+    def _send(self, method: str, path: str, headers: dict[str, str], body: Sequence[Bytes]) -> http.client.HTTPResponse:
         if self._http is None:
             self._http = self._connected()
         self._http.putrequest(method, path, skip_host=True, skip_accept_encoding=True)

@@ -33,9 +33,7 @@ _NAME = re.compile(rb"[0-9a-f]{32}")
 class Eras:
     """Any thread may use it."""
 
-    def __init__(
-        self, client: ObjectClient, layout: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, client: ObjectClient, layout: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._object = f"eras/{layout}"
         self._clock = clock
@@ -53,9 +51,7 @@ class Eras:
     @property
     def distrusted(self) -> str:
         """Why everything that is cached here must be forgotten; "" if it need not."""
-        return (
-            "another node distrusts what it has stored, from which KV was loaded here" if self._other else ""
-        )
+        return "another node distrusts what it has stored, from which KV was loaded here" if self._other else ""
 
     @property
     def open_now(self) -> str:

@@ -28,9 +28,7 @@ class AccessKeys:
 class ObjectOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str  # of the bucket, or of a folder in it
     region: str = "us-east-1"
-    credentials: str = (
-        ""  # a file in AWS's form; "": the environment's AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
-    )
+    credentials: str = ""  # a file in AWS's form; "": the environment's AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY
     profile: str = "default"  # the file's section
     ca_file: str = ""  # certificates of the authority that signed the store's; "": the system's
 
@@ -88,9 +86,7 @@ class CredentialFile:
 
 
 def _of_environment() -> AccessKeys:
-    found = [
-        os.environ.get(f"AWS_{name}", "") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")
-    ]
+    found = [os.environ.get(f"AWS_{name}", "") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN")]
     if not found[0] or not found[1]:
         raise ConfigurationError(
             "cache.tiers: objects has no key to its store: name a file in options.credentials, or set "
@@ -105,9 +101,7 @@ def _of_file(path: Path, profile: str) -> AccessKeys:
         parser.read_string(path.read_text(encoding="utf-8"))
         section = parser[profile]
         return AccessKeys(
-            section["aws_access_key_id"],
-            section["aws_secret_access_key"],
-            section.get("aws_session_token", ""),
+            section["aws_access_key_id"], section["aws_secret_access_key"], section.get("aws_session_token", "")
         )
     except (KeyError, configparser.Error, UnicodeDecodeError) as error:
         # Of the file's content nothing is said: it is secret.

@@ -14,13 +14,7 @@ _SERVICE = "s3"
 
 
 def signed(
-    method: str,
-    path: str,
-    headers: Mapping[str, str],
-    body_sha256: str,
-    keys: AccessKeys,
-    region: str,
-    now: datetime,
+    method: str, path: str, headers: Mapping[str, str], body_sha256: str, keys: AccessKeys, region: str, now: datetime
 ) -> dict[str, str]:
     """Returns these headers and those that prove that the holder of the keys sends them. `path` is as in the request's
     first line, quoted, without a query. `headers` has `host`. `now`: in UTC."""

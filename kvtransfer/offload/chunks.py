@@ -55,9 +55,7 @@ class ChunkCopier(Copier):
         return Chunk(tensor, rows, memoryview(rows).cast("B"))
 
     def chunks_of(self, job: Copy) -> Iterator[tuple[Key, int, Places]]:
-        parts = itertools.groupby(
-            zip(job.blocks, job.places, strict=True), key=lambda pair: pair[1] // self._factor
-        )
+        parts = itertools.groupby(zip(job.blocks, job.places, strict=True), key=lambda pair: pair[1] // self._factor)
         for key, (slot, pairs) in zip(job.keys, parts, strict=True):
             yield key, slot, list(pairs)
 

@@ -192,11 +192,7 @@ class CopyThread(Mover):
     given_up = 0
 
     def __init__(
-        self,
-        copier: Copier,
-        wake: Callable[[], None],
-        name: str = "",
-        clock: Callable[[], float] = time.monotonic,
+        self, copier: Copier, wake: Callable[[], None], name: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._copier = copier
         self._wake = wake

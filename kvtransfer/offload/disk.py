@@ -106,9 +106,7 @@ class DiskTier(LastingSpec):
             lambda: thread.do_first(lambda: copier.file.forget_all()),
             lambda keys: thread.do_first(lambda: copier.file.forget(keys)),
         )
-        self.recall.bind(
-            lambda kept: thread.do_first(lambda: copier.file.keep_sources(kept)), lambda: thread.has_first
-        )
+        self.recall.bind(lambda kept: thread.do_first(lambda: copier.file.keep_sources(kept)), lambda: thread.has_first)
         manager = filtered(DiskManager(num_slots, config.policy, index, void), config.store_threshold)
         return manager, thread
 
@@ -230,9 +228,7 @@ class SlotFile:
         # What each header says, also of keys that were evicted since.
         self._named = [header[1] if header else None for header in found]
         self._written = itertools.count(max((header[0] for header in found if header), default=0) + 1)
-        entries = sorted(
-            (when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header]
-        )
+        entries = sorted((when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header])
         # A key may also stand in a slot from which it was evicted.
         newest = {key: slot for _, slot, key in entries}
         self._content = [(key, slot) for _, slot, key in entries if newest[key] == slot]

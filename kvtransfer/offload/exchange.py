@@ -125,9 +125,7 @@ class SharingChannel(Protocol):
 MakeChannel = Callable[[str, str, Callable[[SharingMessage], None], Clock], SharingChannel]
 
 
-def _side_channel(
-    host: str, name: str, on_message: Callable[[SharingMessage], None], clock: Clock
-) -> SharingChannel:
+def _side_channel(host: str, name: str, on_message: Callable[[SharingMessage], None], clock: Clock) -> SharingChannel:
     return SideChannel(host, name, on_message, clock, messages=SharingMessage)
 
 

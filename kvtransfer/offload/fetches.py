@@ -75,11 +75,7 @@ class PrefixQuestion:
     def covers(self, other: PrefixQuestion) -> bool:
         """Whether the other question's request can use what is copied for this one: both could take the same blocks."""
         mine, its = self.request.block_hashes, other.request.block_hashes
-        return (
-            self.first <= other.first
-            and self.last == other.last
-            and mine[self.last - 1] == its[other.last - 1]
-        )
+        return self.first <= other.first and self.last == other.last and mine[self.last - 1] == its[other.last - 1]
 
 
 @dataclasses.dataclass(slots=True)

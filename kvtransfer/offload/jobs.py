@@ -68,7 +68,5 @@ class Entry:
     # Only for a mirrored answer: how many blocks of its windows were offered, what is stored for it alone (by group,
     # with its place), and after how many blocks its checkpoints are.
     windows: int = 0
-    trail: defaultdict[int, deque[tuple[int, Key]]] = dataclasses.field(
-        default_factory=lambda: defaultdict(deque)
-    )
+    trail: defaultdict[int, deque[tuple[int, Key]]] = dataclasses.field(default_factory=lambda: defaultdict(deque))
     checkpoints: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT))

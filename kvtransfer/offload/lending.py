@@ -12,15 +12,7 @@ from tandem.kvtransfer.offload.prefixes import Prefixes
 from tandem.kvtransfer.protocol.side import PeerKey, key_of
 from tandem.wire.handoff import Envelope
 from tandem.wire.nodes import PeerAddress
-from tandem.wire.sharing import (
-    LEASE_S,
-    AskChunks,
-    AskPrefix,
-    ChunksFound,
-    ChunksRead,
-    PrefixFound,
-    TierForgotten,
-)
+from tandem.wire.sharing import LEASE_S, AskChunks, AskPrefix, ChunksFound, ChunksRead, PrefixFound, TierForgotten
 
 MAX_READERS = 64  # the most peers that are remembered
 

@@ -202,7 +202,4 @@ class ArcPolicy(CachePolicy):
         self.target = 0.0
 
 
-POLICIES: dict[EvictionPolicy, type[CachePolicy]] = {
-    EvictionPolicy.LRU: LruPolicy,
-    EvictionPolicy.ARC: ArcPolicy,
-}
+POLICIES: dict[EvictionPolicy, type[CachePolicy]] = {EvictionPolicy.LRU: LruPolicy, EvictionPolicy.ARC: ArcPolicy}

@@ -88,9 +88,7 @@ class Prefixes:
         return self._keys_of_state(request.block_hashes[end - 1], group, count)
 
     def _keys_of_state(self, block_hash: bytes, group: int, count: int) -> list[Key]:
-        return [
-            block_hash + number.to_bytes(_NUMBER_BYTES, "big") + bytes([group]) for number in range(count)
-        ]
+        return [block_hash + number.to_bytes(_NUMBER_BYTES, "big") + bytes([group]) for number in range(count)]
 
     def block_of(self, key: Key) -> tuple[bytes, int] | None:
         """Returns the key's block hash and group; None for a block of states. A hash has an even number of bytes,
@@ -126,11 +124,7 @@ class Prefixes:
 
     def state_keys(self, request: TransferRequest, end: int) -> list[Key]:
         """Returns the keys of all groups' states after the request's first `end` blocks."""
-        return [
-            key
-            for group, count in self._states.items()
-            for key in self._state_keys(request, group, end, count)
-        ]
+        return [key for group, count in self._states.items() for key in self._state_keys(request, group, end, count)]
 
     # ── what is there ──
 
@@ -144,8 +138,7 @@ class Prefixes:
             end = min((first_chunk + found) * self._factor, end)
         while end > first:
             missing = max(
-                (self._missing_in_window(manager, request, group, first, end) for group in self._windows),
-                default=-1,
+                (self._missing_in_window(manager, request, group, first, end) for group in self._windows), default=-1
             )
             if missing >= 0:
                 end = missing  # every prefix that ends between this block and `end` needs the block, too
@@ -159,9 +152,7 @@ class Prefixes:
         """Returns the keys of everything after the request's first `end` blocks, the most useful first."""
         return self.all_keys(manager, request)[end // self._factor * len(self._whole) :]
 
-    def _missing_in_window(
-        self, manager: Content, request: TransferRequest, group: int, first: int, end: int
-    ) -> int:
+    def _missing_in_window(self, manager: Content, request: TransferRequest, group: int, first: int, end: int) -> int:
         """Returns the last block before `end` that the group needs and the tier lacks; -1 if it lacks none."""
         for block in range(end - 1, max(self._skipped(group, end), first) - 1, -1):
             if not manager.lookup(self.keys(request, group, block, block + 1)):
@@ -170,9 +161,7 @@ class Prefixes:
 
     def _has_state(self, manager: Content, request: TransferRequest, end: int) -> bool:
         block_hash = request.block_hashes[end - 1]
-        return bool(self._states) and all(
-            self._has_state_of(manager, block_hash, group) for group in self._states
-        )
+        return bool(self._states) and all(self._has_state_of(manager, block_hash, group) for group in self._states)
 
     def _has_state_of(self, manager: Content, block_hash: bytes, group: int) -> bool:
         """Looks up the first block of the states alone, because most places have none."""
@@ -241,16 +230,14 @@ class Prefixes:
 
     def _states_after(self, request: TransferRequest, end: int) -> list[Part]:
         return [
-            Part(group, 0, count, self._state_keys(request, group, end, count))
-            for group, count in self._states.items()
+            Part(group, 0, count, self._state_keys(request, group, end, count)) for group, count in self._states.items()
         ]
 
     def to_store(self, request: TransferRequest, first: int, full: int) -> list[Part]:
         """Returns the chunks from `first` to before `full` of the groups that keep every token."""
         factor = self._factor
         return [
-            Part(group, first * factor, full * factor, self.keys(request, group, first, full))
-            for group in self._whole
+            Part(group, first * factor, full * factor, self.keys(request, group, first, full)) for group in self._whole
         ]
 
     def checkpoint(self, request: TransferRequest, tables: BlockIds, end: int) -> list[Part]:

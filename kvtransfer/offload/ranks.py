@@ -258,9 +258,7 @@ class RanksMover(Mover):
 
     block_bytes = 0
 
-    def __init__(
-        self, own: Mover, lines: TierLines, tier: int, memory: KVCacheMemory, all_bytes: int
-    ) -> None:
+    def __init__(self, own: Mover, lines: TierLines, tier: int, memory: KVCacheMemory, all_bytes: int) -> None:
         self._own, self._lines, self._tier = own, lines, tier
         self._memory = memory
         self.block_bytes = all_bytes  # of a block on all ranks together
@@ -285,10 +283,7 @@ class RanksMover(Mover):
     def take_ended(self) -> dict[int, bool | None]:
         self._here |= self._own.take_ended()
         self._there |= self._lines.take_ended(self._tier)
-        ended = {
-            job: both(self._here.pop(job), self._there.pop(job))
-            for job in self._here.keys() & self._there.keys()
-        }
+        ended = {job: both(self._here.pop(job), self._there.pop(job)) for job in self._here.keys() & self._there.keys()}
         if None in ended.values() and not self._own.left_out:
             self._own.leave_out("another rank's part did not answer in time")
         return ended
@@ -418,9 +413,7 @@ def _of_ranks(config: TierConfig, sizes: Sequence[int]) -> list[TierConfig]:
     if not config.disk:
         return [msgspec.structs.replace(config, cpu=slots * chunk) for chunk in chunks]
     return [
-        msgspec.structs.replace(
-            config, disk=str(Path(config.disk) / f"rank{rank}of{len(sizes)}"), size=slots * chunk
-        )
+        msgspec.structs.replace(config, disk=str(Path(config.disk) / f"rank{rank}of{len(sizes)}"), size=slots * chunk)
         for rank, chunk in enumerate(chunks)
     ]
 

@@ -52,9 +52,7 @@ LEAST_PROMPT_TOKENS = 64
 
 
 class TierScheduler(SchedulerConnector):
-    def __init__(
-        self, groups: Sequence[BlockGroup], tier: Tier, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, groups: Sequence[BlockGroup], tier: Tier, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.prefixes = Prefixes(groups, tier.block_factor)
         self._block_size = self.prefixes.block_size
@@ -86,9 +84,7 @@ class TierScheduler(SchedulerConnector):
 
     # ── loads ──
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         entry, manager = self.entries[request.request_id], self._tier.manager
         if self._tier.sharing is not None:
             self._tier.sharing.turn()
@@ -152,9 +148,7 @@ class TierScheduler(SchedulerConnector):
             return bool(missing) and sharing.begin_fetch(request, missing)
         return sharing.is_fetching(request.request_id)
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         entry = self.entries[request.request_id]
         if num_external_tokens:
             self._load(entry, block_ids, num_external_tokens)
@@ -189,9 +183,7 @@ class TierScheduler(SchedulerConnector):
         """Whether the tier loads and stores nothing now. What an earlier process has left and its sources do not confirm in time is
         forgotten here."""
         if self._tier.recall is not None and self._tier.recall.is_over:
-            logger.warning(
-                "what the %s tier has is forgotten: %s", self._tier.spec.name, self._tier.recall.doubt
-            )
+            logger.warning("what the %s tier has is forgotten: %s", self._tier.spec.name, self._tier.recall.doubt)
             self.reset_cache()
         return bool(self._tier.left_out)
 
@@ -280,9 +272,7 @@ class TierScheduler(SchedulerConnector):
         entry, end = self.entries[request.request_id], num_tokens // self._block_size
         group = self.prefixes.group_of_states
         if self._tables is None or group is None:
-            raise InternalError(
-                "a checkpoint is kept before the block tables are known, or where no states are"
-            )
+            raise InternalError("a checkpoint is kept before the block tables are known, or where no states are")
         tables = list(self._tables.block_ids(request.request_id))
         tables[group] = block_ids
         self._tier.manager.touch(self.prefixes.state_keys(request, end))
@@ -338,9 +328,7 @@ class TierScheduler(SchedulerConnector):
             places = room.slots if factor == 1 else _places(room.slots, factor)
         else:
             place_of = {
-                key: (part.group, part.first + chunk * factor)
-                for part in parts
-                for chunk, key in enumerate(part.keys)
+                key: (part.group, part.first + chunk * factor) for part in parts for chunk, key in enumerate(part.keys)
             }
             blocks, places = [], _places(room.slots, factor)
             states = self.prefixes.group_of_states
@@ -447,9 +435,7 @@ class TierScheduler(SchedulerConnector):
 
     def take_events(self) -> Iterable[KVEvent]:
         medium = self._tier.spec.name.upper()
-        named = (
-            (self.prefixes.block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes()
-        )
+        named = ((self.prefixes.block_of(key), is_stored) for key, is_stored in self._tier.manager.take_changes())
         # Events name no states, as the device's do not: they exist where blocks of tokens do.
         changes = ((*block, is_stored) for block, is_stored in named if block is not None)
         for (group, is_stored), same in itertools.groupby(changes, lambda change: change[1:]):

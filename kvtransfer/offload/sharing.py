@@ -19,12 +19,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.kvtransfer.base import TransferRequest
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
-from tandem.kvtransfer.offload.exchange import (
-    NO_FETCH,
-    Exchange,
-    RemoteRead,
-    RemoteReadEnded,
-)
+from tandem.kvtransfer.offload.exchange import NO_FETCH, Exchange, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate, which_of
 from tandem.kvtransfer.offload.lending import ChunkLender, sender_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
@@ -302,19 +297,10 @@ class TierSharing:
         question.is_open = False
         self._peer(key).answers_per_s.observe(1, self._clock() - fetch.asked_at)
         theirs = self._prefixes.named(found.has, question.hashes)
-        end, keys = self._prefixes.to_copy(
-            self._manager, theirs, question.request, question.first, question.last
-        )
+        end, keys = self._prefixes.to_copy(self._manager, theirs, question.request, question.first, question.last)
         tokens = (end - question.end) * self._chunk_tokens
-        fetch.others = (
-            sorted({self._arriving[key] for key in keys if key in self._arriving}) if tokens > 0 else []
-        )
-        if not (
-            keys
-            and tokens > 0
-            and self._is_worth_it(fetch.peer, len(keys), tokens)
-            and self._ask(fetch, keys)
-        ):
+        fetch.others = sorted({self._arriving[key] for key in keys if key in self._arriving}) if tokens > 0 else []
+        if not (keys and tokens > 0 and self._is_worth_it(fetch.peer, len(keys), tokens) and self._ask(fetch, keys)):
             self._end(fetch.number)
 
     def _read(self, found: ChunksFound) -> None:

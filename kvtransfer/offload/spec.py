@@ -171,9 +171,7 @@ SPECS = {
 
 def find_tiers_of_ranks(context: ConnectorContext) -> list[Tier]:
     """Makes the tiers of a node whose ranks keep their KV apart. Raises ConfigurationError."""
-    tiers_of: Callable[[ConnectorContext], list[Tier]] = find_factory(
-        "cache.tiers", "factory", "tiers of ranks", TIERS
-    )
+    tiers_of: Callable[[ConnectorContext], list[Tier]] = find_factory("cache.tiers", "factory", "tiers of ranks", TIERS)
     return tiers_of(context)
 
 

@@ -85,9 +85,7 @@ class TierWorker(WorkerConnector):
 
     def stats(self) -> TransferStats:
         sharing = self._tier.sharing
-        stats = (
-            sharing.recorder.snapshot(sharing.malformed_frames) if sharing is not None else TransferStats()
-        )
+        stats = sharing.recorder.snapshot(sharing.malformed_frames) if sharing is not None else TransferStats()
         stats.tiers = [self._tier.status()]
         return stats
 
@@ -108,10 +106,7 @@ def create_tiers(context: ConnectorContext) -> list[tuple[SchedulerConnector, Wo
             "cache.tiers: block_factor must be 1 for this model, which has attention windows: a window begins within a "
             "larger block, and what lies before it in that block is gone"
         )
-    if context.tier_lines:
-        tiers = find_tiers_of_ranks(context)
-    else:
-        tiers = [create_tier(config) for config in context.tiers]
+    tiers = find_tiers_of_ranks(context) if context.tier_lines else [create_tier(config) for config in context.tiers]
     if not Prefixes(context.groups, 1).needs_every_block:
         for spec in (tier.spec for tier in tiers):
             if isinstance(spec, LastingSpec) and spec.whole_prefixes_only:
@@ -156,11 +151,7 @@ def _nixl_exchange(context: ConnectorContext) -> Exchange:
 
 
 def _shared(
-    context: ConnectorContext,
-    memory: KVCacheMemory,
-    tier: Tier,
-    exchange: Exchange,
-    clock: Callable[[], float],
+    context: ConnectorContext, memory: KVCacheMemory, tier: Tier, exchange: Exchange, clock: Callable[[], float]
 ) -> TierSharing:
     return TierSharing(
         tier.manager,

@@ -75,9 +75,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 class _Runs:
     """The runs of one grain on both sides, counted from the block's beginning."""
 
-    def __init__(
-        self, ours: BlockLayout, theirs: BlockLayout, grain: int, *, by_slot: bool, by_head: bool
-    ) -> None:
+    def __init__(self, ours: BlockLayout, theirs: BlockLayout, grain: int, *, by_slot: bool, by_head: bool) -> None:
         mine, other = ours.strides(), theirs.strides()
         sizes = dict(ours.sizes, token=grain)
         run = ours.element_bytes
@@ -143,10 +141,7 @@ class Mapping:
         self.our_parts = ours.sizes["token"] // self.grain  # grains per block
         self.their_parts = theirs.sizes["token"] // self.grain
         self._bytes = (ours.num_bytes, theirs.num_bytes)
-        self._part_bytes = (
-            ours.strides()["token"] * self.grain,
-            theirs.strides()["token"] * self.grain,
-        )
+        self._part_bytes = (ours.strides()["token"] * self.grain, theirs.strides()["token"] * self.grain)
         self._whole = _Runs(ours, theirs, self.grain, by_slot=bool(used_slots), by_head=by_head)
         self._by_slot = _Runs(ours, theirs, self.grain, by_slot=True, by_head=by_head)
         self.grain_bytes = ours.num_bytes // self.our_parts
@@ -174,12 +169,7 @@ class Mapping:
         if ours.element_bytes != theirs.element_bytes:
             return f"an element has {ours.element_bytes} bytes here and {theirs.element_bytes} there"
         mapping = Mapping(
-            ours,
-            theirs,
-            on_device=on_device,
-            state_blocks=state_blocks,
-            by_head=by_head,
-            used_slots=used_slots,
+            ours, theirs, on_device=on_device, state_blocks=state_blocks, by_head=by_head, used_slots=used_slots
         )
         if state_blocks and by_head:
             return "recurrent states are not handed over where a node's ranks keep their heads apart"
@@ -222,17 +212,12 @@ class Mapping:
         return index // parts
 
     def move(
-        self,
-        operation: Operation,
-        transfer_id: str,
-        places: Sequence[GrainPlace],
-        slots: tuple[int, int] | None = None,
+        self, operation: Operation, transfer_id: str, places: Sequence[GrainPlace], slots: tuple[int, int] | None = None
     ) -> Move:
         """Returns the move of these grains: whole ones, or only their layers in slots `slots[0]` to `slots[1]`."""
         runs = self._whole if slots is None else self._by_slot
         where = np.array(
-            [(place.our_block, place.our_part, place.their_block, place.their_part) for place in places],
-            dtype=np.int64,
+            [(place.our_block, place.our_part, place.their_block, place.their_part) for place in places], dtype=np.int64
         )
         local, remote = (
             self._units(where[:, side], where[:, side + 1], offsets, side // 2, runs.bytes, slots)
@@ -242,18 +227,10 @@ class Mapping:
         if self.layers is not None:
             groups = np.array([place.group for place in places], dtype=np.int64)
         grain_units = len(local) // len(places)
-        return Move(
-            operation, transfer_id, runs.bytes, local, remote, self.heads, grain_units, self.layers, groups
-        )
+        return Move(operation, transfer_id, runs.bytes, local, remote, self.heads, grain_units, self.layers, groups)
 
     def _units(
-        self,
-        blocks: UnitIds,
-        parts: UnitIds,
-        offsets: UnitIds,
-        side: int,
-        run: int,
-        slots: tuple[int, int] | None,
+        self, blocks: UnitIds, parts: UnitIds, offsets: UnitIds, side: int, run: int, slots: tuple[int, int] | None
     ) -> UnitIds:
         if slots is not None:
             offsets = offsets[slots[0] : slots[1]]
@@ -314,10 +291,7 @@ def _implausible_stages(shards: Sequence[CacheShard], fingerprint: CacheFingerpr
         ends = set()
         for shard in shards:
             first, count = shard.slots[group] if group < len(shard.slots) else (0, 0)
-            if (
-                len(shard.slots) != fingerprint.num_groups
-                or not 0 <= first <= first + count <= fingerprint.num_slots
-            ):
+            if len(shard.slots) != fingerprint.num_groups or not 0 <= first <= first + count <= fingerprint.num_slots:
                 return f"a rank of the other node keeps slots {shard.slots} of {fingerprint.num_slots} in {fingerprint.num_groups} groups"
             if count:
                 ends.add(first + count)
@@ -405,9 +379,7 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             differing.append(mapping)
         return "the KV caches differ: " + "; ".join(differing)
 
-    def check_destination(
-        self, message: RegisterDestination, block_size: int, theirs: CacheMemory
-    ) -> str | None:
+    def check_destination(self, message: RegisterDestination, block_size: int, theirs: CacheMemory) -> str | None:
         """Returns why we cannot write to these destination blocks, which have the peer's size; None if we can."""
         if message.num_tokens < 1:
             return f"a transfer of {message.num_tokens} tokens"
@@ -415,17 +387,10 @@ class PoolGeometry(msgspec.Struct, frozen=True):
             return f"a token hash of {len(message.token_hash)} bytes"
         if not 0 <= message.checksum_every <= MAX_EVERY:
             return f"a checksum for one of {message.checksum_every} grains"
-        return self.check_table(
-            message.num_tokens, message.first_block, message.block_ids, block_size, theirs
-        )
+        return self.check_table(message.num_tokens, message.first_block, message.block_ids, block_size, theirs)
 
     def check_table(
-        self,
-        num_tokens: int,
-        first_block: list[int],
-        block_ids: BlockTable,
-        block_size: int,
-        theirs: CacheMemory,
+        self, num_tokens: int, first_block: list[int], block_ids: BlockTable, block_size: int, theirs: CacheMemory
     ) -> str | None:
         """Returns why `block_ids` cannot be a table of a request of `num_tokens` tokens in the peer's pool, each group
         from its `first_block` on; None if they can."""

@@ -200,9 +200,7 @@ class CacheChecksums:
         by_layer, used = mapping.layers is not None, mapping.used_slots
         asked = self._elsewhere(blocks, parts, mapping.grain, mapping.on_device, by_layer)
         mine = self.of_heads(blocks, parts, mapping.grain, on_device=mapping.on_device, by_layer=by_layer)
-        return PendingSums(
-            lambda: combined([mine, *asked.wait()], groups, used, arrived=arrived), asked.forget
-        )
+        return PendingSums(lambda: combined([mine, *asked.wait()], groups, used, arrived=arrived), asked.forget)
 
     def _of_whole(self, blocks: Sequence[int], parts: Sequence[int], mapping: Mapping) -> list[int]:
         if mapping.on_device:
@@ -215,13 +213,7 @@ class CacheChecksums:
         ]
 
     def of_heads(
-        self,
-        blocks: Sequence[int],
-        parts: Sequence[int],
-        grain: int,
-        *,
-        on_device: bool,
-        by_layer: bool = False,
+        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, on_device: bool, by_layer: bool = False
     ) -> ShardSums:
         """Returns this rank's sums of each grain: one for each of its heads, or for each head of each layer."""
         if on_device:
@@ -280,18 +272,14 @@ class CacheChecksums:
                 sums += [value % (1 << 64) for value in total]
         return sums
 
-    def _words(
-        self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, heads_of: _HeadsOf
-    ) -> torch.Tensor:
+    def _words(self, blocks: Sequence[int], parts: Sequence[int], grain: int, *, heads_of: _HeadsOf) -> torch.Tensor:
         """Returns a copy in the order of `cache_map.AXES`: [grains, words], or with a row for each head."""
         import torch
 
         device = self._tensor.device
         grains = self._tensor.index_select(0, torch.tensor(blocks, device=device))
         if grain < self._block_size:
-            split = grains.reshape(
-                *grains.shape[:4], self._block_size // grain, grain, grains.shape[5]
-            ).movedim(4, 1)
+            split = grains.reshape(*grains.shape[:4], self._block_size // grain, grain, grains.shape[5]).movedim(4, 1)
             grains = split[torch.arange(len(parts), device=device), torch.tensor(parts, device=device)]
         if heads_of == "block":
             grains = grains.movedim(3, 1).flatten(0, 1)

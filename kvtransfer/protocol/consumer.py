@@ -11,24 +11,11 @@ from tandem.kvtransfer.config import MAX_LEASE_S
 from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.cache_map import Mapping
 from tandem.kvtransfer.protocol.generations import SourceGenerations
-from tandem.kvtransfer.protocol.incoming import (
-    DeclinedTransfers,
-    IncomingTransfers,
-    Quarantine,
-    Verifier,
-)
+from tandem.kvtransfer.protocol.incoming import DeclinedTransfers, IncomingTransfers, Quarantine, Verifier
 from tandem.kvtransfer.protocol.links import ProducerLink, ProducerLinks, Registrar
 from tandem.kvtransfer.protocol.pulling import PullLoop
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
-from tandem.kvtransfer.protocol.side import (
-    Answers,
-    LinkPace,
-    NodeSide,
-    Outcome,
-    Patience,
-    PeerKey,
-    key_of,
-)
+from tandem.kvtransfer.protocol.side import Answers, LinkPace, NodeSide, Outcome, Patience, PeerKey, key_of
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.handoff import (
     CancelTransfer,
@@ -190,9 +177,7 @@ class Consumer:
             receiving = self._mine(transfer_id, link.key)
             # While CONFIRMING, the producer's answer to our acceptance is on its way, and decides.
             if receiving is not None and receiving.stage in (ReceivePhase.WAITING, ReceivePhase.READING):
-                self._incoming.give_up(
-                    receiving, Outcome.LEASE_EXPIRED, "the producer no longer holds the transfer"
-                )
+                self._incoming.give_up(receiving, Outcome.LEASE_EXPIRED, "the producer no longer holds the transfer")
         self._registrar.advance_all(link)
 
     def on_arrived(self, message: KVArrived) -> None:
@@ -204,9 +189,7 @@ class Consumer:
         if receiving.outcome is Outcome.CORRUPTED:
             return  # nothing more of this transfer is trusted
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
-            self.generations.took(
-                receiving.command.peer, message.envelope.generation
-            )  # used even if the rest fails
+            self.generations.took(receiving.command.peer, message.envelope.generation)  # used even if the rest fails
             self._verify(receiving, message.start, message.count, message.checksums)
 
     def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:
@@ -236,10 +219,7 @@ class Consumer:
             self._answer_late_notice(message)
         elif receiving.peer != key:
             self._answers.refuse(
-                message.envelope,
-                message.transfer_id,
-                RefusalCode.FOREIGN,
-                "this transfer is with another node",
+                message.envelope, message.transfer_id, RefusalCode.FOREIGN, "this transfer is with another node"
             )
         elif not receiving.is_registered:
             self._side.recorder.refused("unasked_notice")
@@ -279,10 +259,7 @@ class Consumer:
     def _refuse_mismatch(self, receiving: IncomingTransfer, difference: str) -> None:
         self._side.recorder.refused("notice_mismatch")
         logger.error(
-            "refused the KV of %s from %s: %s",
-            receiving.command.request_id,
-            receiving.peer.node_id,
-            difference,
+            "refused the KV of %s from %s: %s", receiving.command.request_id, receiving.peer.node_id, difference
         )
         self._incoming.give_up(receiving, Outcome.MISMATCHED, f"the handoff does not verify: {difference}")
 
@@ -295,11 +272,7 @@ class Consumer:
             return
         if message.is_void:
             receiving.num_arrived = 0
-        if (
-            message.handed_over
-            and receiving.stage is ReceivePhase.CONFIRMING
-            and receiving.notice is not None
-        ):
+        if message.handed_over and receiving.stage is ReceivePhase.CONFIRMING and receiving.notice is not None:
             if self._verify(receiving, 0, len(receiving.order), receiving.notice.checksums):
                 self._finish(receiving, receiving.notice)
         else:
@@ -320,9 +293,7 @@ class Consumer:
             if not link.is_ready:
                 logger.error("%s refused the handshake: %s", key.node_id, message.reason)
                 incompatible = message.code is RefusalCode.INCOMPATIBLE
-                self._leave(
-                    link, Outcome.INCOMPATIBLE if incompatible else Outcome.MOVE_FAILED, message.reason
-                )
+                self._leave(link, Outcome.INCOMPATIBLE if incompatible else Outcome.MOVE_FAILED, message.reason)
         elif message.code is RefusalCode.HANDSHAKE_REQUIRED:
             if link.is_ready:
                 link.greeting_since = self._side.clock()
@@ -330,9 +301,7 @@ class Consumer:
         else:
             receiving = self._mine(message.transfer_id, key)
             if receiving is not None:
-                self._incoming.give_up(
-                    receiving, Outcome.REFUSED, f"refused by the producer: {message.reason}"
-                )
+                self._incoming.give_up(receiving, Outcome.REFUSED, f"refused by the producer: {message.reason}")
 
     # ── peers ──
 
@@ -373,9 +342,7 @@ class Consumer:
         receiving = self._incoming.get(transfer_id)
         return receiving if receiving is not None and receiving.peer == key else None
 
-    def _hear(
-        self, message: Welcome | DestinationRegistered | LeaseRenewed | TransferPace
-    ) -> ProducerLink | None:
+    def _hear(self, message: Welcome | DestinationRegistered | LeaseRenewed | TransferPace) -> ProducerLink | None:
         link = self._links.hear(key_of(message.envelope))
         if link is None:
             self._side.recorder.refused("unknown_peer")

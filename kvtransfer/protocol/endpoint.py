@@ -317,9 +317,7 @@ class ProtocolLoop:
     """The protocol's thread and its queue. If a bug ends the thread, `failure` is set and `on_failure` is called
     from it."""
 
-    def __init__(
-        self, name: str, settings: ProtocolSettings, clock: Clock, on_failure: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, settings: ProtocolSettings, clock: Clock, on_failure: Callable[[], None]) -> None:
         self._name = name
         self._settings = settings
         self._clock = clock
@@ -432,6 +430,4 @@ class ProtocolLoop:
         self._put(_Stop())
         thread.join(timeout=grace_s + 5)
         if thread.is_alive():
-            raise InternalError(
-                f"{self._name}: the transfer thread did not end within {grace_s + 5:g} s of stop()"
-            )
+            raise InternalError(f"{self._name}: the transfer thread did not end within {grace_s + 5:g} s of stop()")

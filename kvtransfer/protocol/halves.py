@@ -80,10 +80,7 @@ class _Entry:
 
 
 def token_hash(
-    token_ids: Sequence[int],
-    cache_salt: str | None,
-    lora: str | None,
-    media: Sequence[MediaFeature] = (),
+    token_ids: Sequence[int], cache_salt: str | None, lora: str | None, media: Sequence[MediaFeature] = ()
 ) -> bytes:
     """What both nodes must agree on before one's KV becomes the other's: the same tokens under the same model, and the same
     images, or rows, where placeholders stand for them.
@@ -131,9 +128,7 @@ class SchedulerHalf(SchedulerConnector):
             if request.transfer.role is TransferRole.PRODUCE:
                 self._commands.append(AnnounceSend(request.request_id, request.transfer.transfer_id))
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         entry = self._entries.get(request.request_id)
         if entry is None:
             return 0, False
@@ -144,9 +139,7 @@ class SchedulerHalf(SchedulerConnector):
         entry.local_tokens = num_computed_tokens
         return entry.num_tokens - num_computed_tokens, True
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         entry = self._entries.get(request.request_id)
         if entry is None:
             return
@@ -255,9 +248,7 @@ class SchedulerHalf(SchedulerConnector):
     def _finish_send(self, request: TransferRequest, entry: _Entry, block_ids: BlockIds) -> bool:
         has_first_token = entry.begun and request.num_tokens > entry.num_tokens
         # The prompt's keys and values stay as they are. Recurrent states do not: a later token's are not handed over.
-        is_stale = self._state_blocks > 0 and (
-            entry.overran or request.num_computed_tokens != entry.num_tokens
-        )
+        is_stale = self._state_blocks > 0 and (entry.overran or request.num_computed_tokens != entry.num_tokens)
         if has_first_token and not is_stale:
             first_token = request.all_token_ids[entry.num_tokens]
             self._commands.append(FinishSend(request.request_id, first_token, _copied(block_ids)))
@@ -318,9 +309,7 @@ class WorkerHalf(WorkerConnector):
         self._memory: KVCacheMemory | None = None
         self._layers_sent = range(0)
         self._closed = False
-        self._loop = surroundings.loop(
-            f"{context.node_id}-transfers", self._settings, clock, on_failure=context.wake
-        )
+        self._loop = surroundings.loop(f"{context.node_id}-transfers", self._settings, clock, on_failure=context.wake)
         # Opened here, so that the address is known before the model is; the loop answers once it runs.
         self._channel = surroundings.channel(context.host, f"{context.node_id}-handoff", self._loop.message)
 

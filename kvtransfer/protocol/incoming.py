@@ -47,11 +47,7 @@ class DeclinedTransfers:
     producer never hears it, its own lease ends the wait."""
 
     def __init__(
-        self,
-        me: Identity,
-        settings: ProtocolSettings,
-        send: Callable[[str, msgspec.Struct], None],
-        clock: Clock,
+        self, me: Identity, settings: ProtocolSettings, send: Callable[[str, msgspec.Struct], None], clock: Clock
     ) -> None:
         self._me = me
         self._settings = settings
@@ -180,9 +176,7 @@ class IncomingTransfers:
     def open(self, command: BeginReceive) -> IncomingTransfer | None:
         """Returns the new transfer; None if its transfer id is in use, which it reports as a failure."""
         if command.transfer_id in self._by_transfer:
-            self._failed(
-                command.request_id, LoadFailure("another request uses its transfer id", command.local_tokens)
-            )
+            self._failed(command.request_id, LoadFailure("another request uses its transfer id", command.local_tokens))
             return None
         now = self._side.clock()
         receiving = IncomingTransfer(command, began_at=now, deadline=now + self._side.settings.timeout_s)
@@ -299,10 +293,7 @@ class IncomingTransfers:
 
     def _fail(self, receiving: IncomingTransfer, unsafe: frozenset[int]) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), None))
-        self._failed(
-            receiving.command.request_id,
-            LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe),
-        )
+        self._failed(receiving.command.request_id, LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe))
 
     def _forget(self, receiving: IncomingTransfer, *, accepted: bool) -> None:
         del self._by_transfer[receiving.transfer_id]
@@ -368,9 +359,7 @@ class Quarantine:
     def _free_after_processes(self, closing: list[IncomingTransfer], ran_s: float) -> None:
         now = self._side.clock()
         processes = {process for receiving in closing for process in receiving.processes}
-        self._ended = {
-            process: since + ran_s for process, since in self._ended.items() if process in processes
-        }
+        self._ended = {process: since + ran_s for process, since in self._ended.items() if process in processes}
         unknown = processes - self._ended.keys()
         if unknown and now >= self._look_at:
             self._look_at = now + self._side.settings.retry_s

@@ -16,25 +16,9 @@ from tandem.kvtransfer.protocol.cache_map import Mapping, PoolGeometry
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.receiving import IncomingTransfer, ReceivePhase
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import (
-    BoundedMemory,
-    Clock,
-    Forget,
-    LinkMeter,
-    LinkPace,
-    NodeSide,
-    PeerKey,
-    key_of,
-)
+from tandem.kvtransfer.protocol.side import BoundedMemory, Clock, Forget, LinkMeter, LinkPace, NodeSide, PeerKey, key_of
 from tandem.kvtransfer.protocol.transport import RemoteId, Transport
-from tandem.wire.handoff import (
-    CacheMemory,
-    Hello,
-    ProcessIdentity,
-    RefusalCode,
-    RegisterDestination,
-    RenewLease,
-)
+from tandem.wire.handoff import CacheMemory, Hello, ProcessIdentity, RefusalCode, RegisterDestination, RenewLease
 from tandem.wire.nodes import PeerAddress
 
 logger = logging.getLogger(__name__)
@@ -106,9 +90,7 @@ class ConsumerLinks:
             logger.error("%s cannot receive KV from here: %s", key.node_id, mapping)
             return Rejection(RefusalCode.INCOMPATIBLE, mapping)
         if any(leaving.has_failed and leaving.key == key for leaving in self._leaving):
-            return Rejection(
-                RefusalCode.HANDSHAKE_FAILED, "an earlier link with this node is still being closed"
-            )
+            return Rejection(RefusalCode.HANDSHAKE_FAILED, "an earlier link with this node is still being closed")
         remote: RemoteId | None = None
         if self._transport is not None:
             try:
@@ -119,9 +101,7 @@ class ConsumerLinks:
         if link is not None:
             self._leave(link)
         meter = LinkMeter(self._settings.pace_s)
-        self._links[key] = ConsumerLink(
-            key, hello.envelope.reply_to, hello, mapping, remote, self._clock(), meter
-        )
+        self._links[key] = ConsumerLink(key, hello.envelope.reply_to, hello, mapping, remote, self._clock(), meter)
         return None
 
     def mark_ended(self, key: PeerKey) -> None:
@@ -307,9 +287,7 @@ class ProducerLinks:
     def is_silent(self, key: PeerKey) -> bool:
         """True if the producer has said nothing for a whole lease, or if there is no link with it."""
         link = self._links.get(key)
-        return (
-            link is None or link.heard_at is None or self._clock() >= link.heard_at + self._settings.lease_s
-        )
+        return link is None or link.heard_at is None or self._clock() >= link.heard_at + self._settings.lease_s
 
     def reopened(self, memory: CacheMemory) -> None:
         """Our memory is reachable in another way: tell every producer."""
@@ -355,9 +333,7 @@ class ProducerLinks:
     def silent(self) -> list[ProducerLink]:
         """Returns the links with producers that have owed an answer for `probe_s`."""
         limit = self._clock() - self._settings.probe_s
-        return [
-            link for link in self._links.values() if link.owed_since is not None and link.owed_since < limit
-        ]
+        return [link for link in self._links.values() if link.owed_since is not None and link.owed_since < limit]
 
     # ── questions ──
 
@@ -372,9 +348,7 @@ class ProducerLinks:
     def renew(self, link: ProducerLink, transfer_ids: list[str]) -> None:
         link.asked_at = self._clock()
         link.owes(link.asked_at)
-        self._send(
-            link.peer.endpoint, RenewLease(self._me.envelope(link.peer.epoch), link.stamp, transfer_ids)
-        )
+        self._send(link.peer.endpoint, RenewLease(self._me.envelope(link.peer.epoch), link.stamp, transfer_ids))
 
 
 class Registrar:

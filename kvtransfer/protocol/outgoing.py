@@ -41,9 +41,7 @@ class Ledger:
         self._by_transfer: dict[str, OutgoingTransfer] = {}
         self._by_request: dict[str, OutgoingTransfer] = {}
         self.in_line: dict[str, str] = {}  # by transfer id: requests that have no blocks yet
-        self._endings: BoundedMemory[TransferEnd] = BoundedMemory(
-            settings.max_remembered, settings.remember_s, clock
-        )
+        self._endings: BoundedMemory[TransferEnd] = BoundedMemory(settings.max_remembered, settings.remember_s, clock)
 
     def __iter__(self) -> Iterator[OutgoingTransfer]:
         return iter(list(self._by_transfer.values()))
@@ -91,10 +89,7 @@ class Ledger:
         """Whether one more registration, whose table has this many places, may wait here for its request."""
         early = [sending for sending in self._by_transfer.values() if sending.source is None]
         waiting = sum(
-            len(ids)
-            for sending in early
-            if sending.destination is not None
-            for ids in sending.destination.block_ids
+            len(ids) for sending in early if sending.destination is not None for ids in sending.destination.block_ids
         )
         settings = self._settings
         return len(early) < settings.max_early_registrations and waiting + places <= settings.max_early_places
@@ -137,10 +132,7 @@ class OutgoingTransfers:
             self._answers.refuse(
                 envelope, sending.transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
             )
-        elif (source.plan.num_tokens, source.plan.token_hash) != (
-            destination.num_tokens,
-            destination.token_hash,
-        ):
+        elif (source.plan.num_tokens, source.plan.token_hash) != (destination.num_tokens, destination.token_hash):
             self._side.recorder.refused("token_hash")
             self.close(sending, Outcome.MISMATCHED, "the two nodes were given different tokens")
         else:
@@ -251,9 +243,7 @@ class OutgoingTransfers:
         if held:
             self._made_room_at = now
             _, last = max(held, key=lambda waiting: waiting[0])
-            self.close(
-                last, Outcome.LEASE_EXPIRED, "its blocks were needed for another prompt of the same consumer"
-            )
+            self.close(last, Outcome.LEASE_EXPIRED, "its blocks were needed for another prompt of the same consumer")
 
     def _notify(self, sending: OutgoingTransfer) -> None:
         source, destination = sending.source, sending.destination

@@ -18,19 +18,14 @@ _STATE, _STARTED = 0, 19  # fields of /proc/<pid>/stat, counted from the one aft
 
 def this_process() -> ProcessIdentity:
     started = _stat("self")[_STARTED]
-    return ProcessIdentity(
-        machine=_machine(), pid_namespace=_pid_namespace(), pid=os.getpid(), started=int(started)
-    )
+    return ProcessIdentity(machine=_machine(), pid_namespace=_pid_namespace(), pid=os.getpid(), started=int(started))
 
 
 def has_ended(process: ProcessIdentity) -> bool:
     """True only if it is certain: the process ran on this machine and in this PID namespace, and /proc shows this
     namespace. In another namespace the same number means another process."""
     try:
-        if (process.machine, process.pid_namespace) != (
-            _machine(),
-            _pid_namespace(),
-        ) or not _shows_our_namespace():
+        if (process.machine, process.pid_namespace) != (_machine(), _pid_namespace()) or not _shows_our_namespace():
             return False
         fields = _stat(str(process.pid))
         if int(fields[_STARTED]) != process.started:

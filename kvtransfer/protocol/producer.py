@@ -13,15 +13,7 @@ from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks, LeaseS
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
 from tandem.kvtransfer.protocol.pushing import Progress, PushLoop, Writer
 from tandem.kvtransfer.protocol.sending import DestinationBlocks, OutgoingTransfer, SendPhase
-from tandem.kvtransfer.protocol.side import (
-    Answers,
-    BoundedMemory,
-    NodeSide,
-    Outcome,
-    PeerKey,
-    TransferEnd,
-    key_of,
-)
+from tandem.kvtransfer.protocol.side import Answers, BoundedMemory, NodeSide, Outcome, PeerKey, TransferEnd, key_of
 from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
@@ -65,31 +57,16 @@ class Producer:
             settings.max_remembered, settings.keep_link_s, clock
         )
         self._links = ConsumerLinks(
-            geometry,
-            side.transport if self._writes else None,
-            settings,
-            clock,
-            forget=side.forget,
+            geometry, side.transport if self._writes else None, settings, clock, forget=side.forget
         )
         self._ledger = Ledger(settings, clock, recorder)
-        writer = Writer(
-            side.transport, settings, geometry.fingerprint.num_slots, clock, recorder, side.checksums
-        )
+        writer = Writer(side.transport, settings, geometry.fingerprint.num_slots, clock, recorder, side.checksums)
         self._outgoing = OutgoingTransfers(
-            side,
-            self._ledger,
-            self._links,
-            self._answers,
-            finished_sending=finished_sending,
-            unwanted=unwanted,
+            side, self._ledger, self._links, self._answers, finished_sending=finished_sending, unwanted=unwanted
         )
         self._pushing = PushLoop(side, self._ledger, self._links, self._outgoing, writer)
         self._progress = Progress(
-            self._ledger,
-            writer,
-            to_write=self._writes,
-            has_windows=geometry.has_windows,
-            advanced=self._pushing.watch,
+            self._ledger, writer, to_write=self._writes, has_windows=geometry.has_windows, advanced=self._pushing.watch
         )
         self._stamps = LeaseStamps(settings.lease_s, clock)
         self._tokens_per_s: float | None = None  # our engine's rate for prompt tokens
@@ -160,9 +137,7 @@ class Producer:
         sending.waiting_since = self._side.clock()
         if sending.phase is SendPhase.OPEN:
             if sending.blocks_changed(command.block_ids):
-                self._outgoing.close(
-                    sending, Outcome.MISMATCHED, "blocks were given up before the prompt's end"
-                )
+                self._outgoing.close(sending, Outcome.MISMATCHED, "blocks were given up before the prompt's end")
             else:
                 sending.source.block_ids = [list(ids) for ids in command.block_ids]
                 sending.source.first_token = command.first_token
@@ -227,9 +202,7 @@ class Producer:
         if rejection is not None:
             self._answers.refuse(message.envelope, "", rejection.code, rejection.reason)
             return
-        self._links.drop_unused(
-            key_of(message.envelope), in_use=lambda link: bool(self._ledger.through(link))
-        )
+        self._links.drop_unused(key_of(message.envelope), in_use=lambda link: bool(self._ledger.through(link)))
         self._answers.say(
             message.envelope,
             Welcome(
@@ -249,13 +222,9 @@ class Producer:
         sending = self._ledger.get(transfer_id)
         ending = self._ledger.ending_of(transfer_id)
         if link is None:
-            self._answers.refuse(
-                envelope, transfer_id, RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
-            )
+            self._answers.refuse(envelope, transfer_id, RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node")
         elif sending is not None and not sending.belongs_to(key):
-            self._answers.refuse(
-                envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node"
-            )
+            self._answers.refuse(envelope, transfer_id, RefusalCode.FOREIGN, "this transfer is for another node")
         elif ending is not None:
             self._answers.closed(envelope, transfer_id, ending)
         elif sending is not None and sending.is_over:
@@ -266,13 +235,9 @@ class Producer:
             # The stamp is too old to grant a lease: the message lay in a queue. The consumer registers again with the
             # fresh stamp.
             unknown = [transfer_id] if sending is None or sending.destination is None else []
-            self._answers.say(
-                envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), unknown)
-            )
+            self._answers.say(envelope, LeaseRenewed(self._answers.back_to(envelope), self._stamps.issue(), unknown))
         elif sending is None and not self._ledger.has_room(sum(map(len, message.block_ids))):
-            self._answers.refuse(
-                envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request"
-            )
+            self._answers.refuse(envelope, transfer_id, RefusalCode.OVERLOADED, "too many transfers without a request")
         else:
             self._register(sending or self._ledger.open(transfer_id), message, link, lease_until)
 
@@ -302,17 +267,12 @@ class Producer:
             known.lease_until = max(known.lease_until, lease_until)
         else:
             self._answers.refuse(
-                message.envelope,
-                sending.transfer_id,
-                RefusalCode.CONFLICT,
-                "registered with other blocks before",
+                message.envelope, sending.transfer_id, RefusalCode.CONFLICT, "registered with other blocks before"
             )
             return
         self._answers.say(
             message.envelope,
-            DestinationRegistered(
-                self._answers.back_to(message.envelope), self._stamps.issue(), sending.transfer_id
-            ),
+            DestinationRegistered(self._answers.back_to(message.envelope), self._stamps.issue(), sending.transfer_id),
         )
         self._pair(sending)
 
@@ -335,9 +295,7 @@ class Producer:
         # Confirmed once nothing of it can come back, also if this process ends now. The consumer says it again until then.
         is_confirmed = me.generation > heard_in and self._side.sources.all_written
         if self._links.hear(key) is None:
-            self._answers.refuse(
-                message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node"
-            )
+            self._answers.refuse(message.envelope, "", RefusalCode.HANDSHAKE_REQUIRED, "no handshake with this node")
             return
         lease_until = self._stamps.until(message.stamp)
         unknown: list[str] = []
@@ -378,9 +336,7 @@ class Producer:
         else:
             self._side.recorder.refused("late_acceptance")
         if not self._writes:
-            over = self._ledger.ending_of(message.transfer_id) or TransferEnd(
-                "this transfer is not known here"
-            )
+            over = self._ledger.ending_of(message.transfer_id) or TransferEnd("this transfer is not known here")
             self._answers.closed(message.envelope, message.transfer_id, over)
 
     def on_cancel(self, message: CancelTransfer) -> None:

@@ -138,11 +138,7 @@ class PullLoop:
             return None  # the transfer is being given up
         mapping, source = link.mapping, notice.source_block_ids
         problem = self._geometry.check_table(
-            receiving.command.num_tokens,
-            receiving.first_blocks(mapping),
-            source,
-            link.block_size,
-            link.memory,
+            receiving.command.num_tokens, receiving.first_blocks(mapping), source, link.block_size, link.memory
         )
         if problem is not None:
             return problem
@@ -158,9 +154,7 @@ class PullLoop:
     def pump(self) -> Activity:
         activity = Activity.NONE
         reading = [
-            receiving
-            for receiving in self._incoming
-            if receiving.stage is ReceivePhase.READING or receiving.in_flight
+            receiving for receiving in self._incoming if receiving.stage is ReceivePhase.READING or receiving.in_flight
         ]
         in_flight: Counter[PeerKey] = Counter()
         for receiving in reading:

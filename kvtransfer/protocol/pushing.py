@@ -13,13 +13,7 @@ from tandem.kvtransfer.protocol import commands
 from tandem.kvtransfer.protocol.checksums import Checksums
 from tandem.kvtransfer.protocol.links import ConsumerLink, ConsumerLinks
 from tandem.kvtransfer.protocol.outgoing import Ledger, OutgoingTransfers
-from tandem.kvtransfer.protocol.sending import (
-    DestinationBlocks,
-    MissingBlocks,
-    OutgoingTransfer,
-    SendPhase,
-    Write,
-)
+from tandem.kvtransfer.protocol.sending import DestinationBlocks, MissingBlocks, OutgoingTransfer, SendPhase, Write
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import Clock, LinkPace, NodeSide, Outcome, Recorder
 from tandem.kvtransfer.protocol.transport import Activity, Operation, RemoteId, Transport
@@ -131,12 +125,7 @@ class Writer:
 
 class PushLoop:
     def __init__(
-        self,
-        side: NodeSide,
-        ledger: Ledger,
-        links: ConsumerLinks,
-        outgoing: OutgoingTransfers,
-        writer: Writer,
+        self, side: NodeSide, ledger: Ledger, links: ConsumerLinks, outgoing: OutgoingTransfers, writer: Writer
     ) -> None:
         self._side = side
         self._clock = side.clock
@@ -207,8 +196,7 @@ class PushLoop:
         """Whether a transfer needs the link: for writes in flight, or, if the link has not failed, for writes to
         come."""
         return any(
-            sending.in_flight or not (link.has_failed or sending.is_over)
-            for sending in self._ledger.through(link)
+            sending.in_flight or not (link.has_failed or sending.is_over) for sending in self._ledger.through(link)
         )
 
     def _post(self, sending: OutgoingTransfer) -> None:

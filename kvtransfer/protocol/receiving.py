@@ -29,12 +29,7 @@ class ReceivePhase(enum.Enum):
     def is_leased(self) -> bool:
         """Whether each renewal names the transfer. A closing one is named because the answers show that the producer
         lives."""
-        return self in (
-            ReceivePhase.WAITING,
-            ReceivePhase.READING,
-            ReceivePhase.CONFIRMING,
-            ReceivePhase.CLOSING,
-        )
+        return self in (ReceivePhase.WAITING, ReceivePhase.READING, ReceivePhase.CONFIRMING, ReceivePhase.CLOSING)
 
 
 _NOTHING = ChecksumSample(0, 0, 0)
@@ -126,12 +121,9 @@ class IncomingTransfer:
         last = len(self.command.block_ids) - 1
         return frozenset(
             block
-            for group, (first, ids) in enumerate(
-                zip(self.command.first_block, self.command.block_ids, strict=True)
-            )
+            for group, (first, ids) in enumerate(zip(self.command.first_block, self.command.block_ids, strict=True))
             for index, block in enumerate(ids, start=first)
-            if block != NULL_BLOCK_ID
-            and ((has_states and group == last) or index * block_size >= valid_tokens)
+            if block != NULL_BLOCK_ID and ((has_states and group == last) or index * block_size >= valid_tokens)
         )
 
     @property
@@ -181,9 +173,7 @@ class IncomingTransfer:
         if notice.token_hash != mine.token_hash:
             return "it is about other tokens"
         if (notice.num_blocks, notice.num_bytes) != (self.num_blocks, self.num_blocks * block_bytes):
-            return (
-                f"{notice.num_blocks} blocks of {notice.num_bytes} bytes in all, expected {self.num_blocks}"
-            )
+            return f"{notice.num_blocks} blocks of {notice.num_bytes} bytes in all, expected {self.num_blocks}"
         if not 0 <= notice.first_token < vocab_size:
             return f"the first token is {notice.first_token}, and the vocabulary has {vocab_size}"
         return None

@@ -450,9 +450,7 @@ class OutgoingTransfer:
         return TransferTrace(record, self._spans(now))
 
     def _spans(self, now: float) -> list[Span]:
-        spans = [
-            Span(TracePhase.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)
-        ]
+        spans = [Span(TracePhase.PLAN, self.created_at, self.paired_at if self.paired_at is not None else now)]
         grain = self.destination.mapping.grain if self.destination is not None else 0
         for write in self.arrived:
             ended = write.done_at if write.done_at is not None else now

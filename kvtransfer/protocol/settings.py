@@ -67,9 +67,7 @@ class ProtocolSettings(msgspec.Struct, frozen=True, kw_only=True):
             if not getattr(config, name) > 0:
                 raise ConfigurationError(f"transfer.{name} must be above 0, not {getattr(config, name)}")
         if config.lease_s > MAX_LEASE_S:
-            raise ConfigurationError(
-                f"transfer.lease_s must be at most {MAX_LEASE_S:g}, not {config.lease_s:g}"
-            )
+            raise ConfigurationError(f"transfer.lease_s must be at most {MAX_LEASE_S:g}, not {config.lease_s:g}")
         return cls(
             lease_s=config.lease_s,
             timeout_s=config.timeout_s,
@@ -100,9 +98,7 @@ def parse_options(kind: type[Options], connector: str, options: Mapping[str, str
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"transfer.options of the {connector} connector: {error}") from None
     if parsed.layerwise_tokens < 0:
-        raise ConfigurationError(
-            f"transfer.options.layerwise_tokens must be at least 0, not {parsed.layerwise_tokens}"
-        )
+        raise ConfigurationError(f"transfer.options.layerwise_tokens must be at least 0, not {parsed.layerwise_tokens}")
     return parsed
 
 

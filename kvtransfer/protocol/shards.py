@@ -16,15 +16,7 @@ import numpy as np
 
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.memory import KVCacheMemory
-from tandem.kvtransfer.protocol.transport import (
-    CutAxis,
-    IndexRange,
-    Move,
-    Operation,
-    ShardPart,
-    UnitIds,
-    run_bounds,
-)
+from tandem.kvtransfer.protocol.transport import CutAxis, IndexRange, Move, Operation, ShardPart, UnitIds, run_bounds
 from tandem.wire.handoff import CacheMemory, CacheShard
 
 Shards = tuple[ShardPart, ...]
@@ -45,8 +37,7 @@ def part_of(memory: KVCacheMemory) -> ShardPart:
 
 def part_in(shard: CacheShard) -> ShardPart:
     return ShardPart(
-        IndexRange(shard.first_head, shard.num_heads),
-        tuple(IndexRange(*of_group) for of_group in shard.slots),
+        IndexRange(shard.first_head, shard.num_heads), tuple(IndexRange(*of_group) for of_group in shard.slots)
     )
 
 
@@ -163,13 +154,7 @@ class PoolSplit:
         return found
 
     def _of_group(
-        self,
-        move: Move,
-        group: int,
-        num_slots: int,
-        axes: Sequence[CutAxis],
-        local: UnitIds,
-        remote: UnitIds,
+        self, move: Move, group: int, num_slots: int, axes: Sequence[CutAxis], local: UnitIds, remote: UnitIds
     ) -> list[ShardMove]:
         units, size = move.grain_units, move.unit_bytes
         ours, theirs = (column[:units] - column[0] for column in (local, remote))
@@ -203,16 +188,12 @@ class PoolSplit:
     ) -> list[_GrainPattern]:
         """`first_slot`: the slot of the grain's first unit, from which the units' slots count."""
         head, slot = mine.index[0], mine.index[1] + first_slot if self._used else np.zeros_like(mine.index[0])
-        if head[0] != 0 or not all(
-            np.array_equal(*indices) for indices in zip(mine.index, others.index, strict=True)
-        ):
+        if head[0] != 0 or not all(np.array_equal(*indices) for indices in zip(mine.index, others.index, strict=True)):
             raise InternalError("a move from one head or layer to another")
         giving, taking = (self._ours, self._theirs) if writes else (self._theirs, self._ours)
         givers = givers_of(giving, group, num_slots)
         # A group may have fewer layers than a block has slots.
-        given_by = np.where(
-            slot < num_slots, givers[np.minimum(slot, num_slots - 1), head], np.int64(_NO_ONE)
-        )
+        given_by = np.where(slot < num_slots, givers[np.minimum(slot, num_slots - 1), head], np.int64(_NO_ONE))
         found = []
         for giver, taker in _pairs(giving, taking, group, num_slots):
             kept, slots = taking[taker].heads, taking[taker].slots_of(group, num_slots)
@@ -240,10 +221,7 @@ class PoolSplit:
         # A grain begins with head 0 and the move's first layer. The shard may lack both: the pattern has its own
         # places.
         firsts = [0, slot][: len(ours.index)]
-        begins = (
-            ours.within(firsts, pattern.our_counts),
-            theirs.within(firsts, pattern.their_counts),
-        )
+        begins = (ours.within(firsts, pattern.our_counts), theirs.within(firsts, pattern.their_counts))
         size = int(np.gcd.reduce(np.concatenate(begins), initial=pattern.size))
         local, remote = (
             (begin[:, None] // size + inside[::size] // size).reshape(-1)

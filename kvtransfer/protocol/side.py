@@ -429,15 +429,12 @@ class Answers:
         envelope = msgspec.structs.replace(self.back_to(question), sender_epoch=0)
         reason = "another incarnation of this node was addressed"
         self.say(
-            question,
-            Refusal(envelope, "", RefusalCode.WRONG_EPOCH, reason, addressed_epoch=question.receiver_epoch),
+            question, Refusal(envelope, "", RefusalCode.WRONG_EPOCH, reason, addressed_epoch=question.receiver_epoch)
         )
 
     def refuse(self, question: Envelope, transfer_id: str, code: RefusalCode, reason: str) -> None:
         self._recorder.refused(code.value)
         self.say(
             question,
-            Refusal(
-                self.back_to(question), transfer_id, code, reason, addressed_epoch=question.receiver_epoch
-            ),
+            Refusal(self.back_to(question), transfer_id, code, reason, addressed_epoch=question.receiver_epoch),
         )

@@ -58,9 +58,7 @@ class CanaryFindings:
 class CanaryChecks:
     """An `IdleCheck`: chooses a share of the received prompts. Only the step thread uses it."""
 
-    def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, share: float, *, exact: bool = False
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, share: float, *, exact: bool = False) -> None:
         """`exact`: all nodes compute the same bits, so any difference is wrong."""
         self._scheduler = scheduler
         self._runner = runner
@@ -112,10 +110,7 @@ class Canary:
         self._peer = request.transfer.peer if request.transfer is not None else None
         self._prompt = request.prompt_token_ids
         self._facts = RequestFacts(
-            prompt_token_ids=self._prompt,
-            sampling=_NOT_SAMPLED,
-            cache_salt=request.cache_salt,
-            lora=request.lora,
+            prompt_token_ids=self._prompt, sampling=_NOT_SAMPLED, cache_salt=request.cache_salt, lora=request.lora
         )
         self._attempts = 0
         # The request that recomputes the prompt; None while the check holds no blocks.
@@ -234,9 +229,7 @@ class Difference(abc.ABC):
     allowed: float
     unit: str  # as the end of "by 0.1 of ..."
 
-    def between(
-        self, own: torch.Tensor, there: torch.Tensor, group: KVCacheGroup, index: int
-    ) -> WrongBlock | None:
+    def between(self, own: torch.Tensor, there: torch.Tensor, group: KVCacheGroup, index: int) -> WrongBlock | None:
         """Compares the blocks number `index` of a prompt, each [slots, 2, KV heads, tokens, head size]. Returns None if `there` is right."""
         if not group.blocks_per_request:  # a group with fewer layers than others leaves slots unused
             own, there = own[: len(group.layers)], there[: len(group.layers)]
@@ -300,10 +293,7 @@ def make(context: PartContext) -> ServicePart | None:
     if not config.role.writes_answers or not config.transfer.canary_share:
         return None
     engine.idle_check = checks = CanaryChecks(
-        engine.scheduler,
-        engine.runner,
-        config.transfer.canary_share,
-        exact=config.engine.model.exact == "require",
+        engine.scheduler, engine.runner, config.transfer.canary_share, exact=config.engine.model.exact == "require"
     )
     return CanaryPart(checks.findings)
 

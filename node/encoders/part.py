@@ -135,12 +135,7 @@ class EncoderClient:
             self.ask(encoders[image], digest, images[image], of_image, salt)
 
     def ask(
-        self,
-        encoder: PeerAddress,
-        digest: str,
-        file: bytes,
-        parts: Sequence[MediaFeature],
-        salt: str | None = None,
+        self, encoder: PeerAddress, digest: str, file: bytes, parts: Sequence[MediaFeature], salt: str | None = None
     ) -> None:
         """Asks one encoder node for parts of one image. Each part gets exactly one RowsCame, by the deadline."""
         now = self._clock()
@@ -161,15 +156,7 @@ class EncoderClient:
             return
         wanted = [WantedPart(part.part, part.length, part.columns) for part in parts]
         message = Encode(
-            question,
-            self._inbox.endpoint,
-            encoder.epoch,
-            self._model,
-            digest,
-            file,
-            wanted,
-            self._patience_s,
-            salt,
+            question, self._inbox.endpoint, encoder.epoch, self._model, digest, file, wanted, self._patience_s, salt
         )
         try:
             self._outbox.send(encoder.endpoint, message)

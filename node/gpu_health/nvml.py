@@ -61,9 +61,7 @@ class Nvml:
         """Waits for an error that the driver reports. Returns None if none came in time."""
         event = _EventData()
         wait = ctypes.c_uint(int(timeout_s * 1000))
-        code = self._call(
-            "nvmlEventSetWait_v2", self._events, ctypes.byref(event), wait, allowed=(_SUCCESS, _TIMEOUT)
-        )
+        code = self._call("nvmlEventSetWait_v2", self._events, ctypes.byref(event), wait, allowed=(_SUCCESS, _TIMEOUT))
         if code == _TIMEOUT or event.kind != _XID_EVENT:
             return None
         return Card(event.card), int(event.data)

@@ -94,11 +94,7 @@ class GpuWatch:
     def _watch(self) -> None:
         nvml = self._open()
         try:
-            watched = [
-                each
-                for device, address in self._cards.items()
-                if (each := self._begin(nvml, device, address))
-            ]
+            watched = [each for device, address in self._cards.items() if (each := self._begin(nvml, device, address))]
             while not self._ended.is_set():
                 happened = nvml.next_xid(_LOOK_S)
                 if happened is not None:

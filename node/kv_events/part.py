@@ -75,10 +75,7 @@ class KVEventPublisher:
                 self._thread.start()
             self._undo = undo.pop_all()
         logger.info(
-            "%s: published at %s, asked for again at %s",
-            NAME,
-            self.endpoint,
-            self.replay_endpoint or "no place",
+            "%s: published at %s, asked for again at %s", NAME, self.endpoint, self.replay_endpoint or "no place"
         )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
@@ -163,9 +160,7 @@ def make(context: PartContext) -> ServicePart | None:
     events = context.config.engine.cache.events
     if not context.engine.caches_prefixes or not events.endpoint:
         return None
-    return KVEventsPart(
-        KVEventPublisher(events.endpoint, events.replay_endpoint, events.topic, events.buffer_steps)
-    )
+    return KVEventsPart(KVEventPublisher(events.endpoint, events.replay_endpoint, events.topic, events.buffer_steps))
 
 
 class KVEventsPart(ServicePart):

@@ -53,14 +53,7 @@ def _store_at(rendezvous: str, size: int, name: str) -> Any:
 
 class GroupCollectives:
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        rendezvous: str,
-        device: torch.device,
-        *,
-        host: str = LOOPBACK,
-        name: str = "all",
+        self, rank: int, size: int, rendezvous: str, device: torch.device, *, host: str = LOOPBACK, name: str = "all"
     ) -> None:
         """Joins the group; waits up to `_MEETING` for the other ranks. `host`: the address of this machine where this rank listens for the
         others. `name` tells this group from others at the same `rendezvous`."""
@@ -79,9 +72,7 @@ class GroupCollectives:
             if self._spans_machines and (interface := addresses().get(host)) is not None:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
             torch.cuda.set_device(device)
-            self._group = torch_groups.ProcessGroupNCCL(
-                store, rank, size, torch_groups.ProcessGroupNCCL.Options()
-            )
+            self._group = torch_groups.ProcessGroupNCCL(store, rank, size, torch_groups.ProcessGroupNCCL.Options())
 
     def sum(self, tensor: torch.Tensor) -> None:
         self._group.allreduce([tensor]).wait()

@@ -68,9 +68,7 @@ class Numbers:
 
 def step_of(arrays: Sequence[np.ndarray]) -> OneStep:
     if sum(array.nbytes for array in arrays) > MAX_FRAME_BYTES // 2:
-        raise InternalError(
-            f"a step's arrays are larger than {MAX_FRAME_BYTES >> 21} MiB, which go to another machine"
-        )
+        raise InternalError(f"a step's arrays are larger than {MAX_FRAME_BYTES >> 21} MiB, which go to another machine")
     return OneStep([(array.dtype.str, list(array.shape), array.tobytes()) for array in arrays])
 
 

@@ -35,9 +35,7 @@ def keep(config: NodeConfig, machine: int, find_model: FindModel) -> RankKeeper:
 
 
 class RanksOfNode:
-    def __init__(
-        self, config: NodeConfig, loading: LoadSource, lost: Callable[[str], None], apart: bool
-    ) -> None:
+    def __init__(self, config: NodeConfig, loading: LoadSource, lost: Callable[[str], None], apart: bool) -> None:
         if len(loading.keepers) != len(config.others):
             raise InternalError(
                 f"{config.node_id} is spread over {config.machines} machines, and {len(loading.keepers)} others keep ranks"

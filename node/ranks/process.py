@@ -24,15 +24,7 @@ from tandem.base.logs import begin_logging
 from tandem.machine.resources import bind, threads_here
 from tandem.node.near import near_device
 from tandem.node.ranks.memory import SharedMemory
-from tandem.node.ranks.messages import (
-    MOST_BYTES,
-    FromRank,
-    RankHere,
-    RankOrders,
-    RankProgress,
-    RankReady,
-    RankRefused,
-)
+from tandem.node.ranks.messages import MOST_BYTES, FromRank, RankHere, RankOrders, RankProgress, RankReady, RankRefused
 
 if TYPE_CHECKING:
     from tandem.engine.model.torch_runner import TorchRunner
@@ -56,9 +48,7 @@ def main() -> None:
     orders = msgspec.msgpack.decode(control.recv(MOST_BYTES), type=RankOrders)
     begin_logging(orders.logs, orders.name)
     memory = SharedMemory(memory_fd, range(orders.rank, orders.rank + 1))
-    threading.Thread(
-        target=_live, args=(memory, orders.rank, lifeline), name="rank-life", daemon=True
-    ).start()
+    threading.Thread(target=_live, args=(memory, orders.rank, lifeline), name="rank-life", daemon=True).start()
     anywhere = os.sched_getaffinity(0)
     if orders.cores:
         bind(threads_here(), orders.cores)
@@ -72,9 +62,7 @@ def main() -> None:
             raise
 
 
-def _serve(
-    orders: RankOrders, control: socket.socket, memory: SharedMemory, anywhere: Collection[int]
-) -> None:
+def _serve(orders: RankOrders, control: socket.socket, memory: SharedMemory, anywhere: Collection[int]) -> None:
     from tandem.engine.model.checkpoint import choose_device
     from tandem.engine.model.loading import load_runner
     from tandem.engine.model.shard import Shard

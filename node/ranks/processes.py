@@ -31,15 +31,7 @@ from tandem.base.logs import LogsConfig
 from tandem.machine.resources import usable_cores
 from tandem.node.ranks.link import Eventfd, Relay
 from tandem.node.ranks.memory import SharedMemory, create_memory
-from tandem.node.ranks.messages import (
-    MOST_BYTES,
-    FromRank,
-    RankHere,
-    RankOrders,
-    RankProgress,
-    RankReady,
-    RankRefused,
-)
+from tandem.node.ranks.messages import MOST_BYTES, FromRank, RankHere, RankOrders, RankProgress, RankReady, RankRefused
 
 if TYPE_CHECKING:
     from tandem.engine.config import EngineConfig
@@ -256,9 +248,7 @@ class RankProcesses:
             with contextlib.suppress(OSError):  # the rank has already ended, which `_watch` notices
                 ours.send(_encode(orders))
 
-    def _orders(
-        self, number: int, place: int, rendezvous: str, transfers: int | None, tiers: int | None
-    ) -> RankOrders:
+    def _orders(self, number: int, place: int, rendezvous: str, transfers: int | None, tiers: int | None) -> RankOrders:
         plan, share = self.plan, self.plan.shares[place]
         engine = plan.engine
         model = msgspec.structs.replace(
@@ -360,9 +350,7 @@ class RankProcesses:
             if rank.silent_ticks > self._most_ticks:
                 self.judge(NodeLost(f"rank {rank.number} has not run for {seconds:.1f} s"))
             elif rank.behind_ticks > self._most_ticks:
-                self.judge(
-                    NodeLost(f"rank {rank.number} has not taken step {rank.asked} for {seconds:.1f} s")
-                )
+                self.judge(NodeLost(f"rank {rank.number} has not taken step {rank.asked} for {seconds:.1f} s"))
 
     def _end(self, kept: int) -> None:
         """Ends the ranks: kills them if there is a verdict, else lets each end by itself for up to `END_S`."""

@@ -44,15 +44,7 @@ from tandem.node.ranks.messages import (
     RanksPrepared,
     ToMachine,
 )
-from tandem.node.ranks.processes import (
-    END_S,
-    TICK_S,
-    RankPlan,
-    RankProcesses,
-    RankShare,
-    check_devices,
-    ranks_on,
-)
+from tandem.node.ranks.processes import END_S, TICK_S, RankPlan, RankProcesses, RankShare, check_devices, ranks_on
 from tandem.wire.endpoints import key_of, shown
 from tandem.wire.sockets import Inbox, Outbox, accompany
 
@@ -131,9 +123,7 @@ class Ranks:
         self._meeting: MeetingPlace | None = None
         self._groups: list[GroupCollectives] = []
         here = ranks_on(0, machines, size)
-        plan = RankPlan(
-            name, here, size, engine, shares, logs, host if keepers else "127.0.0.1", stages, contexts
-        )
+        plan = RankPlan(name, here, size, engine, shares, logs, host if keepers else "127.0.0.1", stages, contexts)
         self._here = RankProcesses(plan, self, silence_s)
         self._far_lines: list[socket.socket] = []
         self._inbox: Inbox[LetterFromMachine] | None = None
@@ -163,13 +153,7 @@ class Ranks:
         """Starts all ranks. Returns rank 0's Shard when they have found each other; each loads its part next."""
         from tandem.engine.model.checkpoint import choose_device
         from tandem.engine.model.shard import Shard
-        from tandem.node.ranks.group import (
-            LOOPBACK,
-            GroupCollectives,
-            MeetingPlace,
-            group_across,
-            group_of_stage,
-        )
+        from tandem.node.ranks.group import LOOPBACK, GroupCollectives, MeetingPlace, group_across, group_of_stage
 
         device = choose_device(self._engine.model.device)
         check_devices(self._engine.model.device, self._here.plan.ranks)
@@ -196,16 +180,7 @@ class Ranks:
             raise self.cause_of(error) from error
         self._groups = [each for each in (group, of_stage, across) if each is not None]
         return Shard(
-            0,
-            self._size,
-            group,
-            self,
-            str(device),
-            self._here.kv_fd,
-            self._stages,
-            of_stage,
-            self._contexts,
-            across,
+            0, self._size, group, self, str(device), self._here.kv_fd, self._stages, of_stage, self._contexts, across
         )
 
     def _prepare(self) -> None:
@@ -326,9 +301,7 @@ class Ranks:
             if self._serves and machine.silent_ticks > self._most_ticks:
                 self._here.judge(NodeLost(f"{machine.name} has said nothing for {seconds:.1f} s"))
             elif machine.behind_ticks > self._most_ticks:
-                self._here.judge(
-                    NodeLost(f"{machine.name} has not got step {machine.asked} for {seconds:.1f} s")
-                )
+                self._here.judge(NodeLost(f"{machine.name} has not got step {machine.asked} for {seconds:.1f} s"))
 
     def _tell(self, machine: _Machine, message: ToMachine) -> None:
         try:

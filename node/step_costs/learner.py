@@ -102,15 +102,10 @@ class StepLearner:
     def took(self, tokens: int, pairs: int, rows: int, context: int, seconds: float) -> None:
         """A step has read `tokens` of prompts, each with what it reads a pair of `pairs`, and written to `rows` answers with so much
         context together."""
-        self._most_prompt_tokens, self._most_rows = (
-            max(self._most_prompt_tokens, tokens),
-            max(self._most_rows, rows),
-        )
+        self._most_prompt_tokens, self._most_rows = (max(self._most_prompt_tokens, tokens), max(self._most_rows, rows))
         reads = bool(tokens)
         is_settled = self._seen[reads] >= SETTLED
-        expected = self._shape.expect(
-            terms_of(tokens, pairs, rows, context), SOLVE_EVERY if is_settled else 1
-        )
+        expected = self._shape.expect(terms_of(tokens, pairs, rows, context), SOLVE_EVERY if is_settled else 1)
         cut = usual = seconds / self._pace
         if is_settled and expected > 0:
             self._errors[reads] += ERROR_GAIN * (min(abs(expected / usual - 1), 1.0) - self._errors[reads])
@@ -120,9 +115,7 @@ class StepLearner:
         self._seen[reads] += 1
         self._add(tokens, pairs, rows, context, cut, max(cut, usual))
 
-    def _add(
-        self, tokens: int, pairs: int, rows: int, context: int, seconds: float, most: float = 0.0
-    ) -> None:
+    def _add(self, tokens: int, pairs: int, rows: int, context: int, seconds: float, most: float = 0.0) -> None:
         """`most`: an outlier's whole time. It is cut, and counts less, too."""
         size = (tokens.bit_length(), pairs.bit_length(), rows.bit_length(), context.bit_length())
         self._shape.add(size, terms_of(tokens, pairs, rows, context), seconds, most or seconds)

@@ -182,10 +182,7 @@ class StepTrace:
 
     def decided(self, state: SchedulerState, step: StepPlan, finished: set[str], preempted: set[str]) -> None:
         of_step = {victim.request_id for victim in step.evictions}
-        evictions = [
-            *step.evictions,
-            *(Eviction(request_id, "", 0, 0) for request_id in sorted(preempted - of_step)),
-        ]
+        evictions = [*step.evictions, *(Eviction(request_id, "", 0, 0) for request_id in sorted(preempted - of_step))]
         held_back = _held_back(state, step)
         if step.num_scheduled or evictions or finished or step.loads:
             self._idle = None

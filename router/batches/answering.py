@@ -22,10 +22,7 @@ async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, o
         file = await thread.ask(lambda store: store.files.path_of(file_id).open("rb"))
     except FileNotFoundError:
         raise FileNotHere(f"there is no file {file_id} any more") from None
-    headers = [
-        (b"content-type", b"application/octet-stream"),
-        (b"content-length", str(about.bytes).encode()),
-    ]
+    headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(about.bytes).encode())]
 
     async def write() -> None:
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -33,9 +30,7 @@ async def send_file(thread: StoreThread, exchange: HttpExchange, file_id: str, o
         while left:
             data = await thread.ask(lambda _: file.read(READ_BYTES))
             left -= len(data)
-            await exchange.send(
-                {"type": "http.response.body", "body": data, "more_body": left > 0 and bool(data)}
-            )
+            await exchange.send({"type": "http.response.body", "body": data, "more_body": left > 0 and bool(data)})
             if not data:
                 return
 

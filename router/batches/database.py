@@ -146,9 +146,7 @@ def page_of(
     if after is not None:
         found = database.execute(f"SELECT serial FROM {table} WHERE id = ?", (after,)).fetchone()
         if found is None:
-            raise InvalidRequest(
-                f"after: there is no {after[:100]!r}; give the last id of the page before", "after"
-            )
+            raise InvalidRequest(f"after: there is no {after[:100]!r}; give the last id of the page before", "after")
         condition, values = f"{condition} AND serial {beyond} ?", [*values, found[0]]
     rows = database.execute(
         f"SELECT * FROM {table} WHERE {condition} ORDER BY serial {order} LIMIT ?", (*values, limit + 1)

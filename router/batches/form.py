@@ -58,9 +58,7 @@ class FormReader:
                     self._state = "done"
                     continue
                 if not self._buffer.startswith(b"\r\n"):
-                    raise InvalidRequest(
-                        "the form's boundary is followed by something else than a line's end"
-                    )
+                    raise InvalidRequest("the form's boundary is followed by something else than a line's end")
                 self._state = "header"
             elif self._state == "header":
                 # With the line's end after the boundary, a part without headers ends like any other.

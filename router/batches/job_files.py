@@ -43,14 +43,10 @@ async def read_job(thread: StoreThread, job: Job, most_bytes: int) -> None:
             twice = await thread.do(lambda store, checked=checked: store.add_lines(job, checked))  # type: ignore[misc]
             if twice is not None:
                 mistakes.append(
-                    BatchMistake(
-                        "duplicate_custom_id", "custom_id: another line has it", twice + 1, "custom_id"
-                    )
+                    BatchMistake("duplicate_custom_id", "custom_id: another line has it", twice + 1, "custom_id")
                 )
         if number > MOST_LINES:
-            mistakes = [
-                BatchMistake("too_many_lines", f"the file has more than {MOST_LINES} lines; split it")
-            ]
+            mistakes = [BatchMistake("too_many_lines", f"the file has more than {MOST_LINES} lines; split it")]
         elif not number:
             mistakes = [BatchMistake("empty_file", "the file has no lines")]
         if mistakes:
@@ -90,9 +86,7 @@ def _next_part(
         at = number + len(good) + len(wrong)
         try:
             if len(data) > most_bytes:
-                raise LineMistake(
-                    "line_too_large", f"has more than the {most_bytes} bytes of router.limits.body_bytes"
-                )
+                raise LineMistake("line_too_large", f"has more than the {most_bytes} bytes of router.limits.body_bytes")
             good.append((at, place, len(data), check_line(data, endpoint)))
         except LineMistake as mistake:
             wrong.append(mistake.at(at + 1))
@@ -147,9 +141,7 @@ async def write_job(thread: StoreThread, job: Job, most_bytes: int) -> None:
                 number, without = part
                 unanswered += without
         output, errors = await thread.do(lambda _: [each.close() for each in outputs])
-        await thread.do(
-            lambda store: store.finish(job, output, errors, unanswered if job.form == "openai" else 0)
-        )
+        await thread.do(lambda store: store.finish(job, output, errors, unanswered if job.form == "openai" else 0))
     except Exception:
         # Not when this is cancelled: `finish` may have happened. What then has no name is deleted a day later.
         await thread.do(lambda _: _drop(outputs))

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from tandem.api.batches.batch_request import BatchRequest
-from tandem.api.batches.messages import (
-    ENDPOINT,
-    MessageBatchDeleted,
-    MessageBatchList,
-    MessageBatchRequest,
-    shown,
-)
+from tandem.api.batches.messages import ENDPOINT, MessageBatchDeleted, MessageBatchList, MessageBatchRequest, shown
 from tandem.base.errors import InvalidRequest
 from tandem.router.batches.answering import FIELDS, Query, send_file
 from tandem.router.batches.job_files import MOST_LINES
@@ -25,9 +19,7 @@ INPUT_PURPOSE = "message_batch"
 MOST_IN_PAGE, USUAL_PAGE = 1000, 20
 
 
-async def batches(
-    thread: StoreThread, runner: BatchRunner, services: Services, exchange: HttpExchange
-) -> None:
+async def batches(thread: StoreThread, runner: BatchRunner, services: Services, exchange: HttpExchange) -> None:
     owner = exchange.owner
     if exchange.scope["method"] == "POST":
         services.refuse_when_draining()
@@ -37,9 +29,7 @@ async def batches(
             request = await read_body(exchange, MessageBatchRequest, services.config, share, FIELDS)
             count = len(request.requests)
             if count > MOST_LINES:
-                raise InvalidRequest(
-                    f"requests: {count} are more than {MOST_LINES}; split the batch", "requests"
-                )
+                raise InvalidRequest(f"requests: {count} are more than {MOST_LINES}; split the batch", "requests")
             made = await thread.ask(lambda store: _add(store, owner, request.lines(), count))
         runner.wake()
         await send_json(exchange.send, made)
@@ -51,9 +41,7 @@ async def batches(
     found, more = await thread.ask(lambda store: store.jobs(owner, after, limit, FORM))
     ids = [each.id for each in found]
     page = [shown(each) for each in found]
-    await send_json(
-        exchange.send, MessageBatchList(page, ids[0] if ids else None, ids[-1] if ids else None, more)
-    )
+    await send_json(exchange.send, MessageBatchList(page, ids[0] if ids else None, ids[-1] if ids else None, more))
 
 
 def _add(store: BatchStore, owner: str, lines: bytes, count: int) -> object:
@@ -69,14 +57,10 @@ async def one_batch(thread: StoreThread, services: Services, exchange: HttpExcha
         await thread.ask(lambda store: store.delete_job(batch_id, owner, FORM))
         await send_json(exchange.send, MessageBatchDeleted(batch_id))
     else:
-        await send_json(
-            exchange.send, shown(await thread.ask(lambda store: store.job(batch_id, owner, FORM)))
-        )
+        await send_json(exchange.send, shown(await thread.ask(lambda store: store.job(batch_id, owner, FORM))))
 
 
-async def cancel(
-    thread: StoreThread, runner: BatchRunner, services: Services, exchange: HttpExchange
-) -> None:
+async def cancel(thread: StoreThread, runner: BatchRunner, services: Services, exchange: HttpExchange) -> None:
     batch_id, owner = exchange.scope["path_params"]["batch_id"], exchange.owner
     cancelled = await thread.ask(lambda store: store.cancel(batch_id, owner, FORM))
     runner.wake()

@@ -103,9 +103,7 @@ class BatchRunner:
             if not self._stopping and await self._is_used():
                 try:
                     await self._turn()
-                except (
-                    TandemError
-                ) as error:  # such as a full disk: what is answered stays here, and is kept later
+                except TandemError as error:  # such as a full disk: what is answered stays here, and is kept later
                     logger.warning("batches: %s", error)
                     await asyncio.sleep(AFTER_FAILURE_S)
             with contextlib.suppress(TimeoutError):
@@ -127,9 +125,7 @@ class BatchRunner:
         await self._drop_unwanted()
         if self._job_task is None and (job := await do(BatchStore.take_job)) is not None:
             work = read_job if job.status == "validating" else write_job
-            self._job_task = asyncio.create_task(
-                work(self._thread, job, self._services.config.limits.body_bytes)
-            )
+            self._job_task = asyncio.create_task(work(self._thread, job, self._services.config.limits.body_bytes))
             self._job_task.add_done_callback(self._on_job_done)
         if now > self._cleaned_at + HOUSEKEEPING_S:
             self._cleaned_at = now
@@ -180,9 +176,7 @@ class BatchRunner:
         if tenant is None and (line.owner or self._services.keys.required):
             return _refused(401, "invalid_api_key", "the batch's key is none of this server's any more")
         if connection.asks_for_a_stream:
-            return _refused(
-                400, "invalid_request", "stream: the lines of a batch are answered whole; leave it out"
-            )
+            return _refused(400, "invalid_request", "stream: the lines of a batch are answered whole; leave it out")
         return await answer_line(self._services, handler, line.endpoint, connection, tenant)
 
     def _take(self, line: ClaimedLine, answer: LineAnswer) -> None:

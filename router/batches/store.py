@@ -11,14 +11,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from tandem.api.batches.answer_types import (
-    ENDED,
-    BatchMistake,
-    BatchMistakes,
-    BatchObject,
-    RequestCounts,
-    Status,
-)
+from tandem.api.batches.answer_types import ENDED, BatchMistake, BatchMistakes, BatchObject, RequestCounts, Status
 from tandem.api.batches.batch_request import BatchRequest, window_s
 from tandem.api.openai.served_model import NotHere
 from tandem.base.errors import InvalidRequest, Overloaded
@@ -88,9 +81,7 @@ class BatchStore:
                 self.give_back_all()
                 self.place.close()
 
-    def add_job(
-        self, owner: str, request: BatchRequest, form: Form = "openai", total: int = 0
-    ) -> BatchObject:
+    def add_job(self, owner: str, request: BatchRequest, form: Form = "openai", total: int = 0) -> BatchObject:
         """Raises FileNotHere, and Overloaded when the owner has too many unfinished jobs."""
         self.files.one(request.input_file_id, owner)
         now = int(self._clock())
@@ -130,12 +121,8 @@ class BatchStore:
         end = estimated_end(self._db, job_id, batch.in_progress_at, self._clock())
         return msgspec.structs.replace(batch, estimated_completion_at=end)
 
-    def jobs(
-        self, owner: str, after: str | None, limit: int, form: Form = "openai"
-    ) -> tuple[list[BatchObject], bool]:
-        rows, more = page_of(
-            self._db, "jobs", "owner = ? AND form = ?", (owner, form), after, limit, newest_first=True
-        )
+    def jobs(self, owner: str, after: str | None, limit: int, form: Form = "openai") -> tuple[list[BatchObject], bool]:
+        rows, more = page_of(self._db, "jobs", "owner = ? AND form = ?", (owner, form), after, limit, newest_first=True)
         return [_batch_of(row) for row in rows], more
 
     def cancel(self, job_id: str, owner: str, form: Form = "openai") -> BatchObject:
@@ -210,8 +197,7 @@ class BatchStore:
         """Jobs whose window is over answer no further line."""
         with transaction(self._db) as db:
             over = db.execute(
-                "SELECT id FROM jobs WHERE status IN ('validating', 'in_progress') AND expires <= ?",
-                (self._clock(),),
+                "SELECT id FROM jobs WHERE status IN ('validating', 'in_progress') AND expires <= ?", (self._clock(),)
             ).fetchall()
             for row in over:
                 self._move(db, row[0], "finalizing", ends_as="expired")
@@ -266,8 +252,7 @@ class BatchStore:
             if self._is_mine(db, job):
                 db.execute("DELETE FROM lines WHERE job = ?", (job.id,))
                 db.execute(
-                    "UPDATE jobs SET mistakes = ? WHERE id = ?",
-                    (msgspec.json.encode(list(mistakes)).decode(), job.id),
+                    "UPDATE jobs SET mistakes = ? WHERE id = ?", (msgspec.json.encode(list(mistakes)).decode(), job.id)
                 )
                 self._move(db, job.id, "failed")
 
@@ -321,9 +306,7 @@ class BatchStore:
         why = [BatchMistake("input_file_lost", "the input file is no longer there")]
         with transaction(self._db) as db:
             db.execute("UPDATE lines SET worker = NULL WHERE job = ?", (job_id,))
-            db.execute(
-                "UPDATE jobs SET mistakes = ? WHERE id = ?", (msgspec.json.encode(why).decode(), job_id)
-            )
+            db.execute("UPDATE jobs SET mistakes = ? WHERE id = ?", (msgspec.json.encode(why).decode(), job_id))
             self._move(db, job_id, "finalizing", ends_as="failed")
 
     @staticmethod
@@ -331,13 +314,7 @@ class BatchStore:
         file.seek(row["place"])
         data: bytes = file.read(row["size"])
         line = ClaimedLine(
-            job["id"],
-            job["owner"],
-            job["endpoint"],
-            row["number"],
-            row["custom_id"],
-            row["attempts"],
-            job["form"],
+            job["id"], job["owner"], job["endpoint"], row["number"], row["custom_id"], row["attempts"], job["form"]
         )
         return line, data
 
@@ -365,10 +342,7 @@ class BatchStore:
                 if not done.rowcount:
                     continue
                 kept += 1
-                db.execute(
-                    "INSERT INTO answers VALUES (?, ?, ?, ?)",
-                    (line.job, line.number, answer.well, answer.text),
-                )
+                db.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (line.job, line.number, answer.well, answer.text))
                 column = "completed" if answer.well else "failed"
                 db.execute(f"UPDATE jobs SET {column} = {column} + 1 WHERE id = ?", (line.job,))
         return kept
@@ -376,9 +350,7 @@ class BatchStore:
     def unwanted(self, jobs: Sequence[str]) -> set[str]:
         """Returns those of the jobs that answer no more lines."""
         marks = ", ".join("?" * len(jobs))
-        going = self._db.execute(
-            f"SELECT id FROM jobs WHERE id IN ({marks}) AND status = 'in_progress'", tuple(jobs)
-        )
+        going = self._db.execute(f"SELECT id FROM jobs WHERE id IN ({marks}) AND status = 'in_progress'", tuple(jobs))
         return {*jobs} - {row[0] for row in going}
 
     def answers_after(
@@ -394,19 +366,14 @@ class BatchStore:
         )
         return [(row[0], row[1], bool(row[2]), row[3]) for row in rows]
 
-    def finish(
-        self, job: Job, output: tuple[str, int] | None, errors: tuple[str, int] | None, unanswered: int
-    ) -> None:
+    def finish(self, job: Job, output: tuple[str, int] | None, errors: tuple[str, int] | None, unanswered: int) -> None:
         """The job has ended, and these are its files: id and size of each. They lie in the folder already."""
         now = int(self._clock())
         expires = now + job.outputs_expire_s if job.outputs_expire_s is not None else None
         with transaction(self._db) as db:
             if not self._is_mine(db, job):
                 return
-            for column, what, made in (
-                ("output_file", "output", output),
-                ("error_file", "error", errors),
-            ):
+            for column, what, made in (("output_file", "output", output), ("error_file", "error", errors)):
                 if made is not None:
                     name = f"{job.id}_{what}.jsonl"
                     self.files.insert(db, made[0], job.owner, name, OUTPUT_PURPOSE, made[1], now, expires)

@@ -43,9 +43,7 @@ class StoredFiles:
         ).fetchone()
         return found[0], found[1], found[2] or 0
 
-    def add(
-        self, file_id: str, owner: str, name: str, purpose: str, size: int, expires: int | None
-    ) -> FileObject:
+    def add(self, file_id: str, owner: str, name: str, purpose: str, size: int, expires: int | None) -> FileObject:
         now = int(self._clock())
         with transaction(self._place.database) as db:
             self.insert(db, file_id, owner, name, purpose, size, now, expires)
@@ -54,8 +52,7 @@ class StoredFiles:
     @staticmethod
     def insert(db: sqlite3.Connection, *values: Any) -> None:
         db.execute(
-            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(serial), 0) + 1 FROM files))",
-            values,
+            "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, (SELECT coalesce(max(serial), 0) + 1 FROM files))", values
         )
 
     def one(self, file_id: str, owner: str) -> FileObject:
@@ -74,9 +71,7 @@ class StoredFiles:
         condition, values = "owner = ?", [owner]
         if purpose is not None:
             condition, values = f"{condition} AND purpose = ?", [*values, purpose]
-        rows, more = page_of(
-            self._place.database, "files", condition, values, after, limit, newest_first=newest_first
-        )
+        rows, more = page_of(self._place.database, "files", condition, values, after, limit, newest_first=newest_first)
         return [_file_of(row) for row in rows], more
 
     def delete(self, file_id: str, owner: str) -> None:

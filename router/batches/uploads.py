@@ -43,9 +43,7 @@ async def upload(thread: StoreThread, services: Services, exchange: HttpExchange
             share.take(owner, 2 * WRITE_BYTES)
             await _receive(thread, form, exchange, services.config.timeouts.body, path)
         name, purpose, expires = form.checked()
-        return await thread.ask(
-            lambda store: store.files.add(file_id, owner, name, purpose, form.size, expires)
-        )
+        return await thread.ask(lambda store: store.files.add(file_id, owner, name, purpose, form.size, expires))
     except BaseException:
         thread.soon(lambda store: store.files.drop(file_id))
         raise
@@ -68,9 +66,7 @@ def _room(store: BatchStore, owner: str) -> tuple[str, Path]:
     return made
 
 
-async def _receive(
-    thread: StoreThread, form: _Form, exchange: HttpExchange, patience_s: float, path: Path
-) -> None:
+async def _receive(thread: StoreThread, form: _Form, exchange: HttpExchange, patience_s: float, path: Path) -> None:
     """Reads the body to its end. Pieces are written by the store's thread, a megabyte at a time: a disk that hangs must
     not hold the threads that all requests share."""
     ends = asyncio.get_running_loop().time() + UPLOAD_S

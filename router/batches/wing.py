@@ -10,12 +10,7 @@ from urllib.parse import quote
 from tandem.api.anthropic.answer_types import MessagesError
 from tandem.api.batches.answer_types import BatchList, BatchObject, FileDeleted, FileList, FileObject
 from tandem.api.batches.batch_request import BatchRequest
-from tandem.api.batches.messages import (
-    MessageBatch,
-    MessageBatchDeleted,
-    MessageBatchList,
-    MessageBatchRequest,
-)
+from tandem.api.batches.messages import MessageBatch, MessageBatchDeleted, MessageBatchList, MessageBatchRequest
 from tandem.router.batches import messages
 from tandem.router.batches.answering import FIELDS, Query, send_file
 from tandem.router.batches.runner import BatchRunner
@@ -64,16 +59,8 @@ class Batches(RouterWing):
             ("/v1/batches/{batch_id}", partial(one_batch, self), ["GET"]),
             ("/v1/batches/{batch_id}/cancel", partial(cancel, self), ["POST"]),
             ("/v1/messages/batches", partial(messages.batches, self.thread, self.runner), ["GET", "POST"]),
-            (
-                "/v1/messages/batches/{batch_id}",
-                partial(messages.one_batch, self.thread),
-                ["GET", "DELETE"],
-            ),
-            (
-                "/v1/messages/batches/{batch_id}/cancel",
-                partial(messages.cancel, self.thread, self.runner),
-                ["POST"],
-            ),
+            ("/v1/messages/batches/{batch_id}", partial(messages.one_batch, self.thread), ["GET", "DELETE"]),
+            ("/v1/messages/batches/{batch_id}/cancel", partial(messages.cancel, self.thread, self.runner), ["POST"]),
             ("/v1/messages/batches/{batch_id}/results", partial(messages.results, self.thread), ["GET"]),
         ]
 
@@ -169,10 +156,7 @@ Batches.document = WingDocument(
             "get": operation("The files of this key", None, FileList, _ERRORS),
             # Its body is multipart/form-data, of which the page to try the API has no form.
             "post": operation(
-                "Keep a file, sent as a form with `file` and `purpose`",
-                None,
-                FileObject,
-                (*_ERRORS, "408", "413"),
+                "Keep a file, sent as a form with `file` and `purpose`", None, FileObject, (*_ERRORS, "408", "413")
             ),
         },
         "/v1/files/{file_id}": {
@@ -196,11 +180,7 @@ Batches.document = WingDocument(
         },
         "/v1/messages/batches": {
             "get": operation(
-                "The batches of messages, the newest first",
-                None,
-                MessageBatchList,
-                _ERRORS,
-                error=MessagesError,
+                "The batches of messages, the newest first", None, MessageBatchList, _ERRORS, error=MessagesError
             ),
             "post": operation(
                 "Have messages answered when the cluster is idle",
@@ -212,12 +192,7 @@ Batches.document = WingDocument(
         },
         "/v1/messages/batches/{batch_id}": {
             "get": operation(
-                "One batch of messages",
-                None,
-                MessageBatch,
-                _ERRORS,
-                parameter="batch_id",
-                error=MessagesError,
+                "One batch of messages", None, MessageBatch, _ERRORS, parameter="batch_id", error=MessagesError
             ),
             "delete": operation(
                 "Forget it", None, MessageBatchDeleted, _ERRORS, parameter="batch_id", error=MessagesError
@@ -233,10 +208,7 @@ Batches.document = WingDocument(
         "/v1/batches": {"input_file_id": "file-…", "endpoint": "/v1/chat/completions"},
         "/v1/messages/batches": {
             "requests": [
-                {
-                    "custom_id": "a",
-                    "params": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60},
-                }
+                {"custom_id": "a", "params": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 60}}
             ]
         },
     },

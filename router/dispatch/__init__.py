@@ -21,9 +21,4 @@ from tandem.router.dispatch.dispatcher import Dispatcher
 from tandem.router.dispatch.generation import Generation
 from tandem.router.dispatch.life import LeftBehind, RequestLife
 
-__all__ = [
-    "Dispatcher",
-    "Generation",
-    "LeftBehind",
-    "RequestLife",
-]
+__all__ = ["Dispatcher", "Generation", "LeftBehind", "RequestLife"]

@@ -25,12 +25,7 @@ import math
 from collections.abc import Callable
 
 from tandem.base.errors import DeadlineExceeded, TandemError
-from tandem.router.dispatch.expected_wait import (
-    MIN_RETRY_AFTER_S,
-    DeadlineOutOfReach,
-    ExpectedWait,
-    QueueFull,
-)
+from tandem.router.dispatch.expected_wait import MIN_RETRY_AFTER_S, DeadlineOutOfReach, ExpectedWait, QueueFull
 from tandem.router.dispatch.giving_way import pause_for
 from tandem.router.dispatch.idle_places import IdlePlaces
 from tandem.router.dispatch.line import WaitingLine
@@ -188,9 +183,7 @@ class Admission:
         QueueFull when they are not idle."""
         fits = self._has_room(2 * asked.kv_tokens, self.promised) or not self.held
         if not (fits and self.idle_room >= (asked.count if self.idle_work.held else 1)):
-            raise QueueFull(
-                "every place is taken or wanted by requests that are waited for", MIN_RETRY_AFTER_S
-            )
+            raise QueueFull("every place is taken or wanted by requests that are waited for", MIN_RETRY_AFTER_S)
         slots = Slots(self, self.idle_work.account, asked, when_idle=True)
         for _ in range(asked.count):
             self._grant(slots)

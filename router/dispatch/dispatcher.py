@@ -70,9 +70,7 @@ class Dispatcher:
         self.admission = self._admission(lambda: pool.view.decode_count, pool.view.has_room)
         # Vectors wait for other nodes than answers do, so they have a line of their own, and neither line
         # delays the other.
-        self.vectors = self._admission(
-            lambda: len(pool.view.snapshot().prompt_readers), pool.view.has_room_for_vector
-        )
+        self.vectors = self._admission(lambda: len(pool.view.snapshot().prompt_readers), pool.view.has_room_for_vector)
 
     def _admission(self, nodes: Callable[[], int], has_room: Callable[[int, int], bool]) -> Admission:
         config, pool = self.config, self._pool
@@ -153,9 +151,7 @@ class Dispatcher:
             trace.span(TracePhase.WAIT, came, self._clock())
         placed = self._clock()
         generation = Generation(
-            lambda spec, news, end: RequestLife(
-                self.placement, spec, hashes[_prompt_of(spec)], news, end, came
-            ),
+            lambda spec, news, end: RequestLife(self.placement, spec, hashes[_prompt_of(spec)], news, end, came),
             specs,
             slots,
             self._note_generation,
@@ -315,9 +311,7 @@ class Dispatcher:
         if not self._pool.check_silence():
             return
         for member in self._pool.members:
-            is_deaf = (
-                member.lost is None and self._links.deaf_for(member.info) > self.config.heartbeat.silence
-            )
+            is_deaf = member.lost is None and self._links.deaf_for(member.info) > self.config.heartbeat.silence
             self._pool.note_deaf(member, is_deaf)
             if is_deaf:
                 node = member.info

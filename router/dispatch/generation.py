@@ -13,9 +13,7 @@ from tandem.router.dispatch.slots import Slots
 
 logger = logging.getLogger(__name__)
 
-_LifeFactory = Callable[
-    [SequenceSpec, Callable[[RequestLife], None], Callable[[RequestLife], None]], RequestLife
-]
+_LifeFactory = Callable[[SequenceSpec, Callable[[RequestLife], None], Callable[[RequestLife], None]], RequestLife]
 
 # Starting a sequence may send a long prompt. After this time the rest of the event loop gets its turn.
 START_TURN_S = 0.002
@@ -154,9 +152,7 @@ class Generation:
             return False
         try:
             return self._show(life)
-        except (
-            Exception
-        ) as error:  # the error is the reader's own: `news` raises it there, and the inbox goes on
+        except Exception as error:  # the error is the reader's own: `news` raises it there, and the inbox goes on
             self._broken = error
             return False
 

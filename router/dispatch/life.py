@@ -88,9 +88,7 @@ class RequestLife:
         self.error: TandemError | None = None
         self.ended = False
         self._avoid: set[str] = set(spec.answered_by)
-        self._left: set[str] = (
-            set()
-        )  # those of them that it left because blocks were kept there, which may be over
+        self._left: set[str] = set()  # those of them that it left because blocks were kept there, which may be over
         self._content: str | None = None  # identity of the model on the nodes of the last attempt
         self._mirror: NodeInfo | None = None  # the mirror of the decode node that failed last
         self._waiting_since: float | None = None  # since when it has had no node
@@ -200,9 +198,7 @@ class RequestLife:
         else:
             prefill = {attempt.prefill.node_id} if attempt.prefill is not None else set()
             self._fail_over(
-                TokensDiffer(
-                    "two nodes differ in a token, and the answer cannot go on from the one that was shown"
-                ),
+                TokensDiffer("two nodes differ in a token, and the answer cannot go on from the one that was shown"),
                 prefill,
             )
 
@@ -275,9 +271,7 @@ class RequestLife:
             self._fail_over(NodeLost(f"tokens from node {node.node_id} are lost"), ())
         elif not is_prefill and self._placement.waits_for_silent_peers(node) and self._has_another(node):
             self._fail_over(
-                Overloaded(
-                    f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
-                ),
+                Overloaded(f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"),
                 {node.node_id},
                 for_now=True,
             )
@@ -315,11 +309,7 @@ class RequestLife:
         else:
             error = InternalError("the node reported an error without saying which")
         avoid = {reporter.node_id} if reporter is not None else set()
-        if (
-            isinstance(error, TransferError | NodeLost)
-            and chunk.finish is FinishReason.ERROR
-            and peer is not None
-        ):
+        if isinstance(error, TransferError | NodeLost) and chunk.finish is FinishReason.ERROR and peer is not None:
             # The reporting node lost its peer. Avoid the prefill node, whichever of the two reported: the
             # decode node can do everything by itself.
             avoid = {attempt.prefill.node_id} if attempt.prefill is not None else avoid
@@ -441,9 +431,7 @@ class RequestLife:
         self._placement.stop_waiting(self)
         self._arm()
         if self.spec.trace is not None:
-            self.spec.trace.considered(
-                self._placement.alternatives(self._routing(frozenset()), self._hashes, decision)
-            )
+            self.spec.trace.considered(self._placement.alternatives(self._routing(frozenset()), self._hashes, decision))
         error = self._placement.submit(self, attempt, self.spec, self._hashes, self.ledger.tokens)
         if error is not None and self.attempt is attempt:
             self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
@@ -529,12 +517,7 @@ class RequestLife:
     # --- the end ----------------------------------------------------------------------------------------------
 
     def _end(
-        self,
-        finish: FinishReason,
-        error: TandemError | None,
-        *,
-        ended_at: NodeInfo | None = None,
-        leaves: bool = False,
+        self, finish: FinishReason, error: TandemError | None, *, ended_at: NodeInfo | None = None, leaves: bool = False
     ) -> None:
         if self.ended:
             return

@@ -19,9 +19,7 @@ class WaitingLine:
         # A tenant's first request may be as wide as half the line.
         self.shares = Shares(most, alone=most // 2)
         self._patience_s = patience_s
-        self._queues: OrderedDict[tuple[str, bool], deque[Slots]] = (
-            OrderedDict()
-        )  # in the order of their turns
+        self._queues: OrderedDict[tuple[str, bool], deque[Slots]] = OrderedDict()  # in the order of their turns
         self.queued = 0  # sequences
         self._pauses = 0
 

@@ -31,15 +31,7 @@ from tandem.router.recent import RecentRequests, Targets
 from tandem.router.siblings import SentReports
 from tandem.wire.lines import Position
 from tandem.wire.nodes import NodeInfo, PeerAddress
-from tandem.wire.requests import (
-    CacheNews,
-    CachePeers,
-    KeepAnswer,
-    KVTransferParams,
-    Submit,
-    TransferRole,
-    new_id,
-)
+from tandem.wire.requests import CacheNews, CachePeers, KeepAnswer, KVTransferParams, Submit, TransferRole, new_id
 from tandem.wire.versions import WIRE_VERSION, needed_version
 
 
@@ -86,12 +78,7 @@ class Attempt:
         return None
 
     def submits(
-        self,
-        spec: SequenceSpec,
-        tokens: list[int],
-        reply_to: str,
-        timeout_s: float,
-        encoders: Sequence[NodeInfo] = (),
+        self, spec: SequenceSpec, tokens: list[int], reply_to: str, timeout_s: float, encoders: Sequence[NodeInfo] = ()
     ) -> list[tuple[NodeInfo, Submit]]:
         """Makes the Submits, the decode node's first, so that it reserves and registers blocks early.
         `encoders`: one encoder node for each image, told to the node that computes the prompt."""
@@ -127,9 +114,7 @@ class Attempt:
         transfer_id = f"kv-{new_id()}"
 
         def transfer(role: TransferRole, peer: NodeInfo) -> KVTransferParams:
-            return KVTransferParams(
-                transfer_id, role, PeerAddress(peer.node_id, peer.epoch, peer.peer_endpoint)
-            )
+            return KVTransferParams(transfer_id, role, PeerAddress(peer.node_id, peer.epoch, peer.peer_endpoint))
 
         return [
             (decode, submit(transfer(TransferRole.CONSUME, prefill))),
@@ -464,14 +449,10 @@ class Placement(Generic[L]):
 
     def home_of(self, job_id: str | None) -> frozenset[str]:
         """The nodes that pin the job's last turn; empty when no pin is known or it has ended."""
-        nodes, until = (
-            self._homes.get(job_id, (frozenset(), 0.0)) if job_id is not None else (frozenset(), 0.0)
-        )
+        nodes, until = self._homes.get(job_id, (frozenset(), 0.0)) if job_id is not None else (frozenset(), 0.0)
         return nodes if self.clock() < until else frozenset()
 
-    def turn_ended(
-        self, decision: RoutingDecision, request_id: str, job_id: str, called: list[str] | None
-    ) -> None:
+    def turn_ended(self, decision: RoutingDecision, request_id: str, job_id: str, called: list[str] | None) -> None:
         """Tells the nodes that pin the turn which tools its answer called."""
         for node in (decision.prefill, decision.decode):
             if node is not None and node.pin_seconds:

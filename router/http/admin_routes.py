@@ -83,9 +83,7 @@ async def _asked(services: Services, exchange: HttpExchange, door: str) -> tuple
     """Checks that an operator asks. Where no key is set, nothing is allowed: the cluster is then changed from
     its own machines."""
     if not services.keys.required:
-        raise Forbidden(
-            f"{door} needs an operator's key, and this router has no keys: set one in router.api_keys"
-        )
+        raise Forbidden(f"{door} needs an operator's key, and this router has no keys: set one in router.api_keys")
     exchange.require_operator(services.keys)
     if services.control is None:
         raise Unavailable("this router belongs to no cluster that could be changed")

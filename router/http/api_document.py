@@ -76,16 +76,12 @@ def _paths_of_answers() -> dict[str, Any]:
         "/v1/completions": {
             "post": operation(
                 "Complete a text", CompletionRequest, Completion, GENERATION_ERRORS, event=_delta(Completion)
-            ),
+            )
         },
         "/v1/chat/completions": {
             "post": operation(
-                "Answer a chat",
-                ChatRequest,
-                ChatCompletion,
-                GENERATION_ERRORS,
-                event=_delta(ChatCompletionChunk),
-            ),
+                "Answer a chat", ChatRequest, ChatCompletion, GENERATION_ERRORS, event=_delta(ChatCompletionChunk)
+            )
         },
     }
 
@@ -93,15 +89,9 @@ def _paths_of_answers() -> dict[str, Any]:
 def _paths_of_server() -> dict[str, Any]:
     return {
         "/v1/models": {"get": operation("The models that this server has", None, ModelList, ("401",))},
-        "/v1/models/{model}": {
-            "get": operation("One of them", None, ModelCard, ("401", "404"), parameter="model")
-        },
-        "/tokenize": {
-            "post": operation("Text to token ids", TokenizeRequest, TokenizeResponse, _TEXT_ERRORS)
-        },
-        "/detokenize": {
-            "post": operation("Token ids to text", DetokenizeRequest, DetokenizeResponse, _TEXT_ERRORS)
-        },
+        "/v1/models/{model}": {"get": operation("One of them", None, ModelCard, ("401", "404"), parameter="model")},
+        "/tokenize": {"post": operation("Text to token ids", TokenizeRequest, TokenizeResponse, _TEXT_ERRORS)},
+        "/detokenize": {"post": operation("Token ids to text", DetokenizeRequest, DetokenizeResponse, _TEXT_ERRORS)},
         "/health": {"get": _health()},
         "/healthz": {"get": _health()},
         "/ping": {"get": _health()},
@@ -114,9 +104,7 @@ def _paths_of_server() -> dict[str, Any]:
                 "responses": {"200": {"description": "as text", "content": {"text/plain": {}}}},
             }
         },
-        "/cluster": {
-            "get": operation("Every node, as it reports itself", None, ClusterDescription, ("401", "403"))
-        },
+        "/cluster": {"get": operation("Every node, as it reports itself", None, ClusterDescription, ("401", "403"))},
     }
 
 
@@ -141,22 +129,14 @@ def operation(
     """One method at one path. `event`: the schema of an event, if it streams. `parameter`: the variable part of the path."""
     made: dict[str, Any] = {
         "summary": summary,
-        "responses": {
-            "200": _json(answer, "the answer"),
-            **{status: _json(error, "an error") for status in errors},
-        },
+        "responses": {"200": _json(answer, "the answer"), **{status: _json(error, "an error") for status in errors}},
     }
     if request is not None:
-        made["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(request)}},
-        }
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     if event is not None:
         made["responses"]["200"]["content"]["text/event-stream"] = {"schema": event}
     if parameter is not None:
-        made["parameters"] = [
-            {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        made["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]
     return made
 
 

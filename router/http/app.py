@@ -10,13 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tandem.base.errors import TandemError
-from tandem.router.http import (
-    admin_routes,
-    api_document,
-    other_paths,
-    status_routes,
-    text_routes,
-)
+from tandem.router.http import admin_routes, api_document, other_paths, status_routes, text_routes
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.gate import HttpGate, HttpRoute, HttpRoutes
 from tandem.router.http.generate_routes import CHAT, COMPLETIONS, generate

@@ -167,9 +167,7 @@ class KeptMemory:
             over = [max(owners, key=self._amounts.of)]
         for owner in over:
             self._on_refused()
-            largest = max(
-                (share for share in self._shares if share.owner == owner), key=lambda share: share.size
-            )
+            largest = max((share for share in self._shares if share.owner == owner), key=lambda share: share.size)
             largest.end(
                 Overloaded(
                     f"the answers have outgrown router.limits.kept_bytes, and this one is the largest, with {largest.size} bytes"
@@ -202,8 +200,7 @@ class KeptShare:
     def measure(self) -> None:
         if self._generation is not None:
             answer = sum(
-                TOKEN_BYTES * len(life.ledger.tokens) + life.ledger.logprobs.nbytes
-                for life in self._generation.lives
+                TOKEN_BYTES * len(life.ledger.tokens) + life.ledger.logprobs.nbytes for life in self._generation.lives
             )
             self._memory.change(self, max(self._at_first, self._inputs + answer))
 
@@ -274,11 +271,7 @@ INLINE_BYTES = 64 << 10
 
 
 async def read_body(
-    exchange: HttpExchange,
-    request_type: type[R],
-    config: RouterConfig,
-    share: BodyShare,
-    fields: FieldTable = FIELDS,
+    exchange: HttpExchange, request_type: type[R], config: RouterConfig, share: BodyShare, fields: FieldTable = FIELDS
 ) -> R:
     """Reads and checks a body of JSON. `fields` has the path's request type."""
     _check_type(exchange, config)
@@ -330,14 +323,10 @@ def _check_type(exchange: HttpExchange, config: RouterConfig) -> None:
             raise UnsupportedContentType(f"content-type: JSON is UTF-8, not {value.strip()[:40]!r}")
     encoding = exchange.header(b"content-encoding")
     if encoding is not None and encoding.lower() != b"identity":
-        raise UnsupportedContentType(
-            f"content-encoding: {encoding.decode('latin-1')[:40]!r} is not read here"
-        )
+        raise UnsupportedContentType(f"content-encoding: {encoding.decode('latin-1')[:40]!r} is not read here")
 
 
-async def _read(
-    exchange: HttpExchange, limits: Limits, timeouts: Timeouts, share: BodyShare
-) -> bytes | bytearray:
+async def _read(exchange: HttpExchange, limits: Limits, timeouts: Timeouts, share: BodyShare) -> bytes | bytearray:
     declared = exchange.header(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared) > limits.body_bytes):
         if not declared.isdigit():

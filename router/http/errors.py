@@ -11,13 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from tandem.api.openai.prompts import PromptTooLong
-from tandem.base.errors import (
-    InvalidRequest,
-    RequestError,
-    TandemError,
-    Unavailable,
-    UnknownModel,
-)
+from tandem.base.errors import InvalidRequest, RequestError, TandemError, Unavailable, UnknownModel
 from tandem.router.dispatch.expected_wait import QueueFull
 from tandem.router.keys import QuotaExceeded
 
@@ -53,12 +47,7 @@ class RouterDraining(Unavailable):
     code = "draining"
 
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 DEFAULT_RETRY_AFTER_S = 1
 # Messages quote what was sent, and an unknown name may be as long as a body.

@@ -46,9 +46,7 @@ class Connection(Protocol):
 class HttpExchange:
     """One request and its answer. A handler is a function of the router's services and an exchange."""
 
-    def __init__(
-        self, scope: Scope, receive: Receive, send: Send, request_id: str, trace_id: str | None
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str, trace_id: str | None) -> None:
         self.scope = scope
         self.receive = receive
         self._send = send
@@ -161,9 +159,7 @@ def exchange_of(scope: Scope) -> HttpExchange:
 
 def names_of(fields: list[str]) -> bytes:
     """Makes clients' field names fit for a header and a log line: at most a kilobyte of printable ASCII."""
-    return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[
-        :1024
-    ]
+    return re.sub(rb"[^!-~]", b"?", b",".join(name.encode("ascii", "replace")[:100] for name in fields))[:1024]
 
 
 # A larger answer is sent while it is made, chunked and without a length, as fast as the client reads.
@@ -171,19 +167,12 @@ WHOLE_BYTES = 256 << 10
 _WRITE_BYTES = 64 << 10
 
 
-async def send_json(
-    send: Send, body: Any, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
-) -> None:
+async def send_json(send: Send, body: Any, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     await send_bytes(send, msgspec.json.encode(body), b"application/json", status=status, headers=headers)
 
 
 async def send_bytes(
-    send: Send,
-    body: bytes,
-    content_type: bytes,
-    *,
-    status: int = 200,
-    headers: Iterable[tuple[bytes, bytes]] = (),
+    send: Send, body: bytes, content_type: bytes, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
     start = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": start})
@@ -207,9 +196,7 @@ async def send_page(send: Send, page: bytes) -> None:
     await send_bytes(send, page, b"text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
 
-async def send_pieces(
-    send: Send, pieces: Iterator[bytes], headers: Iterable[tuple[bytes, bytes]] = ()
-) -> None:
+async def send_pieces(send: Send, pieces: Iterator[bytes], headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     """Sends an answer made of pieces, and lets the event loop go on in between. `send` waits for a client
     that is behind."""
     turn = LoopTurn()

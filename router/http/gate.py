@@ -232,9 +232,7 @@ async def _break_off(exchange: HttpExchange, error: TandemError, form: ErrorForm
 
 
 async def _answer_bug(exchange: HttpExchange, form: ErrorForm) -> None:
-    body = form(
-        error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error")
-    )
+    body = form(error_body(f"internal error; the log has it under {exchange.request_id}", 500, "internal_error"))
     if exchange.status is None:
         await _answer(exchange, 500, body, {})
     elif exchange.is_stream and not exchange.ended:

@@ -72,9 +72,7 @@ class GenerateEndpoint(msgspec.Struct, frozen=True):
     id_prefix: str
     request_type: Any
     plan: Callable[[Any, ServedModel, Caller], Awaitable[GenerationPlan]]
-    whole: Callable[
-        [AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], bytes | Iterator[bytes]
-    ]
+    whole: Callable[[AnswerHead, GenerationPlan, Any, Sequence[ReadChoice], Tokenizer], bytes | Iterator[bytes]]
     stream: Callable[[AnswerHead, GenerationPlan, Any, Sequence[Choice], Tokenizer], AnswerStream]
     translate: Callable[[Any], Any] | None = None  # translates the API's request into a ChatRequest
 
@@ -96,9 +94,7 @@ async def generate(endpoint: GenerateEndpoint, services: Services, exchange: Htt
         if reservation is not None:
             reservation.take_tokens(plan.prompt_tokens, _asked(request, plan))
         inputs = inputs_size(plan) + kept_of_body * PARSED_TIMES
-        with services.kept.share(
-            inputs + answer_size(plan, streams=bool(request.stream)), exchange.owner
-        ) as kept:
+        with services.kept.share(inputs + answer_size(plan, streams=bool(request.stream)), exchange.owner) as kept:
             await _run(endpoint, services, exchange, request, plan, reservation, kept, inputs, arrived)
     finally:
         if reservation is not None:

@@ -10,7 +10,9 @@ from tandem.router.http.exchange import HttpExchange, send_bytes, send_json
 from tandem.router.http.page_figures import VERSION
 from tandem.router.http.services import Services
 
-_BATCHES = "POST /v1/files and /v1/batches have a file of requests answered, unless this server was installed without batches"
+_BATCHES = (
+    "POST /v1/files and /v1/batches have a file of requests answered, unless this server was installed without batches"
+)
 _TEXT_ONLY = "this server reads text and images, and answers in text"
 _PROFILE = "`x-tandem-trace: 1` traces a request, and GET /traces/{id} shows where its time went"
 _PAUSE = "an operator's POST /admin/pause and /admin/resume hold back new requests"
@@ -62,13 +64,7 @@ async def home(services: Services, exchange: HttpExchange) -> None:
     if b"text/html" in (exchange.header(b"accept") or b""):
         await send_bytes(exchange.send, b"", b"text/plain", status=307, headers=[(b"location", b"/ui")])
         return
-    places = {
-        "api": "/v1",
-        "document": "/openapi.json",
-        "try_it": "/docs",
-        "page": "/ui",
-        "health": "/health",
-    }
+    places = {"api": "/v1", "document": "/openapi.json", "try_it": "/docs", "page": "/ui", "health": "/health"}
     await send_json(exchange.send, {"server": "tandem", "version": VERSION, **places})
 
 

@@ -73,8 +73,7 @@ def node_rows(services: Services) -> list[NodeRow]:
         for member in pool.members
     ]
     return rows + [
-        NodeRow(name, role.value, state, why or state, is_silent=True)
-        for name, role, state, why in pool.absent()
+        NodeRow(name, role.value, state, why or state, is_silent=True) for name, role, state, why in pool.absent()
     ]
 
 
@@ -102,6 +101,4 @@ def _pairs(moving: list[tuple[str, str, float, int]]) -> list[Pair]:
         counts[pair] += 1
         tokens[pair] += size
         longest[pair] = max(longest.get(pair, 0.0), seconds)
-    return [
-        Pair(*pair, count, tokens[pair], longest[pair]) for pair, count in counts.most_common(_MOST_PAIRS)
-    ]
+    return [Pair(*pair, count, tokens[pair], longest[pair]) for pair, count in counts.most_common(_MOST_PAIRS)]

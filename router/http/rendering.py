@@ -14,9 +14,7 @@ class SharedRendering:
     """Renders one at a time. Who asks during a rendering waits for it, and it serves for SERVES_S more. So
     however many ask, the cost is that of two renderings a second at most."""
 
-    def __init__(
-        self, render: Callable[[], Awaitable[bytes]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, render: Callable[[], Awaitable[bytes]], clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
         self._clock = clock
         self._rendering: asyncio.Task[bytes] | None = None

@@ -34,9 +34,7 @@ def _model_card(services: Services, name: str) -> dict[str, Any]:
 
 
 async def models(services: Services, exchange: HttpExchange) -> None:
-    cards = [
-        _model_card(services, name) for name in (*services.model.names, *sorted(services.model.adapters))
-    ]
+    cards = [_model_card(services, name) for name in (*services.model.names, *sorted(services.model.adapters))]
     cards += [
         {"id": name, "object": "model", "created": services.model.created, "owned_by": "tandem", "root": name}
         for name in services.config.other_models
@@ -57,10 +55,7 @@ async def health(services: Services, exchange: HttpExchange) -> None:
         await send_json(exchange.send, {"status": "ok"})
     else:
         await send_json(
-            exchange.send,
-            {"status": "unavailable", "reason": reason},
-            status=503,
-            headers=[(b"retry-after", b"1")],
+            exchange.send, {"status": "unavailable", "reason": reason}, status=503, headers=[(b"retry-after", b"1")]
         )
 
 
@@ -134,9 +129,7 @@ def _node(services: Services, member: Member) -> dict[str, Any]:
         node["sick"] = msgspec.to_builtins(status.sick)
         node["memory"] = msgspec.to_builtins(status.memory)
         node["counters"] = member.counters.in_full()
-        node["counters_age_s"] = (
-            round(now - member.counters_at, 3) if member.counters_at is not None else None
-        )
+        node["counters_age_s"] = round(now - member.counters_at, 3) if member.counters_at is not None else None
     return node
 
 
@@ -169,9 +162,7 @@ async def decisions(services: Services, exchange: HttpExchange) -> None:
     """What the controller decided, and why. Without keys only for users of the router's own machine."""
     exchange.require_operator(services.keys)
     if not services.tells_decisions or services.control is None:
-        raise Forbidden(
-            "the controller's decisions need an operator's key, or a router that listens on loopback alone"
-        )
+        raise Forbidden("the controller's decisions need an operator's key, or a router that listens on loopback alone")
     view = msgspec.json.decode(await services.control.act("view", b"{}"), type=DecidedView)
     answer = {"decisions": view.decisions, "may_act": services.keys.required}
     await send_json(exchange.send, answer, headers=_NO_STORE)

@@ -65,9 +65,7 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
                 model = services.model
                 model.check_name(request.model)
                 if (request.prompt is None) == (request.messages is None):
-                    raise InvalidRequest(
-                        "prompt: either prompt or messages must be given, and not both", "prompt"
-                    )
+                    raise InvalidRequest("prompt: either prompt or messages must be given, and not both", "prompt")
                 ids = await _token_ids(model, request, owner_of(exchange))
             named = bool(request.return_token_strs)
             del request
@@ -76,12 +74,7 @@ async def tokenize(services: Services, exchange: HttpExchange) -> None:
                 if named:
                     async with long_texts.turn(owner_of(exchange).tenant):
                         pieces = await asyncio.to_thread(_pieces, ids, model.tokenizer)
-                answer = {
-                    "count": len(ids),
-                    "max_model_len": model.max_model_len,
-                    "tokens": ids,
-                    "token_strs": pieces,
-                }
+                answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": pieces}
                 await send_pieces(exchange.send, json_pieces(answer))
 
 

@@ -90,9 +90,7 @@ class OtherModels:
                         raise
                     silent.append(name)
             if silent:
-                raise Unavailable(
-                    f"{missing}; the routers of these models do not answer: {', '.join(silent)}"
-                )
+                raise Unavailable(f"{missing}; the routers of these models do not answer: {', '.join(silent)}")
             raise missing
 
         await self._in_time(exchange, work, "the router that has the response")
@@ -120,9 +118,7 @@ class OtherModels:
         query: bytes = scope.get("query_string") or b""
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         target = f"{url.rstrip('/')}{path}{'?' + query.decode('latin-1') if query else ''}"
-        return self._client().stream(
-            scope["method"], target, headers=headers, content=bytes(exchange.body) or None
-        )
+        return self._client().stream(scope["method"], target, headers=headers, content=bytes(exchange.body) or None)
 
     async def _converse(self, exchange: HttpExchange, url: str) -> None:
         """Passes on a WebSocket. The other router keeps the deadlines: its pings reach the client through

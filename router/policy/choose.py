@@ -45,9 +45,7 @@ RECENT_BLOCKS = 8192
 class Chooser:
     """Chooses each request's nodes, and records which prompts went where."""
 
-    def __init__(
-        self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill, cached_blocks: int = 0
-    ) -> None:
+    def __init__(self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill, cached_blocks: int = 0) -> None:
         """`cached_blocks`: how many of the blocks that nodes report as cached are remembered."""
         self._pool = pool
         self._name = policy
@@ -89,9 +87,7 @@ class Chooser:
     ) -> list[Alternative]:
         """Returns the chosen nodes and the best ones that were not chosen. Call it just after the decision
         was made."""
-        content = next(
-            (node.content for node in (decision.decode, decision.prefill) if node is not None), None
-        )
+        content = next((node.content for node in (decision.decode, decision.prefill) if node is not None), None)
         return alternatives(*self._known(request, content, hashes), decision)
 
     def _known(
@@ -156,9 +152,7 @@ class Chooser:
             member = self._pool.member(node_id)
             if member is not None and member.has_reported:
                 blocks = member.status.total_blocks
-                self._record.set_capacity(
-                    node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks
-                )
+                self._record.set_capacity(node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks)
         self._record.note(node_ids, marks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
@@ -245,14 +239,9 @@ class Alternative(msgspec.Struct, frozen=True):
     waiting_tokens: int  # queued prompt tokens, before this request's
 
 
-def alternatives(
-    pools: PoolSnapshot, request: RoutingRequest, decision: RoutingDecision
-) -> list[Alternative]:
+def alternatives(pools: PoolSnapshot, request: RoutingRequest, decision: RoutingDecision) -> list[Alternative]:
     found: list[Alternative] = []
-    for nodes, chosen, decode in (
-        (pools.prefill, decision.prefill, False),
-        (pools.decode, decision.decode, True),
-    ):
+    for nodes, chosen, decode in ((pools.prefill, decision.prefill, False), (pools.decode, decision.decode, True)):
         wait_s, assumed = (decode_wait_s if decode else prefill_wait_s), best_prefill_rate(nodes)
         told = [
             Alternative(
@@ -284,9 +273,7 @@ class RoutingPolicy(Protocol):
 Ranker = Callable[[Sequence[NodeView], RoutingRequest, bool], tuple[NodeView, str]]
 
 
-def _costs_s(
-    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool, assumed: float | None
-) -> list[float]:
+def _costs_s(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool, assumed: float | None) -> list[float]:
     if decode:
         return [decode_wait_s(node, request, assumed) for node in nodes]
     return prefill_costs_s(nodes, request, assumed)
@@ -307,9 +294,7 @@ def _round_robin(nodes: Sequence[NodeView], request: RoutingRequest, decode: boo
     return sorted(nodes, key=lambda n: n.node_id)[request.turn % len(nodes)], f"turn {request.turn}"
 
 
-def _prefix_affinity(
-    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
-) -> tuple[NodeView, str]:
+def _prefix_affinity(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     least, why = _least_wait(nodes, request, decode)
     best = max(nodes, key=lambda n: request.cached.get(n.node_id, 0))
     cached = request.cached.get(best.node_id, 0)
@@ -323,9 +308,7 @@ def _prefix_affinity(
     return best, f"{cached} tokens cached"
 
 
-def _session_affinity(
-    nodes: Sequence[NodeView], request: RoutingRequest, decode: bool
-) -> tuple[NodeView, str]:
+def _session_affinity(nodes: Sequence[NodeView], request: RoutingRequest, decode: bool) -> tuple[NodeView, str]:
     """By rendezvous hashing: a session stays on its node, and moves only when that node goes."""
     if request.session is None:
         return _least_wait(nodes, request, decode)
@@ -368,11 +351,7 @@ def _allowed(nodes: Sequence[NodeView], request: RoutingRequest) -> Sequence[Nod
 
 
 def decide(
-    pools: PoolSnapshot,
-    request: RoutingRequest,
-    rank: Ranker,
-    name: PolicyName,
-    local_prefill: LocalPrefill,
+    pools: PoolSnapshot, request: RoutingRequest, rank: Ranker, name: PolicyName, local_prefill: LocalPrefill
 ) -> RoutingDecision:
     if request.home:
         rank = _home_first(rank)

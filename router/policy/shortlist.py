@@ -203,11 +203,7 @@ class Lane:
         """Whether a class has enough nodes without work. Places are rounded, so the first node is checked
         exactly."""
         there = self._there[place]
-        return (
-            place % _WAITS == 0
-            and len(there) >= SHORTEST_WAITS
-            and next(iter(there.values())).queued_tokens == 0
-        )
+        return place % _WAITS == 0 and len(there) >= SHORTEST_WAITS and next(iter(there.values())).queued_tokens == 0
 
     def pick(self, names: Iterable[str]) -> tuple[NodeView, ...]:
         views = self.views
@@ -302,9 +298,7 @@ class Shortlist:
         turns = (names[(request.turn + i) % len(names)] for i in range(len(names)))
         return lane.pick(dict.fromkeys(islice((name for name in turns if name not in request.avoid), 1)))
 
-    def _by_session(
-        self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes
-    ) -> tuple[NodeView, ...]:
+    def _by_session(self, lane: Lane, request: RoutingRequest, cached: CachedPrefixes) -> tuple[NodeView, ...]:
         if request.session is None:
             return self._by_wait(lane, request, cached)
         names = [name for name in lane.names if name not in request.avoid]
@@ -338,9 +332,7 @@ class Shortlist:
                 names = cached.names(having, 2 * MOST_CACHED, request.turn)
             else:
                 if looked_at is None:
-                    looked_at = [
-                        [name for name, _ in islice(each, MOST_LOOKS)] for _, each in lane.least_busy()
-                    ]
+                    looked_at = [[name for name, _ in islice(each, MOST_LOOKS)] for _, each in lane.least_busy()]
                 names = self._with_prefix(looked_at, having, cached, request.turn)
             for name in names:
                 if name in lane.views and name not in avoid:
@@ -348,9 +340,7 @@ class Shortlist:
         return tuple(chosen.values())
 
     @staticmethod
-    def _with_prefix(
-        looked_at: list[list[str]], nodes: int, cached: CachedPrefixes, turn: int
-    ) -> Iterator[str]:
+    def _with_prefix(looked_at: list[list[str]], nodes: int, cached: CachedPrefixes, turn: int) -> Iterator[str]:
         """Yields nodes of a large set that are among the least busy of the pool."""
         found = 0
         for names in looked_at:

@@ -96,9 +96,7 @@ class NodeRates(msgspec.Struct, gc=False):
             if more < least or more_seconds <= 0:
                 return
             if is_prefill:
-                self.prefill_tokens_per_s = _mixed(
-                    self.prefill_tokens_per_s, more / more_seconds, _WINDOW_WEIGHT
-                )
+                self.prefill_tokens_per_s = _mixed(self.prefill_tokens_per_s, more / more_seconds, _WINDOW_WEIGHT)
             else:
                 self.step_s = _mixed(self.step_s, more_seconds / more, _WINDOW_WEIGHT)
         self.count, self.seconds = count, seconds
@@ -109,9 +107,7 @@ class NodeRates(msgspec.Struct, gc=False):
             more_seconds, more_tokens = seconds - self.line_seconds, tokens - self.line_tokens
             if more_tokens < MIN_PROMPT_TOKENS or more_seconds <= 0:
                 return
-            self.line_tokens_per_s = _mixed(
-                self.line_tokens_per_s, more_tokens / more_seconds, _WINDOW_WEIGHT
-            )
+            self.line_tokens_per_s = _mixed(self.line_tokens_per_s, more_tokens / more_seconds, _WINDOW_WEIGHT)
         self.line_seconds, self.line_tokens = seconds, tokens
 
     def on_local_prefill(self, tokens: int, seconds: float) -> None:
@@ -247,9 +243,7 @@ class RoutingDecision(msgspec.Struct, frozen=True):
 def best_prefill_rate(nodes: Iterable[NodeView]) -> float | None:
     """The best measured rate of these nodes, assumed for nodes without a measurement, because a pool's
     machines are alike. None when no rate was measured."""
-    return max(
-        [rate for node in nodes if (rate := node.rates.prefill_tokens_per_s) is not None], default=None
-    )
+    return max([rate for node in nodes if (rate := node.rates.prefill_tokens_per_s) is not None], default=None)
 
 
 def prefill_wait_s(node: NodeView, request: RoutingRequest, assumed: float | None) -> float:

@@ -74,8 +74,7 @@ def merged(all_of: Iterable[Figures], now: Iterable[Figures]) -> list[Family]:
                 known[key] = value if before is None else _together(name, before, value)
     return [
         msgspec.structs.replace(
-            family,
-            samples=[(name, dict(labels), value) for (name, *labels), value in sums[family.name].items()],
+            family, samples=[(name, dict(labels), value) for (name, *labels), value in sums[family.name].items()]
         )
         for family in families.values()
     ]
@@ -202,9 +201,7 @@ def together(own: PageState, name: str, others: Mapping[str, PageState], silent:
         router=router,
         moving=_pairs(pair for page in all_of for pair in page.moving),
         moments=_moments(moment for page in all_of for moment in page.moments),
-        latest=sorted((one for page in all_of for one in page.latest), key=lambda one: one.ended_at)[
-            -LATEST:
-        ],
+        latest=sorted((one for page in all_of for one in page.latest), key=lambda one: one.ended_at)[-LATEST:],
         slowest=heapq.nlargest(
             SLOWEST_SHOWN, (slow for page in all_of for slow in page.slowest), key=lambda slow: slow.excess
         ),
@@ -219,8 +216,7 @@ def _troubles(troubles: Iterable[Trouble]) -> list[Trouble]:
         known = found.get(one.key, one)
         counts = [one.count] if known is one else [known.count, one.count]
         found[one.key] = msgspec.structs.replace(
-            max(known, one, key=lambda each: each.at),
-            count=max(counts) if one.what == "node" else sum(counts),
+            max(known, one, key=lambda each: each.at), count=max(counts) if one.what == "node" else sum(counts)
         )
     return sorted(found.values(), key=lambda one: -one.at)[:TROUBLES]
 
@@ -234,10 +230,7 @@ def _pairs(pairs: Iterable[Pair]) -> list[Pair]:
             pair
             if known is None
             else Pair(
-                *key,
-                known.transfers + pair.transfers,
-                known.tokens + pair.tokens,
-                max(known.longest_s, pair.longest_s),
+                *key, known.transfers + pair.transfers, known.tokens + pair.tokens, max(known.longest_s, pair.longest_s)
             )
         )
     return sorted(found.values(), key=lambda pair: -pair.transfers)

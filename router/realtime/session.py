@@ -70,12 +70,7 @@ class RealtimeSession:
     of these end with the session."""
 
     def __init__(
-        self,
-        services: Services,
-        exchange: HttpExchange,
-        socket: WebSocket,
-        share: KeptShare,
-        model: str | None,
+        self, services: Services, exchange: HttpExchange, socket: WebSocket, share: KeptShare, model: str | None
     ) -> None:
         self._services = services
         self._exchange = exchange
@@ -233,9 +228,7 @@ class RealtimeSession:
                 reservation.take_tokens(len(token_ids) - self._known, [])
             ahead = SamplingParams(max_tokens=1, temperature=0.0)
             whole = plan.specs[0]
-            facts = msgspec.structs.replace(
-                whole.facts, prompt_token_ids=token_ids, sampling=ahead, job_id=None
-            )
+            facts = msgspec.structs.replace(whole.facts, prompt_token_ids=token_ids, sampling=ahead, job_id=None)
             spec: SequenceSpec = msgspec.structs.replace(whole, facts=facts, reads_ahead=True)
             generation = await services.dispatcher.generate([spec], self._exchange.owner, eager=False)
             try:
@@ -325,13 +318,9 @@ class RealtimeSession:
             item = _item(item_id, "assistant", [{"type": "output_text", "text": text}], status)
             output = [item]
             self._conversation.add(item_id, "assistant", text)
+            await self._socket.send(self.event("response.output_text.done", text=text, **self._where(item_id)))
             await self._socket.send(
-                self.event("response.output_text.done", text=text, **self._where(item_id))
-            )
-            await self._socket.send(
-                self.event(
-                    "response.output_item.done", response_id=self._answer_id, output_index=0, item=item
-                )
+                self.event("response.output_item.done", response_id=self._answer_id, output_index=0, item=item)
             )
         details = None
         if error is not None:

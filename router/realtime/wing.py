@@ -59,9 +59,7 @@ def _check_origin(services: Services, exchange: HttpExchange) -> None:
     """Refuses pages of other sites. Browsers let any page open a WebSocket to any site, so CORS does not
     protect this path."""
     if exchange.is_from_elsewhere(services.config.cors_origins):
-        raise Forbidden(
-            "origin: pages of other sites may not connect; router.cors_origins names those that may"
-        )
+        raise Forbidden("origin: pages of other sites may not connect; router.cors_origins names those that may")
 
 
 WING = Realtime

@@ -45,9 +45,7 @@ async def ask_again(services: Services, exchange: HttpExchange) -> None:
     with services.bodies.share() as share:
         asked = await read_body(exchange, AskAgain, services.config, share, _FIELDS)
     if not 0 < asked.seconds <= _MOST_S:
-        raise InvalidRequest(
-            f"seconds must be over 0 and at most {_MOST_S:g}, not {asked.seconds:g}", "seconds"
-        )
+        raise InvalidRequest(f"seconds must be over 0 and at most {_MOST_S:g}, not {asked.seconds:g}", "seconds")
     old, found = frozenset(asked.old), list[_Compared]()
     for life in await _heard(services, asked, old):
         if (compared := await _again(services, life, old, exchange.owner)) is not None:
@@ -87,10 +85,7 @@ async def _heard(services: Services, asked: AskAgain, old: frozenset[str]) -> li
 
 def _nodes_of(life: RequestLife) -> set[str]:
     return {
-        node.node_id
-        for decision in life.decisions
-        for node in (decision.prefill, decision.decode)
-        if node is not None
+        node.node_id for decision in life.decisions for node in (decision.prefill, decision.decode) if node is not None
     }
 
 

@@ -23,7 +23,9 @@ class AnswerMarks(msgspec.Struct, frozen=True):
     """Digests of an answer's beginnings."""
 
     tokens: int
-    step: int  # tokens between two marks; a power of two, so that answers of other lengths have marks at the same places
+    step: (
+        int  # tokens between two marks; a power of two, so that answers of other lengths have marks at the same places
+    )
     marks: str  # in hexadecimal
     digest: str  # of all of it, and why it ended
 

@@ -63,9 +63,7 @@ def read_key(file: Path) -> bytes:
     try:
         key = file.read_bytes().strip()
     except OSError as error:
-        raise ConfigurationError(
-            f"router.receipt_key_file {file} cannot be read: {error.strerror}"
-        ) from error
+        raise ConfigurationError(f"router.receipt_key_file {file} cannot be read: {error.strerror}") from error
     if len(key) < LEAST_KEY_BYTES:
         raise ConfigurationError(
             f"router.receipt_key_file {file} has {len(key)} bytes, which can be guessed: write at least {LEAST_KEY_BYTES} random ones, such "
@@ -87,9 +85,7 @@ class ReceiptSigner(AnswerSigner):
         if streams:
             raise refused("not with stream, because it is a header of the whole answer")
         if len(plan.specs) != 1:
-            raise refused(
-                f"is of one answer, and this request has {len(plan.specs)}: send one prompt, and leave n out"
-            )
+            raise refused(f"is of one answer, and this request has {len(plan.specs)}: send one prompt, and leave n out")
         facts = plan.specs[0].facts
         if facts.media or facts.embeds is not None:
             raise refused("is of prompts of tokens, and this one has images or tensors")
@@ -127,9 +123,7 @@ class ReceiptSigner(AnswerSigner):
         content = next(node.content for node in (decision.decode, decision.prefill) if node is not None)
         return [(RECEIPT_HEADER, signed(self._receipt(exchange, plan, content, marks), self._key).encode())]
 
-    def _receipt(
-        self, exchange: HttpExchange, plan: GenerationPlan, content: str, marks: AnswerMarks
-    ) -> Receipt:
+    def _receipt(self, exchange: HttpExchange, plan: GenerationPlan, content: str, marks: AnswerMarks) -> Receipt:
         facts = plan.specs[0].facts
         sampling = msgspec.to_builtins(facts.sampling, str_keys=True)
         if facts.sampling.grammar is not None:

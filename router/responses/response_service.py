@@ -23,13 +23,7 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.plan import plan_chat
 from tandem.api.responses.response_maker import ResponseMaker, new_response_id
 from tandem.api.responses.response_store import ResponseNotFound, ResponseStore, StoredResponse
-from tandem.api.responses.responses_request import (
-    InputItem,
-    ResponsesRequest,
-    as_chat,
-    items_of,
-    shown_fields,
-)
+from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, items_of, shown_fields
 from tandem.api.sequence import KeptAnswer
 from tandem.base.errors import Cancelled, InternalError, InvalidRequest, TandemError
 from tandem.router.dispatch import Generation, LeftBehind
@@ -200,9 +194,7 @@ class ResponseService:
             raise ResponseNotFound(response_id)
         arrived = time.monotonic()
         caller = Caller(response_id, arrived + services.config.timeouts.total, lambda salt: salt, None)
-        plan = _kept(
-            await plan_chat(as_chat(note.request, note.before), services.model, caller), response_id, note
-        )
+        plan = _kept(await plan_chat(as_chat(note.request, note.before), services.model, caller), response_id, note)
         response = self._response(response_id, note)
         self.store.add(response)
         logger.info("%s: found on %s", response_id, found.node.node_id)
@@ -273,9 +265,7 @@ class ResponseService:
                     if isinstance(lives, Generation):
                         lives.turn_ended(plan.called)
                     if reservation is not None:
-                        reservation.settle(
-                            plan.prompt_tokens, [len(life.ledger.tokens) for life in lives.lives]
-                        )
+                        reservation.settle(plan.prompt_tokens, [len(life.ledger.tokens) for life in lives.lives])
                     services.metrics.e2e_latency.observe(time.monotonic() - arrived)
         except (asyncio.CancelledError, Cancelled):
             error = Cancelled(CANCELLED)

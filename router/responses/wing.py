@@ -89,12 +89,7 @@ async def follow_to_end(exchange: HttpExchange, response: StoredResponse, after:
 
     async def write() -> None:
         async for events in response.follow(after):
-            if (
-                not stream.begun
-                and response.ended
-                and response.error is not None
-                and not response.keeps_events
-            ):
+            if not stream.begun and response.ended and response.error is not None and not response.keeps_events:
                 raise response.error  # before the first byte, a failure is a status code
             await stream.write(events)
         if isinstance(response.error, LeftBehind):
@@ -160,10 +155,7 @@ async def input_items(service: ResponseService, services: Services, exchange: Ht
 
 
 def _shown(item: InputItem, item_id: str) -> dict[str, Any]:
-    shown = {
-        "id": item_id,
-        **{name: value for name, value in msgspec.to_builtins(item).items() if value is not None},
-    }
+    shown = {"id": item_id, **{name: value for name, value in msgspec.to_builtins(item).items() if value is not None}}
     if isinstance(item.content, str) and item.type == "message":
         kind = "output_text" if item.role == "assistant" else "input_text"
         shown["content"] = [{"type": kind, "text": item.content}]
@@ -184,9 +176,7 @@ async def count_input(service: ResponseService, services: Services, exchange: Ht
             await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
 
 
-async def _before(
-    service: ResponseService, exchange: HttpExchange, request: ResponsesRequest
-) -> list[InputItem]:
+async def _before(service: ResponseService, exchange: HttpExchange, request: ResponsesRequest) -> list[InputItem]:
     """Returns the conversation that the request continues."""
     if request.previous_response_id is None:
         return []
@@ -206,17 +196,11 @@ class Responses(RouterWing):
         paths={
             "/v1/responses": {
                 "post": operation(
-                    "Answer a chat with items",
-                    ResponsesRequest,
-                    ResponseAnswer,
-                    GENERATION_ERRORS,
-                    event=EVENT,
+                    "Answer a chat with items", ResponsesRequest, ResponseAnswer, GENERATION_ERRORS, event=EVENT
                 )
             },
             "/v1/responses/input_tokens": {
-                "post": operation(
-                    "Count the tokens of its prompt", ResponsesRequest, InputTokens, GENERATION_ERRORS
-                )
+                "post": operation("Count the tokens of its prompt", ResponsesRequest, InputTokens, GENERATION_ERRORS)
             },
             "/v1/responses/{response_id}/input_items": {
                 "get": operation("What it was asked with", None, InputItems, _ERRORS, parameter="response_id")

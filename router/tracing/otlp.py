@@ -40,9 +40,7 @@ class OtlpExporter:
     """Exports traces. `offer` never waits, because the SDK sends from its own thread: a slow collector costs
     traces, but never delays requests."""
 
-    def __init__(
-        self, config: TracingConfig, metrics: RouterMetrics, environ: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, config: TracingConfig, metrics: RouterMetrics, environ: Mapping[str, str] = os.environ) -> None:
         base = config.otlp_endpoint.rstrip("/")
         url = base if not base or base.endswith("/v1/traces") else f"{base}/v1/traces"
         self._sender = _CountedSender(OTLPSpanExporter(url or None), metrics)

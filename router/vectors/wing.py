@@ -106,16 +106,11 @@ class Vectors(RouterWing):
                 "post": operation("Make vectors of texts", EmbeddingRequest, EmbeddingList, GENERATION_ERRORS)
             },
             "/v1/score": {
-                "post": operation(
-                    "Compare texts by their vectors", ScoreRequest, ScoreList, GENERATION_ERRORS
-                )
+                "post": operation("Compare texts by their vectors", ScoreRequest, ScoreList, GENERATION_ERRORS)
             },
             "/v1/rerank": {
                 "post": operation(
-                    "Sort documents by their vectors' nearness to a query's",
-                    RerankRequest,
-                    Ranking,
-                    GENERATION_ERRORS,
+                    "Sort documents by their vectors' nearness to a query's", RerankRequest, Ranking, GENERATION_ERRORS
                 )
             },
         },

@@ -54,10 +54,7 @@ def test_a_clients_variable_may_have_any_name() -> None:
 def test_a_final_message_to_go_on_with_ends_where_its_text_ends() -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     messages = [*HELLO, {"role": "assistant", "content": "The answer is "}]
-    assert (
-        template(source).render(messages, continue_final_message=True)
-        == "<user>hello</><assistant>The answer is "
-    )
+    assert template(source).render(messages, continue_final_message=True) == "<user>hello</><assistant>The answer is "
 
 
 @pytest.mark.parametrize("text", ["<", "end", "|>", "assistant", "hello", "a"])
@@ -72,9 +69,7 @@ def test_a_last_message_that_cannot_be_gone_on_with() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     for content, complaint in (("", "must have text"), ("hi", "leaves out the last")):
         with pytest.raises(InvalidRequest, match=complaint):
-            template(source).render(
-                [*HELLO, {"role": "assistant", "content": content}], continue_final_message=True
-            )
+            template(source).render([*HELLO, {"role": "assistant", "content": content}], continue_final_message=True)
 
 
 def test_a_template_for_tools_is_used_for_tools_alone() -> None:
@@ -110,9 +105,7 @@ def test_a_template_that_does_not_compile_is_the_operators_fault() -> None:
         ("tokenizer_config.json", b"\xff"),
     ],
 )
-def test_files_that_hold_no_template_are_the_operators_fault(
-    tmp_path: Path, file: str, content: bytes
-) -> None:
+def test_files_that_hold_no_template_are_the_operators_fault(tmp_path: Path, file: str, content: bytes) -> None:
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ConfigurationError, match=file):
         ChatTemplate.from_folder(str(tmp_path))

@@ -129,10 +129,7 @@ plain = st.none() | st.integers() | st.text(st.sampled_from('a,:[]{}"\\é'), max
     value=st.dictionaries(
         st.text(max_size=5),
         st.recursive(
-            plain,
-            lambda inner: (
-                st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-            ),
+            plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
         ),
         max_size=4,
     ),
@@ -174,9 +171,7 @@ PIECES = ["{", "}", "[", "]", ",", ":", '"a"', '"b"', '"a":', '"a":1', '"a":":"'
 
 @given(
     st.lists(st.sampled_from(PIECES), max_size=9).map(lambda parts: "{" + "".join(parts) + "}")
-    | st.dictionaries(st.text(max_size=3), JSON, max_size=4).map(
-        lambda value: json.dumps(value, ensure_ascii=False)
-    )
+    | st.dictionaries(st.text(max_size=3), JSON, max_size=4).map(lambda value: json.dumps(value, ensure_ascii=False))
 )
 @settings(max_examples=500)
 def test_a_short_body_is_read_as_the_strict_decoder_reads_it(text: str) -> None:
@@ -197,9 +192,7 @@ def test_colons_in_texts_are_no_members(monkeypatch: pytest.MonkeyPatch) -> None
     assert parse_object(json.dumps(value).encode(), LIMITS) == value
 
 
-@pytest.mark.parametrize(
-    "body", [b'{"a": ":", "a": ":"}', b'{"a" :":x", "a" :1}', b'{"x": [{":": 1, ":": ":"}]}']
-)
+@pytest.mark.parametrize("body", [b'{"a": ":", "a": ":"}', b'{"a" :":x", "a" :1}', b'{"x": [{":": 1, ":": ":"}]}'])
 def test_a_colon_in_a_text_hides_no_member_that_was_given_twice(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="given twice"):
         parse_object(body, LIMITS)

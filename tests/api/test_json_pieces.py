@@ -20,25 +20,15 @@ LONGEST_PIECE = 256 << 10
 
 texts = st.text(st.characters(codec="utf-8"), max_size=40)
 leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | texts
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | texts
 )
-bodies = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4)
-)
+bodies = st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4))
 
 logprobs = st.floats(allow_nan=False, max_value=0.0)
 token_ids = st.integers(0, 399)
 rows = st.lists(
     st.builds(
-        TokenLogprobs,
-        token_ids,
-        logprobs,
-        st.integers(1, 400),
-        st.lists(st.tuples(token_ids, logprobs), max_size=4),
+        TokenLogprobs, token_ids, logprobs, st.integers(1, 400), st.lists(st.tuples(token_ids, logprobs), max_size=4)
     ),
     max_size=6,
 )

@@ -55,9 +55,7 @@ def test_a_long_answer_is_decoded_beside_everything_else(tokenizer: Tokenizer) -
     [[ChatMessage("user", "x")] * (INLINE_ITEMS + 1), [ChatMessage("user", "<" * INLINE_CHAT_CHARACTERS)]],
     ids=["many messages", "many characters"],
 )
-def test_a_long_chat_is_rendered_beside_everything_else(
-    tokenizer: Tokenizer, messages: list[ChatMessage]
-) -> None:
+def test_a_long_chat_is_rendered_beside_everything_else(tokenizer: Tokenizer, messages: list[ChatMessage]) -> None:
     loop_went_on = threading.Event()
 
     class WaitingGuard(SpecialTextGuard):
@@ -83,10 +81,7 @@ def test_a_long_chat_is_rendered_beside_everything_else(
 MARK = "<|start|>"
 
 
-@given(
-    st.text("ab<|")
-    | st.lists(st.sampled_from([MARK, "<|start|", "<|end|>", "<|endless|>", "<", "a"])).map("".join)
-)
+@given(st.text("ab<|") | st.lists(st.sampled_from([MARK, "<|start|", "<|end|>", "<|endless|>", "<", "a"])).map("".join))
 def test_a_text_is_searched_in_windows_as_it_would_be_at_once(text: str) -> None:
     pattern = re.compile("|".join(map(re.escape, ("<|endless|>", MARK, "<|end|>", "<|"))))
     with pytest.MonkeyPatch.context() as patched:

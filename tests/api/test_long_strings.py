@@ -43,11 +43,7 @@ def test_the_value_is_the_same(value: Any, ascii_only: bool) -> None:
 
 
 @given(
-    values,
-    st.booleans(),
-    st.integers(0),
-    st.sampled_from(['"', "\\", "\\u12", "\n", "x", "{", ""]),
-    st.integers(0, 9),
+    values, st.booleans(), st.integers(0), st.sampled_from(['"', "\\", "\\u12", "\n", "x", "{", ""]), st.integers(0, 9)
 )
 @settings(max_examples=200)
 def test_a_mistake_is_found_in_the_same_place(

@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from tandem.api.openai.answer import StopMatcher
 
 
-def run(
-    pieces: list[str], stops: list[str], *, include_stop: bool = False
-) -> tuple[str, str | None, list[str]]:
+def run(pieces: list[str], stops: list[str], *, include_stop: bool = False) -> tuple[str, str | None, list[str]]:
     matcher = StopMatcher(stops, include_stop=include_stop)
     shown = []
     for piece in pieces:
@@ -49,9 +47,7 @@ LETTERS = st.text("ab\n", max_size=24)
 
 
 @given(text=LETTERS, stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), data=st.data())
-def test_the_answer_does_not_depend_on_how_the_text_is_cut(
-    text: str, stops: list[str], data: st.DataObject
-) -> None:
+def test_the_answer_does_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], data: st.DataObject) -> None:
     pieces, rest = [], text
     while rest:
         size = data.draw(st.integers(1, len(rest)))

@@ -76,13 +76,9 @@ TEXTS = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(
-    normalizer=st.sampled_from(sorted(NORMALIZERS)),
-    strips=st.booleans(),
-    texts=st.lists(TEXTS, min_size=1, max_size=4),
+    normalizer=st.sampled_from(sorted(NORMALIZERS)), strips=st.booleans(), texts=st.lists(TEXTS, min_size=1, max_size=4)
 )
-def test_the_ids_are_those_of_the_whole_text(
-    kind: str, normalizer: str, strips: bool, texts: list[str]
-) -> None:
+def test_the_ids_are_those_of_the_whole_text(kind: str, normalizer: str, strips: bool, texts: list[str]) -> None:
     made = backend(kind, normalizer, strips)
     known = SegmentCache(made, lambda parts, _: whole(made, parts), 1 << 20)
     for text in [*texts, *texts, "".join(texts)]:  # cold, known, and a later turn
@@ -151,9 +147,7 @@ def test_no_tenant_pushes_out_what_another_with_less_has() -> None:
 
 def test_a_word_of_its_own_forbids_every_cut() -> None:
     made = tokenizers.Tokenizer(models.BPE())
-    made.add_tokens(
-        [AddedToken("<|start|>", special=True, normalized=False), AddedToken("yes", single_word=True)]
-    )
+    made.add_tokens([AddedToken("<|start|>", special=True, normalized=False), AddedToken("yes", single_word=True)])
     known = SegmentCache(made, lambda texts, _: whole(made, texts), 1 << 20)
     assert known.segments("a<|start|>b") == ["a<|start|>b"]
 

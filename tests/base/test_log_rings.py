@@ -14,15 +14,11 @@ from tandem.base.logs import KEPT_LINES, LONGEST_LINE, LogPosition, RecentLines
 ATTEMPT = "req-" + "0af3" * 8
 
 
-def write(
-    ring: RecentLines, message: str, logger: str = "tandem.node.node", level: int = logging.INFO
-) -> None:
+def write(ring: RecentLines, message: str, logger: str = "tandem.node.node", level: int = logging.INFO) -> None:
     ring.handle(logging.LogRecord(logger, level, "", 0, message, (), None))
 
 
-def messages(
-    ring: RecentLines, after: LogPosition | None = None, last: int = 100, most: int = 1000
-) -> list[str]:
+def messages(ring: RecentLines, after: LogPosition | None = None, last: int = 100, most: int = 1000) -> list[str]:
     return [line.message for line in ring.page(after, last, most).lines]
 
 

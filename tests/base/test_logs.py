@@ -25,9 +25,7 @@ def _loggers_as_they_were() -> Iterator[None]:
     root.setLevel(level)
 
 
-def written(
-    config: LogsConfig, logger: str, message: str, *args: object, level: int = logging.INFO
-) -> list[str]:
+def written(config: LogsConfig, logger: str, message: str, *args: object, level: int = logging.INFO) -> list[str]:
     out = io.StringIO()
     logging.getLogger().handlers.clear()
     begin_logging(config, "decode-0", out)
@@ -41,19 +39,13 @@ def test_lines_for_people_are_as_they_always_were() -> None:
 
 
 def test_lines_for_machines_have_the_requests_ids_as_fields() -> None:
-    [line] = written(
-        LogsConfig(format="json"), "tandem.router.dispatch.life", "%s: moves (%s)", "my-id", ATTEMPT
-    )
+    [line] = written(LogsConfig(format="json"), "tandem.router.dispatch.life", "%s: moves (%s)", "my-id", ATTEMPT)
     told = json.loads(line)
     assert (told["component"], told["level"], told["request_id"]) == ("decode-0", "info", "my-id")
     assert told["attempts"] == [ATTEMPT]
-    [line] = written(
-        LogsConfig(format="json"), "router.access", "%s %s %s %s", "my-id", "POST", "/v1/completions", 200
-    )
+    [line] = written(LogsConfig(format="json"), "router.access", "%s %s %s %s", "my-id", "POST", "/v1/completions", 200)
     assert json.loads(line)["request_id"] == "my-id"
-    [line] = written(
-        LogsConfig(format="json"), "tandem.kvtransfer.protocol", "%s: the thread died", "decode-0"
-    )
+    [line] = written(LogsConfig(format="json"), "tandem.kvtransfer.protocol", "%s: the thread died", "decode-0")
     assert "request_id" not in json.loads(line), "a node is no request"
 
 

@@ -24,11 +24,6 @@ def test_pins_save_prompts_that_would_be_computed_again():
 
 
 def test_steps_that_are_taken_at_once_leave_the_same_pins():
-    at_once, by_steps = (
-        agents.Play(1, SchedulingPolicy.CONTINUUM, by_steps=each).run() for each in (False, True)
-    )
+    at_once, by_steps = (agents.Play(1, SchedulingPolicy.CONTINUUM, by_steps=each).run() for each in (False, True))
     assert by_steps.mean_s == pytest.approx(at_once.mean_s, rel=1e-6)
-    assert (by_steps.pins_ended, by_steps.prompt_tokens_cached) == (
-        at_once.pins_ended,
-        at_once.prompt_tokens_cached,
-    )
+    assert (by_steps.pins_ended, by_steps.prompt_tokens_cached) == (at_once.pins_ended, at_once.prompt_tokens_cached)

@@ -6,25 +6,13 @@ import json
 
 import pytest
 
-from benchmarks.burst import (
-    BurstFigures,
-    BurstStage,
-    Tokens,
-    floors_of,
-    measure,
-    recovery,
-    tokens_computed,
-)
+from benchmarks.burst import BurstFigures, BurstStage, Tokens, floors_of, measure, recovery, tokens_computed
 from benchmarks.lib.servers import System
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.timeline import RequestFailure, Timeline
 
 SLO = ServiceLevel(ttft=1.0)
-STAGES = [
-    BurstStage("before", 0, 10, 1.0),
-    BurstStage("burst", 10, 30, 3.0),
-    BurstStage("after", 30, 60, 1.0),
-]
+STAGES = [BurstStage("before", 0, 10, 1.0), BurstStage("burst", 10, 30, 3.0), BurstStage("after", 30, 60, 1.0)]
 
 
 BEGAN = 100.0
@@ -72,9 +60,7 @@ def test_who_is_turned_away_must_be_told_when_to_come_back() -> None:
     found = measure("tandem", 1.0, STAGES, BEGAN, told, Tokens(10, 4), SLO)
     assert (found.turned_away, found.with_retry_after, found.failed) == (1, 1, 0)
     assert met(found)["told"]
-    untold = measure(
-        "tandem", 1.0, STAGES, BEGAN, [*told, asked(13.0, failure="http_503")], Tokens(10, 4), SLO
-    )
+    untold = measure("tandem", 1.0, STAGES, BEGAN, [*told, asked(13.0, failure="http_503")], Tokens(10, 4), SLO)
     assert not met(untold)["told"]
 
 
@@ -96,7 +82,9 @@ def test_tokens_are_the_server_s_own_count(monkeypatch: pytest.MonkeyPatch) -> N
         {"role": "prefill", "counters": {"prompt_tokens_computed": 90, "output_tokens": 3}},
         {"role": "decode", "counters": {"prompt_tokens_computed": 10, "output_tokens": 40}},
     ]
-    metrics = 'vllm:prompt_tokens_total{engine="0",model_name="m"} 90.0\nvllm:generation_tokens_total{engine="0"} 40.0\n'
+    metrics = (
+        'vllm:prompt_tokens_total{engine="0",model_name="m"} 90.0\nvllm:generation_tokens_total{engine="0"} 40.0\n'
+    )
     told = {"/cluster": json.dumps({"nodes": nodes}), "/metrics": metrics}
     monkeypatch.setattr("benchmarks.burst._QUIET_S", 0.0)
     monkeypatch.setattr("benchmarks.burst.text_of", lambda url, path: told[path])

@@ -54,9 +54,7 @@ def test_a_step_s_limit_is_what_the_machine_can_do() -> None:
 
 
 @pytest.mark.slow
-def test_a_device_that_computes_something_else_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_computes_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five engines are loaded twice, and one once."""
     path = make_model(SMALL, tmp_path / "model", torch.device("cpu"))
     monkeypatch.setattr(gpu_parity, "_LENGTHS", (3, 20))

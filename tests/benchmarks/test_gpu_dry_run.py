@@ -60,9 +60,7 @@ def with_parts(monkeypatch: pytest.MonkeyPatch, out: Path, *more: str, **parts: 
     monkeypatch.setattr("benchmarks.gpu.subprocess.Popen", started)
     # A script's own folder is searched for modules, and not the folder that it is started in, as with `-m`.
     there = Path(gpu.__file__).resolve().parents[1]
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(there), os.environ.get("PYTHONPATH", "")]))
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(there), os.environ.get("PYTHONPATH", "")])))
     arguments = ["gpu", "--device", "cpu", "--out", str(out), "--only", ",".join(parts), *more]
     monkeypatch.setattr(sys, "argv", arguments)
     return gpu.main()
@@ -103,9 +101,7 @@ def test_a_part_that_fails_dies_or_hangs_costs_no_other_part_a_row(
 
 
 @pytest.mark.slow
-def test_a_part_that_hangs_is_ended_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe that its child holds is closed when both have ended."""
     monkeypatch.setitem(PARTS, "hangs", PARTS["machine"])
     ours, theirs = os.pipe()

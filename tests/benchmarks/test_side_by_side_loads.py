@@ -5,16 +5,7 @@ import io
 
 from rich.console import Console
 
-from benchmarks.side_by_side.loads import (
-    ALONE,
-    BESIDE,
-    LONG,
-    SHARED,
-    Examiner,
-    LoadPlan,
-    LoadQuestions,
-    cells_of,
-)
+from benchmarks.side_by_side.loads import ALONE, BESIDE, LONG, SHARED, Examiner, LoadPlan, LoadQuestions, cells_of
 from tandem.loadgen.vocabulary import IdVocabulary, TextVocabulary
 from tandem.loadgen.workload import Lengths
 from tests.loadgen.fake_server import Exchange, complete, serving

@@ -56,10 +56,7 @@ def everywhere(system: str, first: float, gap: float, run: int = 0) -> list[Exam
 
 def test_a_figure_is_the_median_and_the_spread_of_the_runs() -> None:
     found = outcome(
-        *(
-            ExaminedSystem(TANDEM_PD, run, "1 user", summary(t, 0.01))
-            for run, t in enumerate((0.3, 0.1, 0.2))
-        ),
+        *(ExaminedSystem(TANDEM_PD, run, "1 user", summary(t, 0.01)) for run, t in enumerate((0.3, 0.1, 0.2))),
         ExaminedSystem(TANDEM_PD, 0, "8 users", summary(9.0, 0.01)),
         ExaminedSystem(VLLM_PD, 0, "1 user", summary(9.0, 0.01)),
     )

@@ -48,9 +48,7 @@ def test_a_command_that_stays_is_ended(tmp_path: Path) -> None:
     assert left == "{}"
 
 
-def test_a_server_that_outlives_its_command_in_a_session_of_its_own_is_found_and_ended(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_outlives_its_command_in_a_session_of_its_own_is_found_and_ended(tmp_path: Path) -> None:
     command = 'setsid bash -c "sleep 61 & echo $MARK > mark; touch ready; wait" > /dev/null 2>&1 &'
     members, left = outcome_of(command, tmp_path, "sleep")
     assert "sleep" in members

@@ -24,15 +24,7 @@ from benchmarks.soaking.cluster import (
     growth_of,
     is_whole,
 )
-from benchmarks.soaking.requests import (
-    Answer,
-    AnswerEnd,
-    SoakLoad,
-    SoakQuestion,
-    SoakQuestions,
-    WrongAnswer,
-    ask,
-)
+from benchmarks.soaking.requests import Answer, AnswerEnd, SoakLoad, SoakQuestion, SoakQuestions, WrongAnswer, ask
 from tandem.base.errors import Unavailable
 
 WORDS = [f"word{index}" for index in range(50)]
@@ -111,10 +103,7 @@ class TestVerdict:
             ),
             ({"wrong": ["question 1: 'a' instead of 'b'"]}, "1 wrong answers, the first: question 1"),
             ({"left_over": "not quiet"}, "not quiet"),
-            (
-                {"growths": [Growth("ray::RouterActor 7", True, 60, MIB, 99 * MIB, 1, 0, 1, 0)]},
-                "99 MiB of memory",
-            ),
+            ({"growths": [Growth("ray::RouterActor 7", True, 60, MIB, 99 * MIB, 1, 0, 1, 0)]}, "99 MiB of memory"),
         ],
     )
     def test_everything_that_must_not_be_is_said(self, fields: dict[str, Any], said: str) -> None:
@@ -130,9 +119,7 @@ def sse(*events: object, done: bool = True) -> bytes:
     return b"".join(lines) + (b"data: [DONE]\n\n" if done else b"")
 
 
-def asked(
-    content: bytes, status: int = 200, ending: AnswerEnd = AnswerEnd.STREAM, **body: Any
-) -> Answer | None:
+def asked(content: bytes, status: int = 200, ending: AnswerEnd = AnswerEnd.STREAM, **body: Any) -> Answer | None:
     async def go() -> Answer | None:
         transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
         async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
@@ -146,11 +133,7 @@ class TestAsking:
         ("content", "status", "kind"),
         [
             (b"overloaded", 503, "http_503"),
-            (
-                sse({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}, done=False),
-                200,
-                "truncated",
-            ),
+            (sse({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}, done=False), 200, "truncated"),
             (sse({"choices": [{"index": 0, "text": "a"}]}), 200, "finish"),
             (b"event: error\n" + sse({"error": {"message": "lost"}}, done=False), 200, "stream_error"),
         ],
@@ -176,9 +159,7 @@ def loaded(answer: Callable[[int], Awaitable[httpx.Response]], monkeypatch: pyte
         return await answer(count)
 
     monkeypatch.setattr(
-        load,
-        "_client",
-        lambda: httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://r"),
+        load, "_client", lambda: httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://r")
     )
     monkeypatch.setattr(
         questions,
@@ -206,9 +187,7 @@ def test_nobody_asks_for_an_answer_that_follows_a_grammar_and_never_ends() -> No
     assert not any("response_format" in body and body.get("ignore_eos") for body in bodies)
 
 
-def test_an_answer_that_changes_is_wrong_and_one_that_fails_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_answer_that_changes_is_wrong_and_one_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(count: int) -> httpx.Response:
         if count == 10:
             return httpx.Response(500, text="a bug")

@@ -15,9 +15,7 @@ from benchmarks.lib.tables import at_most, seen
 from benchmarks.suite import SuitePart, run_part
 from tandem.base.errors import ConfigurationError
 
-FIGURES = msgspec.json.encode(
-    report_of({}, [seen("it", 1.5, "s"), at_most("no peer there", None, 4.0)])
-).decode()
+FIGURES = msgspec.json.encode(report_of({}, [seen("it", 1.5, "s"), at_most("no peer there", None, 4.0)])).decode()
 
 
 def part_of(script: str, within_s: float = 20.0) -> SuitePart:
@@ -39,9 +37,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return lambda part: run_part(part, "m", tmp_path)
 
 
-def test_a_part_is_read_a_broken_one_is_said_to_be_broken_and_an_endless_one_is_ended(
-    run_script: Any,
-) -> None:
+def test_a_part_is_read_a_broken_one_is_said_to_be_broken_and_an_endless_one_is_ended(run_script: Any) -> None:
     well = run_script(part_of(f"import sys; open(sys.argv[2], 'w').write({FIGURES!r})"))
     assert well.headlines == [seen("it", 1.5, "s")], "what was not measured is no headline"
     assert not well.failure

@@ -14,9 +14,7 @@ from tests.more import more
 
 
 @pytest.mark.parametrize("widths", ["2", "2x", "x2", "3x1", "0x2", "16x16", "2x2x2", "-1x2", "axb"])
-def test_other_widths_are_refused_with_those_that_there_are(
-    widths: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_widths_are_refused_with_those_that_there_are(widths: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         transfer.main([f"--ranks={widths}"])
     assert "each must be one of 1, 2, 4, 8, which divide the 8 heads" in capsys.readouterr().err

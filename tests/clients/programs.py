@@ -66,10 +66,7 @@ def openai_chat(url: str, model: str) -> None:
     history = [
         *ASK,
         called.choices[0].message,
-        *(
-            {"role": "tool", "tool_call_id": c.id, "content": "rain"}
-            for c in called.choices[0].message.tool_calls
-        ),
+        *({"role": "tool", "tool_call_id": c.id, "content": "rain"} for c in called.choices[0].message.tool_calls),
     ]
     assert client.chat.completions.create(model=model, messages=history, tools=[TOOL], max_tokens=5).choices
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
@@ -98,9 +95,7 @@ def openai_embeddings(url: str, model: str) -> None:
     assert abs(sum(number**2 for number in floats.data[0].embedding) - 1) < 1e-4
 
     def nearness(first: int, second: int) -> float:
-        return sum(
-            a * b for a, b in zip(made.data[first].embedding, made.data[second].embedding, strict=True)
-        )
+        return sum(a * b for a, b in zip(made.data[first].embedding, made.data[second].embedding, strict=True))
 
     assert nearness(0, 1) > nearness(0, 2)
     import openai
@@ -118,15 +113,11 @@ def openai_extras(url: str, model: str) -> None:
     client = openai_client(url)
 
     def chat(**extra: Any) -> Any:
-        return client.chat.completions.create(
-            model=model, messages=ASK, max_tokens=LONGEST_PERSON, extra_body=extra
-        )
+        return client.chat.completions.create(model=model, messages=ASK, max_tokens=LONGEST_PERSON, extra_body=extra)
 
     def text(**extra: Any) -> Any:
         prompt = "The quick brown fox jumps over"
-        return client.completions.create(
-            model=model, prompt=prompt, max_tokens=8, temperature=0, extra_body=extra
-        )
+        return client.completions.create(model=model, prompt=prompt, max_tokens=8, temperature=0, extra_body=extra)
 
     assert chat(guided_choice=["rain", "sun"]).choices[0].message.content in ("rain", "sun")
     assert re.fullmatch("[0-9]{3}", chat(guided_regex="[0-9]{3}").choices[0].message.content)
@@ -144,15 +135,8 @@ def openai_extras(url: str, model: str) -> None:
     assert len(shown) == len(prompt_ids)
     assert shown[0] is None
     assert str(prompt_ids[1]) in shown[1]
-    assert (
-        text(
-            min_tokens=8, ignore_eos=True, top_k=1, min_p=0.1, repetition_penalty=1.1
-        ).usage.completion_tokens
-        == 8
-    )
-    raw = client.completions.with_raw_response.create(
-        model=model, prompt="a", max_tokens=1, extra_body={"nvext": {}}
-    )
+    assert text(min_tokens=8, ignore_eos=True, top_k=1, min_p=0.1, repetition_penalty=1.1).usage.completion_tokens == 8
+    raw = client.completions.with_raw_response.create(model=model, prompt="a", max_tokens=1, extra_body={"nvext": {}})
     assert raw.headers["x-tandem-ignored-fields"] == "nvext"
 
 
@@ -161,26 +145,14 @@ def openai_responses(url: str, model: str) -> None:
     first = client.responses.create(model=model, input="What is the capital of France?", temperature=0)
     assert "Paris" in first.output_text
     again = client.responses.create(
-        model=model,
-        input="Say it again.",
-        previous_response_id=first.id,
-        max_output_tokens=5,
-        extra_body=ENDLESS,
+        model=model, input="Say it again.", previous_response_id=first.id, max_output_tokens=5, extra_body=ENDLESS
     )
     assert again.status == "incomplete"
-    with client.responses.stream(
-        model=model, input="What is the capital of France?", temperature=0
-    ) as stream:
+    with client.responses.stream(model=model, input="What is the capital of France?", temperature=0) as stream:
         numbers = [event.sequence_number for event in stream]
         assert stream.get_final_response().output_text == first.output_text
     assert numbers == list(range(len(numbers)))
-    tool = {
-        "type": "function",
-        "name": "weather",
-        "description": "",
-        "parameters": PARAMETERS,
-        "strict": True,
-    }
+    tool = {"type": "function", "name": "weather", "description": "", "parameters": PARAMETERS, "strict": True}
     called = client.responses.create(model=model, input=ASK, tools=[tool], tool_choice="required")
     call = next(item for item in called.output if item.type == "function_call")
     assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
@@ -209,11 +181,7 @@ def anthropic(url: str, model: str) -> None:
         assert "".join(stream.text_stream) == said.content[0].text
     tool: Any = {"name": "weather", "description": "the weather in a city", "input_schema": PARAMETERS}
     called = client.messages.create(
-        model=model,
-        max_tokens=200,
-        messages=ASK,
-        tools=[tool],
-        tool_choice={"type": "tool", "name": "weather"},
+        model=model, max_tokens=200, messages=ASK, tools=[tool], tool_choice={"type": "tool", "name": "weather"}
     )
     assert called.stop_reason == "tool_use"
     use = next(block for block in called.content if block.type == "tool_use")
@@ -232,13 +200,7 @@ def litellm(url: str, model: str) -> None:
         (f"openai/{model}", f"{url}/v1"),
         (f"anthropic/{model}", url),
     ):
-        given: Any = {
-            "model": name,
-            "api_base": base,
-            "api_key": "unused",
-            "max_tokens": 60,
-            "temperature": 0,
-        }
+        given: Any = {"model": name, "api_base": base, "api_key": "unused", "max_tokens": 60, "temperature": 0}
         whole = litellm.completion(**given, messages=CAPITAL)
         assert "Paris" in whole.choices[0].message.content, name
         parts = list(litellm.completion(**given, messages=CAPITAL, stream=True))

@@ -29,16 +29,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 def url(smollm2_path: Path) -> Iterator[str]:
     """One prefill and one decode node. The model was not trained for vectors, but makes some."""
     serve = Serve(
-        "--prefill",
-        "1",
-        "--decode",
-        "1",
-        "--dtype",
-        "float32",
-        "--kv-memory",
-        "512MiB",
-        "--set",
-        "model.pooling=mean",
+        "--prefill", "1", "--decode", "1", "--dtype", "float32", "--kv-memory", "512MiB", "--set", "model.pooling=mean"
     )
     try:
         yield serve.until(r"^API: +(http://\S+)/v1$", START_S)[1]

@@ -18,14 +18,7 @@ from tests.clients.test_clients import program
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 Said = list[tuple[str, str]]  # "reasoning", "text" or a function's name, and what was said there
 
-TEXTS = [
-    "Hm.",
-    "",
-    "two\n\nlines ",
-    '{"city": "Þórshöfn", "at": [62.5, -7]}',
-    "<think> a < b </think>",
-    "🌧 雨",
-]
+TEXTS = ["Hm.", "", "two\n\nlines ", '{"city": "Þórshöfn", "at": [62.5, -7]}', "<think> a < b </think>", "🌧 雨"]
 ANSWERS: list[Any] = [
     *([["final", None, text]] for text in TEXTS),
     *([["analysis", None, text], ["final", None, "So."]] for text in TEXTS),
@@ -76,9 +69,7 @@ def library_said(messages: list[dict[str, Any]]) -> Said:
 def router_said(text: str, cuts: list[int]) -> Said:
     reader = HarmonyReader(calls=True)
     said: Said = []
-    pieces = [
-        piece for start, end in pairwise([0, *cuts, len(text)]) for piece in reader.push(text[start:end])
-    ]
+    pieces = [piece for start, end in pairwise([0, *cuts, len(text)]) for piece in reader.push(text[start:end])]
     for piece in [*pieces, *reader.finish()]:
         if isinstance(piece, CallBegins):
             said.append((piece.name, ""))

@@ -110,9 +110,7 @@ def cluster() -> FakeCluster:
 
 
 def acted(cluster: FakeCluster, action: str, body: Any = None) -> Any:
-    return json.loads(
-        asyncio.run(act(cluster.ask, action, json.dumps(body).encode() if body is not None else b""))
-    )
+    return json.loads(asyncio.run(act(cluster.ask, action, json.dumps(body).encode() if body is not None else b"")))
 
 
 def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
@@ -120,13 +118,8 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
     assert acted(cluster, "timeouts")["start_s"] == 7.0
     assert acted(cluster, "scale", {"pools": {"decode": 2}}) == {"changes": ["decode: from 1 to 2"]}
     assert acted(cluster, "drain", {"node": "decode-0"}) == {"finished": False}
-    assert acted(cluster, "evacuate", {"machine": "10.0.0.2", "timeout_s": 9}) == {
-        "finished": {"decode-0": True}
-    }
-    assert acted(cluster, "role", {"node": "decode-0", "role": "prefill"}) == {
-        "node": "decode-0",
-        "role": "prefill",
-    }
+    assert acted(cluster, "evacuate", {"machine": "10.0.0.2", "timeout_s": 9}) == {"finished": {"decode-0": True}}
+    assert acted(cluster, "role", {"node": "decode-0", "role": "prefill"}) == {"node": "decode-0", "role": "prefill"}
     assert acted(cluster, "pause", {"names": ["decode"]}) == {"paused": ["decode"]}
     assert acted(cluster, "resume") == {"paused": []}
     assert acted(cluster, "reset_prefix_cache", {}) == {"reset": ["decode-0"]}
@@ -167,9 +160,7 @@ def test_every_action_does_what_it_says(cluster: FakeCluster) -> None:
         ("logs", {"last": 1_000_000}),
     ],
 )
-def test_what_cannot_be_meant_is_a_mistake_of_the_request(
-    cluster: FakeCluster, action: str, body: Any
-) -> None:
+def test_what_cannot_be_meant_is_a_mistake_of_the_request(cluster: FakeCluster, action: str, body: Any) -> None:
     with pytest.raises(InvalidRequest, match=action):
         acted(cluster, action, body)
     assert cluster.asked == []
@@ -239,9 +230,7 @@ def test_commands_do_the_same_through_a_router(cluster: FakeCluster) -> None:
     ]
 
 
-def test_a_command_takes_one_way_to_the_cluster(
-    monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster
-) -> None:
+def test_a_command_takes_one_way_to_the_cluster(monkeypatch: pytest.MonkeyPatch, cluster: FakeCluster) -> None:
     monkeypatch.setattr(operate, "HttpControl", lambda url, key: through_http(cluster))
     assert with_controller(WhichCluster(), lambda known: known.ask(ViewOrder()), "http://router") == VIEW
     for both in (WhichCluster("10.0.0.1:6379"), WhichCluster(name="chat")):

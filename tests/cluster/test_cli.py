@@ -41,9 +41,7 @@ def test_help_imports_nothing_that_takes_time() -> None:
         "import sys\nfrom tandem.cluster.cli import make_parser\nmake_parser().format_help()\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    child = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert child.stdout.strip() == "[]"
 
 
@@ -54,9 +52,7 @@ def test_every_command_that_prints_can_print_json() -> None:
     for name, parser in parsers:
         described = getattr(parser, "described", lambda parser=parser: parser)()
         groups = [action for action in described._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers += [
-            (f"{name} {word}".strip(), one) for group in groups for word, one in group.choices.items()
-        ]
+        parsers += [(f"{name} {word}".strip(), one) for group in groups for word, one in group.choices.items()]
         if not groups and not any("-o" in action.option_strings for action in described._actions):
             without.append(name)
     assert {*without} <= {"chat", "completion"}
@@ -74,24 +70,14 @@ def test_a_taken_port_is_said_before_anything_is_loaded() -> None:
             f"status = main(['serve', '--port', '{port}'])\n"
             "print(status, [name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
         )
-        child = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-        )
+        child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert child.stdout.strip() == "1 []"
     assert f"port {port} on 127.0.0.1 is taken" in child.stderr
 
 
 def test_every_flag_reaches_its_setting() -> None:
     flags = "--model org/m --prefill 2 --decode 3 --host 0.0.0.0 --port 9 --dtype float32 --max-model-len 64"
-    arguments = [
-        "serve",
-        *flags.split(),
-        "--kv-memory",
-        "1GiB",
-        "--set",
-        "router.policy=round_robin",
-        "debug=true",
-    ]
+    arguments = ["serve", *flags.split(), "--kv-memory", "1GiB", "--set", "router.policy=round_robin", "debug=true"]
     config = read_settings(make_parser().parse_args(arguments)).config
     assert (config.model.path, config.model.dtype) == ("org/m", "float32")
     assert (config.pools.prefill.nodes, config.pools.decode.nodes) == (2, 3)
@@ -245,17 +231,13 @@ def test_the_curl_line_is_one_that_a_shell_understands() -> None:
 @pytest.mark.parametrize(
     "url", ["nonsense", "127.0.0.1:8000", "localhost:8000", "http://[::1", "ftp://host", "http://host:x"]
 )
-def test_what_is_no_url_of_a_server_is_a_sentence(
-    capsys: pytest.CaptureFixture[str], command: str, url: str
-) -> None:
+def test_what_is_no_url_of_a_server_is_a_sentence(capsys: pytest.CaptureFixture[str], command: str, url: str) -> None:
     said = fail(capsys, command, "--url", url)
     assert f"{url!r} is no URL" in said
     assert "such as http://127.0.0.1:8000" in said
 
 
-def test_the_configuration_is_printed_as_json_with_the_origin_of_each_value(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_configuration_is_printed_as_json_with_the_origin_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--port", "9", "-o", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["router.port"] == {"value": 9, "origin": "--port"}

@@ -275,10 +275,7 @@ def test_what_is_no_setting_says_what_holds_by_every_door(tmp_path: FilePath, pa
 
 @pytest.mark.parametrize(
     ("text", "setting", "value"),
-    [
-        ("transfer: {checksums: off}", "checksums", "off"),
-        ("transfer: {checksums: 'off'}", "checksums", "off"),
-    ],
+    [("transfer: {checksums: off}", "checksums", "off"), ("transfer: {checksums: 'off'}", "checksums", "off")],
 )
 def test_a_word_that_yaml_takes_for_a_truth_value_is_the_choice(
     tmp_path: FilePath, text: str, setting: str, value: str
@@ -359,8 +356,6 @@ def test_an_editor_finds_the_schema_beside_the_file_of_init(
     assert json.loads(capsys.readouterr().out) == schema
     mistakes = [
         error.json_path
-        for error in jsonschema.Draft202012Validator(schema).iter_errors(
-            {"router": {"port": "x"}, "modle": 1}
-        )
+        for error in jsonschema.Draft202012Validator(schema).iter_errors({"router": {"port": "x"}, "modle": 1})
     ]
     assert sorted(mistakes) == ["$", "$.router"]

@@ -78,9 +78,7 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def mistakes(validator: jsonschema.Draft202012Validator, document: Document) -> list[str]:
-    return [
-        f"{'/'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in validator.iter_errors(document)
-    ]
+    return [f"{'/'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in validator.iter_errors(document)]
 
 
 @pytest.fixture
@@ -279,9 +277,7 @@ def test_a_disruption_leaves_a_pod_of_each_pool(raycluster: Document) -> None:
             "ray.io/group": group["groupName"],
         }
         assert budget["spec"]["minAvailable"] < group["replicas"]
-        assert "maxUnavailable" not in budget["spec"], (
-            "Kubernetes takes it for its own controllers' pods alone"
-        )
+        assert "maxUnavailable" not in budget["spec"], "Kubernetes takes it for its own controllers' pods alone"
 
 
 # --- what is beside it
@@ -291,10 +287,7 @@ def test_everybody_else_reaches_the_api_and_nothing_more(raycluster: Document) -
     ours = {"matchLabels": {"ray.io/cluster": raycluster["metadata"]["name"]}}
     spec = load(BASE / "networkpolicy.yaml")["spec"]
     assert spec["podSelector"] == ours
-    assert spec["ingress"] == [
-        {"from": [{"podSelector": ours}]},
-        {"ports": [{"port": 8000, "protocol": "TCP"}]},
-    ]
+    assert spec["ingress"] == [{"from": [{"podSelector": ours}]}, {"ports": [{"port": 8000, "protocol": "TCP"}]}]
 
 
 @pytest.mark.parametrize("file", sorted(KUBERAY.glob("**/tandem.yaml")), ids=lambda file: file.parent.name)
@@ -333,8 +326,7 @@ def patched(document: Document, patch: str) -> Document:
     document = copy.deepcopy(document)
     for operation in yaml.safe_load(patch):
         *steps, last = [
-            int(step) if step.isdigit() else step.replace("~1", "/")
-            for step in operation["path"].split("/")[1:]
+            int(step) if step.isdigit() else step.replace("~1", "/") for step in operation["path"].split("/")[1:]
         ]
         section: Any = document
         for step in steps:
@@ -459,9 +451,7 @@ def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster:
     for role in (Role.PREFILL, Role.DECODE):
         pool, group = config.pools.of(role), types[role.value]
         assert group["resources"]["GPU"] == pool.ranks_per_machine == 4
-        offer = Offer(
-            {name: float(amount) for name, amount in group["resources"].items()}, group.get("labels", {})
-        )
+        offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group.get("labels", {}))
         assert places(offer, needs_of(config))[role] == 1
         assert group["max_workers"] == (pool.max or 0) * pool.machines, "pods, of which so many are one node"
     machines = [Offer({"CPU": 0.0, "GPU": 4.0, "prefill": 1.0}), Offer({"GPU": 4.0, "decode": 1.0})]
@@ -481,9 +471,7 @@ def environment_of(container: Document) -> dict[str, Any]:
 
 
 @needs_kubectl
-def test_all_components_go_together_and_with_gpus(
-    validator: jsonschema.Draft202012Validator, tmp_path: Path
-) -> None:
+def test_all_components_go_together_and_with_gpus(validator: jsonschema.Draft202012Validator, tmp_path: Path) -> None:
     names = ["hub-token", "model-volume", "podmonitor", "rdma"]
     assert {*names, "persistent-head"} == {folder.name for folder in COMPONENTS.iterdir()}
     rendered = with_components(tmp_path, KUBERAY / "overlays" / "gpu", *names)

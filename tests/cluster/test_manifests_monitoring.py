@@ -23,9 +23,7 @@ def promtool() -> None:
 
 
 def check(*words: str) -> None:
-    done = subprocess.run(
-        ["promtool", *words], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(["promtool", *words], cwd=MONITORING, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -24,9 +24,7 @@ from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig  # noqa:
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "manifests" / "ray").glob("*.yaml"))
 STATIC_HOSTS = find_wing("tandem.cluster.static_hosts.config")
-CLUSTERS = [
-    file for file in FILES if not file.name.startswith("tandem") and (STATIC_HOSTS or file.stem != "static")
-]
+CLUSTERS = [file for file in FILES if not file.name.startswith("tandem") and (STATIC_HOSTS or file.stem != "static")]
 
 cluster_files = pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
 

@@ -52,9 +52,9 @@ def test_every_machine_gets_a_place_and_the_end_of_the_time_finishes_what_runs(t
     rays = {line[line.index("--resources") + 1]: line for line in lines if line[0] == "ray"}
     assert set(rays) == {'{"prefill": 1}', '{"decode": 1}'}
     assert "--head" in rays['{"prefill": 1}']
-    assert [
-        line[line.index("--address") + 1] for line in lines if "--block" in line and "--address" in line
-    ] == ["10.0.0.1:6379"] * 2
+    assert [line[line.index("--address") + 1] for line in lines if "--block" in line and "--address" in line] == [
+        "10.0.0.1:6379"
+    ] * 2
     assert [line[1] for line in lines if line[0] == "tandem"] == ["serve", "down"]
     for line in lines:
         if line[0] == "tandem":

@@ -76,9 +76,7 @@ def test_a_plain_value_stands_for_a_section_where_there_is_an_obvious_one(tmp_pa
 def test_asking_for_one_layout_does_not_bring_the_other(
     tmp_path: Path, text: str, flags: dict[str, str], counts: tuple[int, int, int]
 ) -> None:
-    pools = settings(
-        tmp_path, text, {}, [(name, value, "--set") for name, value in flags.items()]
-    ).config.pools
+    pools = settings(tmp_path, text, {}, [(name, value, "--set") for name, value in flags.items()]).config.pools
     assert (pools.prefill.nodes, pools.decode.nodes, pools.aggregated.nodes) == counts
 
 
@@ -197,10 +195,7 @@ MISTAKES = [
     ),
     ("cache: {block_size: 24}", "FILE: cache.block_size must be a power of two, not 24"),
     ("cache: {memory_share: 1.5}", "FILE: cache.memory_share must be above 0 and at most 1, not 1.5"),
-    (
-        "cache: {memory_bytes: lots}",
-        "FILE: cache.memory_bytes must be a size such as 2GiB or 500MB, not 'lots'",
-    ),
+    ("cache: {memory_bytes: lots}", "FILE: cache.memory_bytes must be a size such as 2GiB or 500MB, not 'lots'"),
     ("cache: {memory_bytes: 10}", "FILE: cache.memory_bytes must be at least 1048576, not 10"),
     (
         f"cache: {{memory_bytes: {10**30}TiB}}",
@@ -295,10 +290,7 @@ MISTAKES = [
         "pools: {prefill: {nodes: 1, min: 2}}",
         "FILE: pools.prefill.min is 2, which is more than pools.prefill.nodes (1)",
     ),
-    (
-        "pools: {decode: {min: 4, max: 3}}",
-        "FILE: pools.decode.min is 4, which is more than pools.decode.max (3)",
-    ),
+    ("pools: {decode: {min: 4, max: 3}}", "FILE: pools.decode.min is 4, which is more than pools.decode.max (3)"),
     (
         "pools: {decode: {nodes: null, max: 3}}",
         "FILE: pools.decode.max is 3, but pools.decode.nodes is null: a pool follows the machines or its load, "
@@ -356,9 +348,7 @@ def as_yaml(values: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("values", TOGETHER, ids=lambda values: "+".join(values))
 @pytest.mark.parametrize("by", ["a file", "variables", "--set", "a file and --set"])
-def test_settings_that_are_right_together_load_together(
-    tmp_path: Path, values: dict[str, str], by: str
-) -> None:
+def test_settings_that_are_right_together_load_together(tmp_path: Path, values: dict[str, str], by: str) -> None:
     names = list(values)
     in_file = {"a file": names, "a file and --set": names[:1]}.get(by, [])
     in_flags = {"--set": names, "a file and --set": names[1:]}.get(by, [])
@@ -415,9 +405,7 @@ def test_settings_that_are_right_together_load_together(
         ),
     ],
 )
-def test_settings_that_are_wrong_together_are_one_mistake(
-    tmp_path: Path, text: str, sentences: list[str]
-) -> None:
+def test_settings_that_are_wrong_together_are_one_mistake(tmp_path: Path, text: str, sentences: list[str]) -> None:
     assert mistakes(tmp_path, text) == sentences
 
 
@@ -522,9 +510,7 @@ def test_a_refused_value_that_may_hold_a_key_is_not_repeated(tmp_path: Path) -> 
     assert "s3cr3t" not in mistakes(tmp_path, "router: {api_keys: [{name: 1, key: s3cr3t}]}")[0]
 
 
-@given(
-    st.dictionaries(st.sampled_from(sorted(map(dotted, known_settings()))), st.text(max_size=8), max_size=6)
-)
+@given(st.dictionaries(st.sampled_from(sorted(map(dotted, known_settings()))), st.text(max_size=8), max_size=6))
 def test_any_text_for_any_setting_is_taken_or_refused_in_words(assignments: dict[str, str]) -> None:
     layer = read_assignments([(name, value, "--set") for name, value in assignments.items()])
     assert all(mistake.startswith("--set: ") or "router." in mistake for mistake in refusals([layer]))
@@ -534,26 +520,21 @@ _trees = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["model", "pools", "prefill", "cache", "router", "limits", "x"]), inner
-        )
+        | st.dictionaries(st.sampled_from(["model", "pools", "prefill", "cache", "router", "limits", "x"]), inner)
     ),
     max_leaves=12,
 )
 
 
 @given(_trees)
-def test_any_yaml_is_taken_or_refused_in_words(
-    tmp_path_factory: pytest.TempPathFactory, content: object
-) -> None:
+def test_any_yaml_is_taken_or_refused_in_words(tmp_path_factory: pytest.TempPathFactory, content: object) -> None:
     file = tmp_path_factory.mktemp("settings") / "tandem.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     assert all(mistake.startswith(f"{file}: ") for mistake in refusals([read_file(file)]))
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("1024", 1024), ("2GiB", 2 << 30), ("2 gb", 2 * 10**9), ("1.5KiB", 1536), ("3M", 3 * 10**6)],
+    ("text", "size"), [("1024", 1024), ("2GiB", 2 << 30), ("2 gb", 2 * 10**9), ("1.5KiB", 1536), ("3M", 3 * 10**6)]
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text, "it") == size
@@ -625,7 +606,5 @@ def test_what_nodes_copy_between_each_other_lies_in_host_memory(tmp_path: Path) 
     for name in ("remote", "mirror"):
         (mistake,) = mistakes(tmp_path, f"cache: {{{name}: true, tiers: [{{disk: /x, size: 1GiB}}]}}")
         assert f"cache.{name} needs a tier in host memory" in mistake
-        (mistake,) = mistakes(
-            tmp_path, f"cache: {{{name}: true, tiers: [{{cpu: 1GiB, store_threshold: 2}}]}}"
-        )
+        (mistake,) = mistakes(tmp_path, f"cache: {{{name}: true, tiers: [{{cpu: 1GiB, store_threshold: 2}}]}}")
         assert "leave store_threshold out" in mistake

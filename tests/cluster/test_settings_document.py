@@ -59,9 +59,7 @@ def test_a_setting_without_a_row_gets_one_in_its_section() -> None:
 
 def test_every_setting_says_what_it_is_for() -> None:
     settings = known_settings().items()
-    silent = [
-        dotted(path) for path, setting in settings if path not in DERIVED and not description_of(setting)
-    ]
+    silent = [dotted(path) for path, setting in settings if path not in DERIVED and not description_of(setting)]
     assert not silent, "these need an about(...)"
 
 

@@ -146,9 +146,7 @@ class House:
         self._numbers = itertools.count()
         self._started: list[EngineNode | EncodeNode] = []
 
-    def serve(
-        self, rules: RoleRules, transfer: TransferConfig | None = None, encoder_s: float = 30.0
-    ) -> Served:
+    def serve(self, rules: RoleRules, transfer: TransferConfig | None = None, encoder_s: float = 30.0) -> Served:
         channels: list[TestChannel] = []
 
         def open_channel(host: str, epoch: int, *, name: str) -> TestChannel:
@@ -168,9 +166,7 @@ class House:
         return Served(node, channels[0], info, self.family)
 
     def encoder(self) -> tuple[EncodeNode, PeerAddress]:
-        node = EncodeNode(
-            NodeConfig(f"encode-{next(self._numbers)}", Role.ENCODE, engine=engine_config(self.path))
-        )
+        node = EncodeNode(NodeConfig(f"encode-{next(self._numbers)}", Role.ENCODE, engine=engine_config(self.path)))
         self._started.append(node)
         info = node.start()
         return node, PeerAddress(info.node_id, info.epoch, info.peer_endpoint)
@@ -351,9 +347,7 @@ def test_a_file_that_is_no_image_is_the_clients_mistake_and_no_others(house: Hou
     reader = house.serve(DecodeRules(Role.AGGREGATED))
     tokens, media, _ = prompt_of(PROMPTS["one"])
     broken = b"no image"
-    named = [
-        msgspec.structs.replace(part, identifier=f"{digest_of_image(broken)}/{part.part}") for part in media
-    ]
+    named = [msgspec.structs.replace(part, identifier=f"{digest_of_image(broken)}/{part.part}") for part in media]
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     reader.channel.receive(
         Submit(
@@ -376,9 +370,7 @@ def test_a_file_that_is_no_image_is_the_clients_mistake_and_no_others(house: Hou
     assert encoder.status().state is NodeState.READY
 
 
-def test_what_is_asked_of_another_node_or_model_is_refused_and_a_drain_answers_what_has_come(
-    house: House,
-) -> None:
+def test_what_is_asked_of_another_node_or_model_is_refused_and_a_drain_answers_what_has_come(house: House) -> None:
     encoder, where = house.encoder()
     answers: queue.SimpleQueue[ToAsker] = queue.SimpleQueue()
     inbox: Inbox[ToAsker] = Inbox("127.0.0.1", ToAsker, answers.put, name="asker")

@@ -83,9 +83,7 @@ class PausedEncoder:
         self.answers: queue.SimpleQueue[ToAsker] = queue.SimpleQueue()
         self.inbox: Inbox[ToAsker] = Inbox("127.0.0.1", ToAsker, self._on_answer, name="asker")
         self.outbox = Outbox()
-        self.node = EncodeNode(
-            NodeConfig("encode-0", Role.ENCODE, timeouts=NodeTimeouts(status_period_s=60.0))
-        )
+        self.node = EncodeNode(NodeConfig("encode-0", Role.ENCODE, timeouts=NodeTimeouts(status_period_s=60.0)))
         with monkeypatch.context() as patched:
             patched.setattr("tandem.engine.model.vision.alone.load_tower", lambda *_: tower)
             for kind in ("Lock", "RLock"):
@@ -102,9 +100,7 @@ class PausedEncoder:
 
     def ask(self) -> None:
         part = WantedPart(0, 2)
-        question = Encode(
-            1, self.inbox.endpoint, self.info.epoch, "c", digest_of_image(FILE), FILE, [part], PATIENCE_S
-        )
+        question = Encode(1, self.inbox.endpoint, self.info.epoch, "c", digest_of_image(FILE), FILE, [part], PATIENCE_S)
         self.outbox.send(self.info.peer_endpoint, question)
 
     def await_news(self, *wanted: str) -> str:
@@ -152,9 +148,7 @@ def test_a_tower_that_fails_during_a_drain_has_failed_after_it(monkeypatch: pyte
             assert tower.begun.wait(PATIENCE_S)
             paused = []
 
-            def fail(
-                encoder: PausedEncoder = encoder, tower: Tower = tower, paused: list[int] = paused
-            ) -> None:
+            def fail(encoder: PausedEncoder = encoder, tower: Tower = tower, paused: list[int] = paused) -> None:
                 paused.append(1)
                 tower.may_encode.set()
                 encoder.await_news("answered", "encoder")

@@ -106,8 +106,7 @@ class ReferenceThirdHead:
     def _layer(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         weights, config, count = self._weights, self._config, hidden.shape[0]
         both = torch.cat(
-            [self._norm(embeddings, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")],
-            -1,
+            [self._norm(embeddings, "midlayer.input_layernorm"), self._norm(hidden, "midlayer.hidden_norm")], -1
         )
 
         def heads(name: str, number: int) -> torch.Tensor:
@@ -117,9 +116,7 @@ class ReferenceThirdHead:
         query, key = heads("q_proj", config.num_attention_heads), heads("k_proj", config.num_key_value_heads)
         query, key = apply_rotary_pos_emb(query, key, *self._rotary(both, torch.arange(count)[None]))
         value = heads("v_proj", config.num_key_value_heads)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
-        )
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         attended = attended.transpose(1, 2).reshape(count, -1)
         hidden = hidden + attended @ weights["midlayer.self_attn.o_proj.weight"].T
         rows = self._norm(hidden, "midlayer.post_attention_layernorm")

@@ -12,10 +12,6 @@ from tandem.wire.sampling import SamplingParams
 DEFAULTS = SamplingParams()
 
 
-def made_request(
-    request_id: str, prompt: Iterable[int], sampling: SamplingParams = DEFAULTS, **fields: Any
-) -> Request:
+def made_request(request_id: str, prompt: Iterable[int], sampling: SamplingParams = DEFAULTS, **fields: Any) -> Request:
     asked = {name: fields.pop(name) for name in RequestFacts.__struct_fields__ if name in fields}
-    return Request(
-        request_id, RequestFacts(prompt_token_ids=list(prompt), sampling=sampling, **asked), **fields
-    )
+    return Request(request_id, RequestFacts(prompt_token_ids=list(prompt), sampling=sampling, **asked), **fields)

@@ -81,10 +81,7 @@ class ReferenceHead:
         if kind == "qwen3-next":
             config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
         # transformers knows only the numbers of layers of the models that were published.
-        self._model._keys_to_ignore_on_load_unexpected = [
-            rf"\.layers\.{config.num_hidden_layers}\.",
-            r"^mtp\.",
-        ]
+        self._model._keys_to_ignore_on_load_unexpected = [rf"\.layers\.{config.num_hidden_layers}\.", r"^mtp\."]
         self._head = MtpModel.from_pretrained(self._model).eval()
 
     def after(self, tokens: list[int], count: int) -> list[int]:

@@ -116,7 +116,7 @@ def test_ahead_a_step_is_started_before_the_last_one_is_read() -> None:
     updates = [engine.step().updates for _ in range(4)]
     assert [len(of_step) for of_step in updates] == [0, 1, 1, 1]
     assert [call for call in runner.calls if call != "load"] == [
-        *("start 1", "start 2", "finish 1", "start 3", "finish 2", "finish 3"),
+        *("start 1", "start 2", "finish 1", "start 3", "finish 2", "finish 3")
     ]
     assert not engine.step().progressed  # the runner hears of the end
 

@@ -114,11 +114,7 @@ def test_a_model_is_always_right_about_itself(llama: Path, native: bool) -> None
 @pytest.mark.parametrize("ahead", [AsyncScheduling.NEVER, AsyncScheduling.ALWAYS])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_another_model_changes_no_token(
-    llama: Path,
-    sister: Path,
-    alone: dict[str, dict[str, list[int]]],
-    sampling: SamplingParams,
-    ahead: AsyncScheduling,
+    llama: Path, sister: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams, ahead: AsyncScheduling
 ) -> None:
     engine = start(llama, sister, ahead=ahead)
     assert answers(engine, sampling) == alone["seeded" if sampling is SEEDED else "greedy"]
@@ -151,10 +147,7 @@ def test_what_a_prefix_hit_brings_is_not_read_again(llama: Path) -> None:
 
 def test_after_a_handover_the_prompt_is_read_where_the_answer_is_made(llama: Path) -> None:
     transfer = TransferConfig(checksums=True)
-    with (
-        start(llama, "", transfer, "p", guesses=0) as producer,
-        start(llama, llama, transfer, "c") as consumer,
-    ):
+    with start(llama, "", transfer, "p", guesses=0) as producer, start(llama, llama, transfer, "c") as consumer:
         prompt = PROMPTS["r3"]
         expected = tiny.reference(llama, [prompt], NEW_TOKENS)[0].tokens
         # Another text was in the same blocks before.
@@ -183,12 +176,7 @@ def test_aborts_leave_nothing_behind(llama: Path, alone: dict[str, dict[str, lis
 
 def driven(model: Path, draft: Path | str, native: bool = True) -> TorchRunner:
     return load(
-        model,
-        draft=str(draft),
-        max_num_seqs=8,
-        max_model_len=128,
-        num_speculative_tokens=GUESSES,
-        native=native,
+        model, draft=str(draft), max_num_seqs=8, max_model_len=128, num_speculative_tokens=GUESSES, native=native
     )
 
 
@@ -235,9 +223,7 @@ EVENTS = ["add", "arrive", "share", "preempt", "finish", "run", "run"]
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30), st.lists(st.sampled_from(EVENTS), max_size=14))
 @example(0, ["run", "finish", "add", "run", "finish", "arrive", "run"])
-def test_blocks_that_change_hands_are_read_for_who_has_them(
-    guessing: Guessing, seed: int, events: list[str]
-) -> None:
+def test_blocks_that_change_hands_are_read_for_who_has_them(guessing: Guessing, seed: int, events: list[str]) -> None:
     for runner in (guessing.runner, guessing.plain):
         runner.forget_requests()
     driver, elsewhere, numbers = Driver(guessing.runner, seed), Driver(guessing.plain), random.Random(seed)
@@ -262,9 +248,7 @@ def test_blocks_that_change_hands_are_read_for_who_has_them(
             driver.finish(numbers.choice(names))
         elif event == "run":
             for _ in range(numbers.randrange(1, 4)):
-                work = {
-                    each.req_id: each.pending for each in driver.requests.values() if len(each.output) < 8
-                }
+                work = {each.req_id: each.pending for each in driver.requests.values() if len(each.output) < 8}
                 driver.step(work, guesses=numbers.random() < 0.7)
                 for req_id, drafts in driver.last.draft_token_ids.items():
                     assert drafts == guessing.after(driver.requests[req_id].tokens, len(drafts))
@@ -318,9 +302,7 @@ def with_words(path: Path, folder: Path, words: list[str]) -> Path:
     copied = folder / "-".join(words)
     AutoModelForCausalLM.from_pretrained(path).save_pretrained(copied)
     vocab = {word: number for number, word in enumerate(words)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=words[0])).save(
-        str(copied / "tokenizer.json")
-    )
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=words[0])).save(str(copied / "tokenizer.json"))
     return copied
 
 

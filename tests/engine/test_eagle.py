@@ -12,26 +12,10 @@ from tandem.engine.config import AsyncScheduling
 from tandem.engine.model.speculation.eagle import EagleHead
 from tandem.kvtransfer.config import TransferConfig
 from tandem.wire.sampling import SamplingParams
-from tests.engine.eagle_files import (
-    ReferenceHead,
-    ReferenceThirdHead,
-    likely_words,
-    save_head,
-    save_third_head,
-)
+from tests.engine.eagle_files import ReferenceHead, ReferenceThirdHead, likely_words, save_head, save_third_head
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from tests.engine.test_draft_model import (
-    GREEDY,
-    NEW_TOKENS,
-    PROMPTS,
-    SEEDED,
-    answers,
-    driven,
-    refused,
-    start,
-    stats,
-)
+from tests.engine.test_draft_model import GREEDY, NEW_TOKENS, PROMPTS, SEEDED, answers, driven, refused, start, stats
 from tests.integration.one_engine import OneEngine, hand_over
 from tests.more import more
 
@@ -67,11 +51,7 @@ def head_of(engine: OneEngine) -> EagleHead:
 @pytest.mark.parametrize("ahead", [AsyncScheduling.NEVER, AsyncScheduling.ALWAYS])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_it_changes_no_token(
-    llama: Path,
-    head: Path,
-    alone: dict[str, dict[str, list[int]]],
-    sampling: SamplingParams,
-    ahead: AsyncScheduling,
+    llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams, ahead: AsyncScheduling
 ) -> None:
     engine = start(llama, head, ahead=ahead)
     assert answers(engine, sampling) == alone["seeded" if sampling is SEEDED else "greedy"]
@@ -118,12 +98,7 @@ def test_a_prefix_gives_its_last_block_up_and_brings_the_rest_along(llama: Path,
         before = stats(engine).prompt_tokens_cached, stats(plain).prompt_tokens_cached
         said = plain.answer(str(place), prompt, NEW_TOKENS)
         assert engine.answer(str(place), prompt, NEW_TOKENS) == said
-        found.append(
-            (
-                stats(engine).prompt_tokens_cached - before[0],
-                stats(plain).prompt_tokens_cached - before[1],
-            )
-        )
+        found.append((stats(engine).prompt_tokens_cached - before[0], stats(plain).prompt_tokens_cached - before[1]))
     assert found == [(0, 0), (36, 40), (16, 20), (16, 20)]
     assert head_of(engine).num_cold == 0
 
@@ -143,10 +118,7 @@ def test_a_request_for_one_token_costs_nothing(llama: Path, head: Path) -> None:
 
 def test_after_a_handover_it_begins_at_the_next_block(llama: Path, head: Path) -> None:
     transfer = TransferConfig(checksums=True)
-    with (
-        start(llama, "", transfer, "p", guesses=0) as producer,
-        start(llama, head, transfer, "c") as consumer,
-    ):
+    with start(llama, "", transfer, "p", guesses=0) as producer, start(llama, head, transfer, "c") as consumer:
         prompt = PROMPTS["r3"]
         expected = tiny.reference(llama, [prompt], NEW_TOKENS)[0].tokens
         consumer.answer("before", PROMPTS["r2"], NEW_TOKENS)

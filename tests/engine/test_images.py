@@ -121,9 +121,7 @@ def test_a_prompt_of_rows_beside_images(lab: ImageLab) -> None:
     """Rows that a request brings are narrower than those of a tower that has more to say to the first layers."""
     words, _, _ = prompt_of(["Here is a text."], lab.family)
     (said,) = reference(lab.path, [["Here is a text."]], NEW_TOKENS, lab.family)
-    embedding = AutoModelForImageTextToText.from_pretrained(
-        lab.path, dtype=torch.float32
-    ).get_input_embeddings()
+    embedding = AutoModelForImageTextToText.from_pretrained(lab.path, dtype=torch.float32).get_input_embeddings()
     with torch.inference_mode():
         rows = embedding(torch.tensor(words)).contiguous()
     embeds = PromptEmbeds("float32", rows.shape[1], rows.numpy().tobytes())
@@ -140,9 +138,7 @@ def encoded_tokens(engine: OneEngine) -> int:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [IDEFICS3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL_MOE],
-    ids=["Idefics3", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL MoE"],
+    "family", [IDEFICS3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL_MOE], ids=["Idefics3", "Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL MoE"]
 )
 def test_their_sisters(family: VisionFamily, tmp_path: Path) -> None:
     lab = lab_of(family, tmp_path)

@@ -30,9 +30,7 @@ VARIANTS = [
     SamplingParams(seed=4, max_tokens=12, top_k=9, min_tokens=3, prompt_logprobs=1, bad_words=[[5, 6]]),
 ]
 
-linux = pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="reads the process's size from /proc"
-)
+linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's size from /proc")
 
 
 def resident_bytes() -> int:
@@ -50,9 +48,7 @@ def test_memory_does_not_grow_over_thousands_of_steps(tmp_path: Path, native: bo
     `TANDEM_STEPS` asks for ten thousand. Requests of all kinds come, share prefixes, are preempted (the pool is too small
     for all), end, and are given up."""
     cache = CacheConfig(block_size=4, memory_bytes=1 << 20)
-    config = SchedulerConfig(
-        max_num_seqs=8, max_num_batched_tokens=40, max_model_len=64, num_speculative_tokens=2
-    )
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=40, max_model_len=64, num_speculative_tokens=2)
     model = ModelConfig(path=str(tiny.save("llama", tmp_path)), dtype="float32", device="cpu", threads=1)
     runner = load_runner(model, cache, config, native=native)
     info = runner.info

@@ -57,9 +57,7 @@ class Question:
     cache_salt: str | None = None
 
     def as_request(self, name: str, **more: Any) -> Request:
-        return made_request(
-            name, self.prompt, self.sampling, cache_salt=self.cache_salt, **self.fields, **more
-        )
+        return made_request(name, self.prompt, self.sampling, cache_salt=self.cache_salt, **self.fields, **more)
 
 
 def scheduling(kind: str, drafts: int, **options: Any) -> SchedulerConfig:
@@ -88,12 +86,7 @@ class Lab:
         info = self.alone.info
         cache = CacheConfig(block_size=BLOCK, prefix_caching=False)
         self.judge = Scheduler(
-            scheduling(kind, 0),
-            cache,
-            info.groups,
-            info.num_blocks,
-            info.max_model_len,
-            reads_images=kind == "images",
+            scheduling(kind, 0), cache, info.groups, info.num_blocks, info.max_model_len, reads_images=kind == "images"
         )
         self.judging = Engine(self.judge, self.alone, None)
         generator = torch.Generator().manual_seed(7)
@@ -140,23 +133,15 @@ class MixedRun:
         groups = sum(1 for group in info.groups if not group.blocks_per_request)
         block_bytes = self.runner.kv_cache[0].nbytes
         self.blocks = min(
-            draw.choice([30, 44]) + 16 * (groups - 1 + (lab.kind == "images")) + 12 * info.state_blocks,
-            info.num_blocks,
+            draw.choice([30, 44]) + 16 * (groups - 1 + (lab.kind == "images")) + 12 * info.state_blocks, info.num_blocks
         )
         self.config = scheduling(
-            lab.kind,
-            drafts,
-            max_num_seqs=draw.choice([2, 4, 6]),
-            max_num_batched_tokens=draw.choice([16, 48]),
+            lab.kind, drafts, max_num_seqs=draw.choice([2, 4, 6]), max_num_batched_tokens=draw.choice([16, 48])
         )
         policy = draw.choice(list(EvictionPolicy))
-        cpu = TierConfig(
-            cpu=(draw.choice([20, 200]) * groups + 20 * info.state_blocks) * block_bytes, policy=policy
-        )
+        cpu = TierConfig(cpu=(draw.choice([20, 200]) * groups + 20 * info.state_blocks) * block_bytes, policy=policy)
         disk = TierConfig(
-            disk=str(folder),
-            size=(400 * groups + 40 * info.state_blocks) * (block_bytes + 4096),
-            policy=policy,
+            disk=str(folder), size=(400 * groups + 40 * info.state_blocks) * (block_bytes + 4096), policy=policy
         )
         self.tiers = draw.choice([[], [cpu], [disk], [cpu, disk]])
         self.ahead = draw.random() < 0.5
@@ -175,11 +160,7 @@ class MixedRun:
     def live(self, life: int) -> None:
         info, self.woken = self.runner.info, threading.Event()
         cache = CacheConfig(
-            block_size=BLOCK,
-            hash_seed="x",
-            tiers=self.tiers,
-            checkpoint_tokens=BLOCK,
-            encoder_tokens=64,
+            block_size=BLOCK, hash_seed="x", tiers=self.tiers, checkpoint_tokens=BLOCK, encoder_tokens=64
         )
         planner, mover = None, None
         if self.tiers:
@@ -259,12 +240,7 @@ class MixedRun:
         asked = sorted(self.suspect & self.answers.keys()) if draw.random() < 0.7 else []
         before = draw.choice(asked or [*self.questions, ""])
         known = self.questions.get(before)
-        if (
-            known is not None
-            and "media" not in known.fields
-            and len(known.prompt) < 90
-            and draw.random() < 0.7
-        ):
+        if known is not None and "media" not in known.fields and len(known.prompt) < 90 and draw.random() < 0.7:
             prompt = [*known.prompt, *self.answers[before], draw.randrange(5, tiny.VOCAB)]
             fields, cache_salt = known.fields, known.cache_salt
         elif lab.kind == "images" and draw.random() < 0.7:
@@ -295,18 +271,13 @@ class MixedRun:
         )
         question = Question(
             prompt,
-            SamplingParams(
-                max_tokens=draw.randrange(1, 14), seed=draw.randrange(99), ignore_eos=True, **sampling
-            ),
+            SamplingParams(max_tokens=draw.randrange(1, 14), seed=draw.randrange(99), ignore_eos=True, **sampling),
             fields,
             cache_salt,
         )
         self.questions[name], self.answers[name] = question, []
         request = question.as_request(
-            name,
-            priority=0,
-            block_hasher=self.scheduler.block_hasher,
-            arrival_time=float(len(self.questions)),
+            name, priority=0, block_hasher=self.scheduler.block_hasher, arrival_time=float(len(self.questions))
         )
         self.requests[name] = request
         if self.generation_at_fault is not None:
@@ -398,11 +369,7 @@ def test_every_answer_is_that_of_an_engine_without_a_cache(kind: str, folder: Pa
             problem.add_note(f"run {number} of {kind}")
             raise
         compared, wrong, number = compared + right, wrong + suspect, number + 1
-        faults, found, preemptions = (
-            faults + run.faults,
-            found + run.found_tokens,
-            preemptions + run.preemptions,
-        )
+        faults, found, preemptions = (faults + run.faults, found + run.found_tokens, preemptions + run.preemptions)
     print(
         f"{kind}: {number} runs, {compared} answers compared, 0 different; {faults} runs with wrong KV, {wrong} answers wrong before "
         f"it was found; {found} prompt tokens found, {preemptions} preemptions"

@@ -11,17 +11,7 @@ import pytest
 from tests.engine import mtp_files
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
-from tests.engine.test_draft_model import (
-    GREEDY,
-    NEW_TOKENS,
-    PROMPTS,
-    SEEDED,
-    answers,
-    driven,
-    refused,
-    start,
-    stats,
-)
+from tests.engine.test_draft_model import GREEDY, NEW_TOKENS, PROMPTS, SEEDED, answers, driven, refused, start, stats
 from tests.more import more
 
 

@@ -12,10 +12,7 @@ from tests.engine.made_requests import made_request
 
 
 def request(
-    name: str = "a",
-    prompt: Sequence[int] = (1, 2, 3),
-    sampling: SamplingParams | None = None,
-    **fields: object,
+    name: str = "a", prompt: Sequence[int] = (1, 2, 3), sampling: SamplingParams | None = None, **fields: object
 ) -> Request:
     return made_request(name, prompt, sampling or SamplingParams(max_tokens=5), **fields)
 

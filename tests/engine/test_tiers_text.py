@@ -34,9 +34,7 @@ PATIENCE_S = 60.0
 class Conversations:
     """Several conversations at once, each of a few turns; a turn's prompt repeats the conversation so far."""
 
-    def __init__(
-        self, runner: TorchRunner, tiers: list[TierConfig], *, ahead: bool, blocks: int = BLOCKS
-    ) -> None:
+    def __init__(self, runner: TorchRunner, tiers: list[TierConfig], *, ahead: bool, blocks: int = BLOCKS) -> None:
         config = SchedulerConfig(max_num_seqs=AT_ONCE, max_num_batched_tokens=48, max_model_len=120)
         cache = CacheConfig(block_size=BLOCK, hash_seed="x", tiers=tiers, checkpoint_tokens=BLOCK)
         info = runner.info
@@ -52,13 +50,7 @@ class Conversations:
                 )
             )  # fmt: skip
         self.scheduler = Scheduler(
-            config,
-            cache,
-            info.groups,
-            blocks,
-            info.max_model_len,
-            connector=planner,
-            clock=lambda: 0.0,
+            config, cache, info.groups, blocks, info.max_model_len, connector=planner, clock=lambda: 0.0
         )
         self.engine = Engine(self.scheduler, runner, mover, ahead=ahead, debug=True)
         self.answers: dict[str, list[int]] = {}

@@ -45,9 +45,7 @@ def whole(server: RunningDeployment) -> Iterator[None]:
     until_whole(server)
 
 
-def stream(
-    server: RunningDeployment, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any
-) -> str:
+def stream(server: RunningDeployment, prompt: list[int], at_token: int, then: Callable[[], None], **fields: Any) -> str:
     """Streams an answer and returns its text. Calls `then` once, when `at_token` events have come."""
     body = {
         "model": server.model,
@@ -59,9 +57,7 @@ def stream(
         **fields,
     }
     text, pieces, finished = "", 0, False
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body, timeout=120, trust_env=False
-    ) as response:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120, trust_env=False) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if not line.startswith("data: "):
@@ -83,12 +79,7 @@ SAMPLINGS = [
     pytest.param({"temperature": 0}, id="greedy"),
     pytest.param({"temperature": 0.9, "top_p": 0.95, "seed": 77}, id="seeded"),
     pytest.param(
-        {
-            "temperature": 0.9,
-            "seed": 78,
-            "ignore_eos": False,
-            "structured_outputs": {"regex": "([a-z]{2,9} ){60}"},
-        },
+        {"temperature": 0.9, "seed": 78, "ignore_eos": False, "structured_outputs": {"regex": "([a-z]{2,9} ){60}"}},
         id="by-grammar",
     ),
 ]
@@ -97,10 +88,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_decode_node_lost_in_mid_stream_changes_nothing_in_the_text(
-    server: RunningDeployment,
-    prompts: Callable[[int], list[int]],
-    sampling: dict[str, Any],
-    number: signal.Signals,
+    server: RunningDeployment, prompts: Callable[[int], list[int]], sampling: dict[str, Any], number: signal.Signals
 ) -> None:
     prompt = prompts(PROMPT)
     undisturbed = stream(server, prompt, 0, lambda: None, **sampling)
@@ -127,8 +115,7 @@ def test_a_lost_node_comes_back_with_a_new_epoch(server: RunningDeployment) -> N
     before = {(node["node_id"], node["incarnation"]) for node in server.nodes()}
     send(busiest("prefill"), signal.SIGKILL)
     server.until(
-        lambda nodes: len({(node["node_id"], node["incarnation"]) for node in nodes} - before) == 1,
-        "a new epoch",
+        lambda nodes: len({(node["node_id"], node["incarnation"]) for node in nodes} - before) == 1, "a new epoch"
     )
     after = {(node["node_id"], node["incarnation"]) for node in until_whole(server)}
     assert {node_id for node_id, _ in after} == {node_id for node_id, _ in before}

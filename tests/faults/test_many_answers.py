@@ -85,9 +85,7 @@ class Killer:
         known: set[str] = set()
         wanted = BETWEEN // 2
         while not self._ends.wait(0.2):
-            well = {
-                n["incarnation"] for n in self._server.nodes() if n["state"] == "ready" and not n["unusable"]
-            }
+            well = {n["incarnation"] for n in self._server.nodes() if n["state"] == "ready" and not n["unusable"]}
             if len(well) < 4 or well == known or self.answers < wanted:
                 continue
             known, wanted = well, self.answers + self._draw.randint(BETWEEN, 3 * BETWEEN)
@@ -102,13 +100,7 @@ def test_answers_under_load_while_nodes_are_killed_have_the_bits_of_answers_alon
     asked = questions(prompts(512))
 
     def answered(question: dict[str, Any], salt: str) -> list[ComparedChoice]:
-        body = {
-            "model": server.model,
-            "max_tokens": 8,
-            "return_token_ids": True,
-            "cache_salt": salt,
-            **question,
-        }
+        body = {"model": server.model, "max_tokens": 8, "return_token_ids": True, "cache_salt": salt, **question}
         response = server.http.post("/v1/completions", json=body, timeout=PATIENCE_S)
         assert response.status_code == 200, response.text
         return choices_of(response.json())

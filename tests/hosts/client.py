@@ -40,9 +40,7 @@ def wait_for_nodes(url: str, within_s: float, wanted: dict[str, int]) -> Any:
 
 def complete(url: str, words: str, tokens: int) -> str:
     """Streams a completion and returns its text. Raises if the answer is not whole."""
-    model = (
-        httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()["data"][0]["id"]
-    )
+    model = httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "prompt": words, "max_tokens": tokens, "stream": True, "temperature": 0}
     text, last = "", ""
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as response:
@@ -72,8 +70,7 @@ def load(url: str) -> dict[str, Any]:
             if ending.is_set() and turn >= QUESTIONS:
                 return
             words = (
-                f"Client {client}, request {turn % QUESTIONS}: "
-                + "the quick brown fox jumps over the lazy dog; " * 3
+                f"Client {client}, request {turn % QUESTIONS}: " + "the quick brown fox jumps over the lazy dog; " * 3
             )
             try:
                 answers[words].append(complete(url, words, 16 + 48 * client))

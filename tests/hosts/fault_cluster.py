@@ -69,9 +69,7 @@ class FaultCluster:
         for role, hosts in (("prefill", self.prefill), ("decode", self.decode)):
             for host in hosts:
                 self._start_ray(
-                    host,
-                    f"--address={self.router.address}:{GCS_PORT}",
-                    f"--resources={json.dumps({role: 1})}",
+                    host, f"--address={self.router.address}:{GCS_PORT}", f"--resources={json.dumps({role: 1})}"
                 )
         file = self.lab.folder / "tandem.yaml"
         file.write_text(yaml.safe_dump(self._configuration()), encoding="utf-8")

@@ -336,9 +336,7 @@ class Scene:
             run.faults.append(f"{outcome}: {detail}")
         self._judge_gaps(run, asked, phase, fault, began)
 
-    def _judge_gaps(
-        self, run: Run, asked: SentRequest, phase: Phase, fault: Fault | None, began: float
-    ) -> None:
+    def _judge_gaps(self, run: Run, asked: SentRequest, phase: Phase, fault: Fault | None, began: float) -> None:
         """Judges each gap between tokens; the first gap begins when the request was sent. `_line` says how long a gap may be."""
         moments = [asked.sent, *asked.times, *([asked.ending["at"]] if asked.ending else [])]
         for number, (last, this) in enumerate(itertools.pairwise(moments)):
@@ -375,9 +373,7 @@ class Scene:
     def _judge_crowd(self, runs: list[Run], crowd: list[SentRequest], fault: Fault | None) -> None:
         if not crowd or fault is None:
             return
-        run = Run(
-            fault.name, runs[0].repetition, runs[0].rate, "crowd", len(crowd), mended_s=runs[0].mended_s
-        )
+        run = Run(fault.name, runs[0].repetition, runs[0].rate, "crowd", len(crowd), mended_s=runs[0].mended_s)
         for one in crowd:
             if one.ending is not None and one.ending["outcome"] == "left":
                 run.right += 1

@@ -68,9 +68,7 @@ async def ask(http: httpx.AsyncClient, name: str, url: str, body: dict[str, Any]
 
 async def main() -> None:
     reader = asyncio.StreamReader(limit=1 << 24)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(_LONGEST_S, connect=10.0)
     tasks: dict[str, asyncio.Task[None]] = {}

@@ -47,9 +47,7 @@ def commit() -> str:
     """The name of the tested version: the commit, with a mark for changes that are not committed."""
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
     changed = git("status", "--porcelain", "--untracked-files=no").strip()
     return git("rev-parse", "--short=10", "HEAD").strip() + ("+changes" if changed else "")
@@ -111,19 +109,13 @@ class Table:
         while waiting and time.monotonic() + _START_S < self._deadline:
             starts += 1
             with ExitStack() as stack:
-                lab = stack.enter_context(
-                    Lab(self._folder / f"start-{starts}", hosts=5, ssh=False, boot_ids=True)
-                )
+                lab = stack.enter_context(Lab(self._folder / f"start-{starts}", hosts=5, ssh=False, boot_ids=True))
                 scene = self._scene(lab, stack)
                 self._play_on(scene, waiting)
 
     def _scene(self, lab: Lab, stack: ExitStack) -> Scene:
         if self._model == "tiny":
-            model, vocabulary, kv_bytes = (
-                make_tiny_model(self._folder / "tiny-model"),
-                VOCABULARY,
-                KV_BYTES_PER_TOKEN,
-            )
+            model, vocabulary, kv_bytes = (make_tiny_model(self._folder / "tiny-model"), VOCABULARY, KV_BYTES_PER_TOKEN)
             give_kernels(lab)
         else:
             from tandem.cluster.models.store import prepare_model
@@ -165,9 +157,7 @@ class Table:
             for line in bad:
                 self._say(f"   ✗ {line}")
             if bad:
-                scene.keep_logs(
-                    self._logs / f"{re.sub('[^a-z0-9]+', '-', event.fault.name)}-{event.repetition}"
-                )
+                scene.keep_logs(self._logs / f"{re.sub('[^a-z0-9]+', '-', event.fault.name)}-{event.repetition}")
             if any("still not" in line for line in bad):
                 return  # what is left over would count against the next event
             if gone := scene.without_ray():
@@ -201,22 +191,16 @@ def report(lines: list[dict[str, Any]]) -> str:
         f"{sum(line['typed_errors'] for line in lines)} typed errors, {len(bad)} runs with something that must not be"
     )
     if lines and not bad:
-        rows.append(
-            f"nothing bad in {len(lines)} runs: fewer than {rule_of_three(len(lines))} have something bad"
-        )
+        rows.append(f"nothing bad in {len(lines)} runs: fewer than {rule_of_three(len(lines))} have something bad")
     if requests and not wrong:
         rows.append(f"none of {requests} answers was wrong: fewer than {rule_of_three(requests)} are")
     return "\n".join(rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=90.0, metavar="M", help="in all (%(default)s)")
-    parser.add_argument(
-        "--model", default="tiny", metavar="NAME", help="tiny, made here, or smollm2 (%(default)s)"
-    )
+    parser.add_argument("--model", default="tiny", metavar="NAME", help="tiny, made here, or smollm2 (%(default)s)")
     parser.add_argument("--only", default="", metavar="REGEX", help="faults whose names it is found in")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="(%(default)s)")
     parser.add_argument("--list", action="store_true", help="the faults' names, and do nothing")
@@ -237,11 +221,7 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
 
     def own() -> list[dict[str, Any]]:
-        return [
-            line
-            for line in read_lines(options.out)
-            if (line["commit"], line["model"]) == (version, options.model)
-        ]
+        return [line for line in read_lines(options.out) if (line["commit"], line["model"]) == (version, options.model)]
 
     done = {(line["fault"], line["repetition"]) for line in own()}
     events = [event for event in plan(faults) if (event.fault.name, event.repetition) not in done]
@@ -255,9 +235,7 @@ def main() -> int:
         with options.out.open("a") as file:
             file.write(json.dumps(line | dataclasses.asdict(run)) + "\n")
 
-    say(
-        f"{len(events)} of {len(list(plan(faults)))} times that faults are done are left, for commit {version}"
-    )
+    say(f"{len(events)} of {len(list(plan(faults)))} times that faults are done are left, for commit {version}")
     with tempfile.TemporaryDirectory(prefix="tandem-lab-") as folder:
         Table(Path(folder), options.model, deadline, options.out.parent / "logs", write, say).play(events)
     lines = [line for line in own() if re.search(options.only, line["fault"])]

@@ -86,10 +86,7 @@ def _refusals() -> Iterator[Fault]:
 
 def _trickles() -> Iterator[Fault]:
     def of(choose: Callable[[FaultCluster], Host]) -> tuple[Act, Act]:
-        return (
-            lambda cluster: links.limit(choose(cluster), TRICKLE),
-            lambda cluster: cluster.limit_links(),
-        )
+        return (lambda cluster: links.limit(choose(cluster), TRICKLE), lambda cluster: cluster.limit_links())
 
     begin, end = of(lambda cluster: cluster.prefill[0])
     yield Fault("slow: a prefill host's link drops to 1 Mbit", TRICKLE_S, begin, end)

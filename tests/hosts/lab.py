@@ -143,9 +143,7 @@ class Lab:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RuntimeError(
-                "another lab is up on this machine: two would take each other's names"
-            ) from error
+            raise RuntimeError("another lab is up on this machine: two would take each other's names") from error
         try:
             self._begin()
         except BaseException:
@@ -209,11 +207,7 @@ class Lab:
 def private_home(home: Path, scratch: Path) -> str:
     """A shell command that gives a process its own home, in which the files that the tests run from keep their paths."""
     root_home = _home_of_root()
-    needed = {
-        Path(sys.base_prefix).resolve(),
-        Path(sys.prefix).resolve(),
-        ROOT,
-    }
+    needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}
     hidden = sorted(path for path in needed if path.is_relative_to(root_home))
     lines = []
     for index, path in enumerate(hidden):

@@ -14,10 +14,7 @@ POOLS = ("prefill", "decode")
 
 def pools() -> dict[str, list[str]]:
     alive = [node for node in ray.nodes() if node["Alive"]]
-    return {
-        pool: sorted(node["NodeManagerAddress"] for node in alive if node["Resources"].get(pool))
-        for pool in POOLS
-    }
+    return {pool: sorted(node["NodeManagerAddress"] for node in alive if node["Resources"].get(pool)) for pool in POOLS}
 
 
 def wait_for_pools(wanted: dict[str, list[str]], within_s: float) -> dict[str, list[str]]:

@@ -66,14 +66,9 @@ class Stalls:
     def within(self, begin: float, end: float) -> float:
         """The seconds of this interval that are the machine's fault. A request passes one process of each kind, so this adds up the longest
         wait among the processes of each kind."""
-        late = sum(
-            max(0.0, min(end, began + lasted) - max(begin, began)) for began, lasted in list(self._found)
-        )
+        late = sum(max(0.0, min(end, began + lasted) - max(begin, began)) for began, lasted in list(self._found))
         ready = sum(
-            max(
-                (waited_by(list(threads.values()), begin, end) for threads in list(processes.values())),
-                default=0.0,
-            )
+            max((waited_by(list(threads.values()), begin, end) for threads in list(processes.values())), default=0.0)
             for processes in list(self._threads.values())
         )
         return min(end - begin, max(late, ready))

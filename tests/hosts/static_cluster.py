@@ -40,11 +40,7 @@ class StaticCluster:
         # Tandem is installed already, in the environment that the tests run in.
         config["file_mounts"] = {"~/.ray/auth_token": "~/.ray/auth_token"}
         own_tree = f"grep -qs PYTHONPATH ~/.bashrc || echo 'export PYTHONPATH={ROOT}' >> ~/.bashrc"
-        config["setup_commands"] = [
-            f"ln -sfn {sys.prefix} ~/tandem-env",
-            config["setup_commands"][-1],
-            own_tree,
-        ]
+        config["setup_commands"] = [f"ln -sfn {sys.prefix} ~/tandem-env", config["setup_commands"][-1], own_tree]
         if self._settings is None:
             config["head_start_ray_commands"] = [
                 command for command in config["head_start_ray_commands"] if "tandem serve" not in command

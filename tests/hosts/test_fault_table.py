@@ -72,9 +72,7 @@ def test_the_bound_stands_only_where_nothing_bad_was_seen() -> None:
     assert "answers was wrong" not in wrong
 
 
-def test_each_request_under_a_fault_is_answered_as_in_peace_and_every_block_comes_back(
-    tmp_path: Path,
-) -> None:
+def test_each_request_under_a_fault_is_answered_as_in_peace_and_every_block_comes_back(tmp_path: Path) -> None:
     if os.environ.get("TANDEM_TEST_HOSTS") != "1":
         pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
     if reason := why_impossible():

@@ -31,14 +31,7 @@ def ray(host: Host, *words: str, timeout_s: float = 120.0) -> str:
 
 
 def start_head(head: Host) -> None:
-    ray(
-        head,
-        "--head",
-        "--port=6379",
-        "--dashboard-host=127.0.0.1",
-        "--include-dashboard=false",
-        "--num-cpus=0",
-    )
+    ray(head, "--head", "--port=6379", "--dashboard-host=127.0.0.1", "--include-dashboard=false", "--num-cpus=0")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +66,7 @@ def serve(head: Host, file: Path) -> str:
     )  # fmt: skip
 
 
-def test_nodes_and_routers_go_on_without_the_head_and_are_found_by_the_next(
-    lab: Lab, machines: list[Host]
-) -> None:
+def test_nodes_and_routers_go_on_without_the_head_and_are_found_by_the_next(lab: Lab, machines: list[Host]) -> None:
     head, _, decode = machines
     there = Client(lab, f"http://{decode.address}:8000")
     there.wait_for_nodes(prefill=1, decode=1, within_s=START_S)

@@ -17,9 +17,7 @@ from tests.other_tandem import LATER, make_later_tandem
 APPLY_S = 400.0
 
 
-def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request_fails(
-    tmp_path: Path,
-) -> None:
+def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request_fails(tmp_path: Path) -> None:
     if os.environ.get("TANDEM_TEST_HOSTS") != "1":
         pytest.skip("takes minutes and several machines' worth of processes: `make test-hosts` runs it")
     if reason := why_impossible():
@@ -43,9 +41,7 @@ def test_the_model_and_then_tandem_itself_are_replaced_under_load_and_no_request
             with client.load(of_second):
                 pass
             assert all(of_first[words] != of_second[words] for words in of_first)
-            assert all(
-                set(texts) <= {*of_first[words], *of_second[words]} for words, texts in meanwhile.items()
-            )
+            assert all(set(texts) <= {*of_first[words], *of_second[words]} for words, texts in meanwhile.items())
 
             of_nodes = {role: {"nodes": None, "env": later} for role in ("prefill", "decode")}
             changes = {"pools": of_nodes, "router": {"env": later}, "controller": {"env": later}}

@@ -99,9 +99,7 @@ def test_every_host_listens_as_the_page_of_ports_says(serving: StaticCluster, cl
     seen: set[str] = set()
     for host in serving.lab.hosts[:5]:
         for program, addresses in listening_on(host).items():
-            assert program in names, (
-                f"{program} listens on {host.name} at {addresses} and is not in the table"
-            )
+            assert program in names, f"{program} listens on {host.name} at {addresses} and is not in the table"
             seen.add(program)
             if program in ("ray::RouterActor", "ray::PrefillActor", "ray::DecodeActor"):
                 own = [one for one in addresses if one.rpartition(":")[0] == host.address]
@@ -121,9 +119,7 @@ def listening_on(host: Host) -> dict[str, list[str]]:
         )
     }
     found: dict[str, list[str]] = {}
-    for line in host.run(
-        "ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes"
-    ).splitlines():
+    for line in host.run("ss", "--no-header", "--listening", "--tcp", "--numeric", "--processes").splitlines():
         pid = line.partition("pid=")[2].partition(",")[0]
         program = program_of(commands[pid])
         if not program.startswith("sshd"):
@@ -150,9 +146,7 @@ def test_a_pod_that_is_evicted_loses_no_answer_and_changes_none(
         serving.up(**{**pools, role: [*pools[role], pod]})
         client.wait_for_nodes(**{"prefill": 2, "decode": 2, role: 3}, within_s=JOIN_S)
         ends = time.monotonic() + group["terminationGracePeriodSeconds"]
-        pod.run(
-            "env", f"POD_IP={pod.address}", "RAY_AUTH_MODE=token", *hook, timeout_s=ends - time.monotonic()
-        )
+        pod.run("env", f"POD_IP={pod.address}", "RAY_AUTH_MODE=token", *hook, timeout_s=ends - time.monotonic())
         pod.run("pkill", "-TERM", "-x", "raylet")
         while time.monotonic() < ends and pod.run("sh", "-c", "pgrep -f '[r]aylet|[r]ay::' || true"):
             time.sleep(0.2)

@@ -40,9 +40,7 @@ def client(serving: StaticCluster) -> Client:
     return Client(serving.lab, serving.url)
 
 
-def test_each_host_has_a_rank_and_listens_as_the_page_of_ports_says(
-    serving: StaticCluster, client: Client
-) -> None:
+def test_each_host_has_a_rank_and_listens_as_the_page_of_ports_says(serving: StaticCluster, client: Client) -> None:
     client.wait_for_nodes(prefill=1, decode=1, within_s=JOIN_S)
     assert "Paris" in client.complete("The capital of France is the city of")
     hosts = serving.lab.hosts[1:4]

@@ -36,9 +36,7 @@ def addresses(hosts: list[Host]) -> list[str]:
     return sorted(host.address for host in hosts)
 
 
-def test_ray_up_makes_two_pools_out_of_their_hosts(
-    cluster: StaticCluster, pools: dict[str, list[Host]]
-) -> None:
+def test_ray_up_makes_two_pools_out_of_their_hosts(cluster: StaticCluster, pools: dict[str, list[Host]]) -> None:
     cluster.probe.wait_for_pools(pools, JOIN_S)
     for pool, hosts in pools.items():
         assert cluster.probe.run_in_pool(pool, len(hosts), within_s=60) == addresses(hosts)
@@ -47,9 +45,7 @@ def test_ray_up_makes_two_pools_out_of_their_hosts(
 def test_who_has_no_token_is_refused(cluster: StaticCluster) -> None:
     script = 'import ray; ray.init(address="auto", log_to_driver=False); print("let in")'
     with pytest.raises(AssertionError, match=r"(?i)auth|token"):
-        cluster.head.run(
-            "env", "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN=wrong", "python", "-c", script, timeout_s=90
-        )
+        cluster.head.run("env", "RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN=wrong", "python", "-c", script, timeout_s=90)
 
 
 def test_the_token_is_in_no_log(cluster: StaticCluster, pools: dict[str, list[Host]]) -> None:
@@ -130,9 +126,7 @@ def test_ray_down_leaves_nothing_running(cluster: StaticCluster, pools: dict[str
     cluster.down()
     every_host = [cluster.head, *pools["prefill"], *pools["decode"]]
     left = "ps -eo args | grep -E '[g]cs_server|[r]aylet|[r]ay::' || true"
-    assert {host.name: host.run("sh", "-c", left) for host in every_host} == dict.fromkeys(
-        raylets(every_host), ""
-    )
+    assert {host.name: host.run("sh", "-c", left) for host in every_host} == dict.fromkeys(raylets(every_host), "")
     assert json.loads(cluster.head.run("sh", "-c", "cat ~/.tandem/clusters/tandem.json"))["nodes"] == {}
 
 

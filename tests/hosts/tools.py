@@ -35,9 +35,7 @@ def why_impossible() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     trial = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"],
-        capture_output=True,
-        check=False,
+        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False
     )
     if trial.returncode:
         return f"namespaces are not allowed here: {trial.stderr.decode(errors='replace').strip()}"

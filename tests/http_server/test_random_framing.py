@@ -38,18 +38,11 @@ class Sent(NamedTuple):
 
 # A body may look like the request after it, or like the end of its own chunks.
 BODIES = st.binary(max_size=60) | st.sampled_from(
-    [
-        b"GET /inside HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"0\r\n\r\nGET /inside HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"\r\n\r\n",
-    ]
+    [b"GET /inside HTTP/1.1\r\nhost: x\r\n\r\n", b"0\r\n\r\nGET /inside HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n\r\n"]
 )
 REQUESTS = st.lists(
     st.builds(
-        Sent,
-        st.sampled_from(["/", "/a", "/a?b=c"]),
-        BODIES,
-        st.none() | st.lists(st.integers(1, 20), max_size=4),
+        Sent, st.sampled_from(["/", "/a", "/a?b=c"]), BODIES, st.none() | st.lists(st.integers(1, 20), max_size=4)
     ),
     min_size=1,
     max_size=4,
@@ -126,9 +119,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @settings(max_examples=100, deadline=None)
 @given(requests=REQUESTS, cuts=CUTS)
-def test_requests_arrive_as_they_were_sent(
-    runner: asyncio.Runner, requests: list[Sent], cuts: list[int]
-) -> None:
+def test_requests_arrive_as_they_were_sent(runner: asyncio.Runner, requests: list[Sent], cuts: list[int]) -> None:
     data = b"".join(one.data(last=one is requests[-1]) for one in requests)
     conversation = Conversation()
     assert runner.run(conversation.send(data, cuts, until_closed=True)) == [200] * len(requests)
@@ -145,9 +136,7 @@ def test_a_damaged_request_changes_none_before_it(
     place = draw.draw(st.integers(0, len(data) - 1), label="place")
     more = draw.draw(st.binary(max_size=2), label="instead")
     conversation = Conversation()
-    statuses = runner.run(
-        conversation.send(data[:place] + more + data[place + 1 :], cuts, until_closed=False)
-    )
+    statuses = runner.run(conversation.send(data[:place] + more + data[place + 1 :], cuts, until_closed=False))
     whole, size = 0, 0
     for part in parts:
         size += len(part)

@@ -11,9 +11,7 @@ from tandem.http_server.turns import MOST_A_PASS, PASS_S, Turns
 
 
 @pytest.mark.parametrize(("piece_s", "a_pass"), [(PASS_S / 3.5, 4), (PASS_S * 2, 1), (PASS_S / 1000, 20)])
-def test_of_many_that_come_at_once_as_many_begin_in_each_pass_as_there_is_time_for(
-    piece_s: float, a_pass: int
-) -> None:
+def test_of_many_that_come_at_once_as_many_begin_in_each_pass_as_there_is_time_for(piece_s: float, a_pass: int) -> None:
     now, number, begun = 0.0, 0, list[tuple[int, int]]()
 
     async def work() -> None:

@@ -115,9 +115,7 @@ class Tandem:
                 said, _ = process.communicate(timeout=timeout_s)
             finally:
                 process.kill()
-        assert status is None or process.returncode == status, (
-            f"tandem {' '.join(words)}: {process.returncode}\n{said}"
-        )
+        assert status is None or process.returncode == status, f"tandem {' '.join(words)}: {process.returncode}\n{said}"
         return said
 
     def python(self, program: str) -> str:
@@ -200,8 +198,7 @@ class Load:
         self.finished = 0
         self.failures: list[str] = []
         self._threads = [
-            threading.Thread(target=self._run, args=(url, model, number), daemon=True)
-            for number in range(clients)
+            threading.Thread(target=self._run, args=(url, model, number), daemon=True) for number in range(clients)
         ]
 
     def _run(self, url: str, model: str, number: int) -> None:
@@ -236,17 +233,7 @@ class Serve:
         self.mark = f"TANDEM_TEST_MARK={secrets.token_hex(8)}"
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tandem.cluster.cli",
-                "serve",
-                "--port",
-                "0",
-                "--kv-memory",
-                "256MiB",
-                *flags,
-            ],
+            [sys.executable, "-m", "tandem.cluster.cli", "serve", "--port", "0", "--kv-memory", "256MiB", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -280,9 +267,7 @@ class Serve:
             except queue.Empty:
                 line = None
             if line is None:
-                pytest.fail(
-                    f"{pattern!r} was not said within {timeout_s:.0f} s, but:\n" + "\n".join(self.said)
-                )
+                pytest.fail(f"{pattern!r} was not said within {timeout_s:.0f} s, but:\n" + "\n".join(self.said))
             self.said.append(line)
             found = re.search(pattern, line)
             if found:

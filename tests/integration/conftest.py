@@ -201,9 +201,7 @@ def float32_config(smollm2_path: Path, prefill: int, decode: int, aggregated: in
         model=ModelConfig(path=str(smollm2_path), served_name="smollm2", dtype="float32"),
         cache=CacheConfig(block_size=BLOCK_SIZE, memory_bytes=1 << 30),
         pools=PoolsConfig(
-            prefill=PoolConfig(nodes=prefill),
-            decode=PoolConfig(nodes=decode),
-            aggregated=PoolConfig(nodes=aggregated),
+            prefill=PoolConfig(nodes=prefill), decode=PoolConfig(nodes=decode), aggregated=PoolConfig(nodes=aggregated)
         ),
         # Send every prompt to a prefill node, however short, because these tests are about transfers.
         router=_replace(base.router, port=0, local_prefill=LocalPrefill.NEVER),
@@ -236,9 +234,7 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
             server = RunningDeployment(deployment, loop_thread)
             # A decode node computes prompts itself until the prefill node's first status has come.
             server.until(
-                lambda nodes: (
-                    len(nodes) == config.pools.total and all(node["unusable"] is None for node in nodes)
-                ),
+                lambda nodes: len(nodes) == config.pools.total and all(node["unusable"] is None for node in nodes),
                 "the router may use every node",
             )
             yield server

@@ -293,15 +293,7 @@ def hand_over(
     tokens: list[int] = []
     first: list[int] = []
     consumer.add(
-        name,
-        prompt,
-        count,
-        consume,
-        lora=loras[1],
-        media=media,
-        images=images,
-        embeds=embeds,
-        sampling=sampling,
+        name, prompt, count, consume, lora=loras[1], media=media, images=images, embeds=embeds, sampling=sampling
     )
     consumer.run(name, tokens, until)
     producer.add(

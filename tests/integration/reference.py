@@ -36,9 +36,7 @@ def make_prompts(tokenizer, lengths: Sequence[int] = LENGTHS) -> list[list[int]]
     return prompts
 
 
-def greedy_answers(
-    model_path: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
-) -> list[ExpectedAnswer]:
+def greedy_answers(model_path: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[ExpectedAnswer]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,21 +50,14 @@ def greedy_answers(
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                num_beams=1,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, num_beams=1
             )
             tokens = out[0, len(prompt) :].tolist()
             stopped = tokens[-1] in eos_ids
             visible = [t for t in tokens if t not in eos_ids]
             answers.append(
                 ExpectedAnswer(
-                    prompt,
-                    tokens,
-                    tokenizer.decode(visible, skip_special_tokens=True),
-                    "stop" if stopped else "length",
+                    prompt, tokens, tokenizer.decode(visible, skip_special_tokens=True), "stop" if stopped else "length"
                 )
             )
     return answers

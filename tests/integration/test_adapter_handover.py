@@ -24,9 +24,7 @@ PROMPTS = [[_random.randrange(3, tiny.VOCAB) for _ in range(length)] for length 
 class Lab:
     def __init__(self, folder: Path) -> None:
         self.path = tiny.save("llama", folder)
-        self.folders = {
-            name: str(save_adapter(self.path, folder / name, seed)) for seed, name in enumerate(ADAPTERS)
-        }
+        self.folders = {name: str(save_adapter(self.path, folder / name, seed)) for seed, name in enumerate(ADAPTERS)}
         self.answers = {
             name: merged_answers(self.path, Path(where), PROMPTS, NEW_TOKENS, folder / f"{name}-merged")
             for name, where in self.folders.items()
@@ -65,9 +63,7 @@ def test_the_answer_is_the_merged_models(lab: Lab, direction: str) -> None:
         assert known == identities(consumer)
         for index, prompt in enumerate(PROMPTS):
             for name, identity in known.items():
-                found = hand_over(
-                    producer, consumer, f"{name}-{index}", prompt, NEW_TOKENS, loras=(identity, identity)
-                )
+                found = hand_over(producer, consumer, f"{name}-{index}", prompt, NEW_TOKENS, loras=(identity, identity))
                 assert found == lab.answers[name][index], name
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
 

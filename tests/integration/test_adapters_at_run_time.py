@@ -25,19 +25,13 @@ def merged(model: Path, adapter: Path, folder: Path) -> Path:
 
 
 def test_adapters_come_and_go_on_both_sides_of_a_handover(
-    deploy: Deploy,
-    loop_thread: LoopThread,
-    smollm2_path: Path,
-    expected: list[ExpectedAnswer],
-    tmp_path: Path,
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path, expected: list[ExpectedAnswer], tmp_path: Path
 ) -> None:
     options = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
     one, two = (save_adapter(smollm2_path, tmp_path / str(seed), seed, **options) for seed in (1, 2))
     asked = expected[4]
     texts = [
-        greedy_answers(merged(smollm2_path, folder, tmp_path / f"{folder.name}-merged"), [asked.prompt])[
-            0
-        ].text
+        greedy_answers(merged(smollm2_path, folder, tmp_path / f"{folder.name}-merged"), [asked.prompt])[0].text
         for folder in (one, two)
     ]
     assert len({asked.text, *texts}) == 3

@@ -53,9 +53,7 @@ class Watched:
     def complete(self, key: str = OPERATOR, tokens: int = 200) -> int:
         draw = random.Random(time.monotonic_ns())
         prompt = [draw.randrange(1000, 40_000) for _ in range(tokens)]
-        return self.post(
-            "/v1/completions", {"model": self.name, "prompt": prompt, "max_tokens": 2}, key
-        ).status_code
+        return self.post("/v1/completions", {"model": self.name, "prompt": prompt, "max_tokens": 2}, key).status_code
 
     def transfers(self) -> int:
         """How many are under way."""
@@ -83,9 +81,7 @@ def watched(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     disk.mkdir()
     for file in smollm2_path.iterdir():
         (model / file.name).symlink_to(file.resolve())
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=480m", "tandem", str(disk)], check=False
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=480m", "tandem", str(disk)], check=False).returncode:
         pytest.skip("a disk that can be filled needs the right to mount one")
     server = None
     try:
@@ -108,9 +104,7 @@ def cut(one: int, other: int) -> Iterator[None]:
 
     def ends(process: int) -> set[tuple[int, int]]:
         lines = re.findall(rf"^ESTAB .*pid={process},.*$", listed, re.MULTILINE)
-        return {
-            (int(here), int(there)) for line in lines for here, there in [re.findall(r":(\d+)\b", line)[:2]]
-        }
+        return {(int(here), int(there)) for line in lines for here, there in [re.findall(r":(\d+)\b", line)[:2]]}
 
     listed = subprocess.run(["ss", "-tnp"], capture_output=True, text=True, check=True).stdout
     ports = {port for here, there in ends(one) if (there, here) in ends(other) for port in (here, there)}
@@ -188,9 +182,7 @@ def test_real_faults_fire_their_alerts_and_nothing_fires_without_one(watched: Wa
     # A frozen process is as silent as one behind a cut link.
     frozen = watched.server.pid_of("ray::PrefillActor")
     os.kill(frozen, signal.SIGSTOP)
-    prometheus.until(
-        'count_over_time(ALERTS{alertname="TandemNodeDown", node="prefill-0"}[1h])', "it is missed"
-    )
+    prometheus.until('count_over_time(ALERTS{alertname="TandemNodeDown", node="prefill-0"}[1h])', "it is missed")
     os.kill(frozen, signal.SIGCONT)
     prometheus.until('tandem_node_up{node="prefill-0"} == 1', "it is back")
 
@@ -215,11 +207,5 @@ def test_real_faults_fire_their_alerts_and_nothing_fires_without_one(watched: Wa
     prometheus.until('tandem_pool_nodes{role="prefill", state="ready"} == 1', "an operator brings it back")
     expected |= {"TandemNodeLeftOut"}
     # A request that was under way may have met a node's death.
-    may = {
-        "TandemFailovers",
-        "TandemTransfersFail",
-        "TandemLeasesExpire",
-        "TandemTierLeftOut",
-        "TandemNodeWaits",
-    }
+    may = {"TandemFailovers", "TandemTransfersFail", "TandemLeasesExpire", "TandemTierLeftOut", "TandemNodeWaits"}
     assert expected <= watched.fired_for_a_fault() <= expected | may

@@ -85,13 +85,7 @@ def test_of_a_burst_of_prompts_none_is_computed_twice(cluster: RunningRouter) ->
 
     def ask(number: int) -> None:
         prompt = [3 + (7 * number + at * (1 + number % 5)) % (VOCAB - 3) for at in range(PROMPT_TOKENS)]
-        body = {
-            "model": "fake",
-            "prompt": prompt,
-            "max_tokens": OUTPUT_TOKENS,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
+        body = {"model": "fake", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
         with cluster.new_client() as client:
             answers.append(client.post("/v1/completions", json=body, timeout=60))
 

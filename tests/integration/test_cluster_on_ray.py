@@ -101,16 +101,12 @@ def test_a_node_that_is_killed_under_load_is_replaced_and_no_request_fails(
 ) -> None:
     title = f"ray::{role.capitalize()}Actor"
     tandem("scale", f"{role}=2")
-    before = tandem.until(
-        lambda nodes: [node["role"] for node in nodes.values()].count(role) == 2, f"two {role} nodes"
-    )
+    before = tandem.until(lambda nodes: [node["role"] for node in nodes.values()].count(role) == 2, f"two {role} nodes")
     epochs = {node["incarnation"] for node in before.values()}
     with Load(tandem.url, model) as load:
         os.kill(min(ray_nodes.processes(title)), signal.SIGKILL)
         tandem.until(
-            lambda nodes: (
-                len(nodes) == 3 and len({node["incarnation"] for node in nodes.values()} - epochs) == 1
-            ),
+            lambda nodes: len(nodes) == 3 and len({node["incarnation"] for node in nodes.values()} - epochs) == 1,
             "a new one in its place",
         )
         done = load.finished
@@ -129,9 +125,7 @@ def test_a_router_that_is_killed_comes_back_at_its_address_and_nodes_go_on(
     assert stream(tandem.url, model, "Once upon a time", 8, lambda count: None)
 
 
-def test_a_role_is_changed_and_changed_back_under_load(
-    tandem: Tandem, model: str, ray_nodes: RayNodes
-) -> None:
+def test_a_role_is_changed_and_changed_back_under_load(tandem: Tandem, model: str, ray_nodes: RayNodes) -> None:
     tandem("scale", "prefill=2")
     nodes = tandem.until_roles(prefill=2, decode=1)
     changing = max(name for name, node in nodes.items() if node["role"] == "prefill")
@@ -183,18 +177,14 @@ def test_without_detach_everything_ends_with_the_command_however_it_ends(
         assert len(ray_nodes.processes("ray::DecodeActor")) == 2
         command.kill()
     deadline = time.monotonic() + 60
-    while left := [
-        ray_nodes.processes(f"ray::{kind}Actor") for kind in ("Controller", "Decode", "Prefill", "Router")
-    ]:
+    while left := [ray_nodes.processes(f"ray::{kind}Actor") for kind in ("Controller", "Decode", "Prefill", "Router")]:
         if not any(left):
             break
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
 
 
-def test_what_a_killed_command_leaves_in_ray_is_not_what_the_next_one_serves(
-    tandem: Tandem, model: str
-) -> None:
+def test_what_a_killed_command_leaves_in_ray_is_not_what_the_next_one_serves(tandem: Tandem, model: str) -> None:
     said = tandem("serve", "--detach", *SETTINGS, timeout_s=180)
     assert "on 1 prefill node, 1 decode node" in said
     assert "took over" not in tandem("status")

@@ -18,22 +18,16 @@ TEXTS = ["a prompt goes in", "what is this?", "compare one image with another im
 
 
 @pytest.fixture(scope="module")
-def crossed(
-    deploy: Deploy, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[RunningDeployment, Path]]:
+def crossed(deploy: Deploy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningDeployment, Path]]:
     words = tokenizer()
-    path = tiny_crossed.save(
-        "bart-forced", tmp_path_factory.mktemp("crossed"), vocab_size=words.get_vocab_size()
-    )
+    path = tiny_crossed.save("bart-forced", tmp_path_factory.mktemp("crossed"), vocab_size=words.get_vocab_size())
     words.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text("{}")
     with deploy(float32_config(path, prefill=1, decode=1)) as running:
         yield running, path
 
 
-def test_the_answers_are_generates_and_the_blocks_are_handed_over(
-    crossed: tuple[RunningDeployment, Path],
-) -> None:
+def test_the_answers_are_generates_and_the_blocks_are_handed_over(crossed: tuple[RunningDeployment, Path]) -> None:
     server, path = crossed
     words = tokenizer()
     prompts = [words.encode(text).ids for text in TEXTS]

@@ -45,11 +45,7 @@ PAIRS = [
 @pytest.mark.usefixtures("_short_pieces")
 @pytest.mark.parametrize(("direction", "reads", "writes", "block_size"), PAIRS)
 def test_nodes_of_unlike_widths_hand_over(
-    direction: Literal["push", "pull"],
-    reads: dict[str, Any],
-    writes: dict[str, Any],
-    block_size: int,
-    tiny_llama: Path,
+    direction: Literal["push", "pull"], reads: dict[str, Any], writes: dict[str, Any], block_size: int, tiny_llama: Path
 ) -> None:
     """In uneven chunks; the second prompt begins as the first does, and no cache has any of the third."""
     prompts = [[(11 * token + which // 2) % 90 + 3 for token in range(61 + 40 * which)] for which in range(3)]
@@ -69,9 +65,7 @@ def test_nodes_of_unlike_widths_hand_over(
         assert set(consumer.stats().outcomes) == {"received"}
         assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
         hits = producer.engine.scheduler.stats()
-        assert hits.prompt_tokens_computed < sum(map(len, prompts)), (
-            "the second prompt's beginning was cached"
-        )
+        assert hits.prompt_tokens_computed < sum(map(len, prompts)), "the second prompt's beginning was cached"
 
 
 @pytest.mark.more

@@ -75,9 +75,7 @@ def test_images_are_encoded_on_the_encoder_node_and_its_death_loses_none(serve: 
         assert list(at_once.map(client.ask, FILES[:3])) == expected[:3]
     until(  # counters come once a second
         lambda: (
-            0
-            < client.counters("prefill")["encoder_tokens_received"]
-            == client.counters("encode")["encoder_tokens"]
+            0 < client.counters("prefill")["encoder_tokens_received"] == client.counters("encode")["encoder_tokens"]
         ),
         10,
     )
@@ -87,9 +85,7 @@ def test_images_are_encoded_on_the_encoder_node_and_its_death_loses_none(serve: 
     assert "tandem_node_encoder_tokens_sent_total{" in metrics
 
     broken = {"type": "image_url", "image_url": {"url": data_url(FILES[0][:200])}}
-    refused = client.http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": [broken]}]}
-    )
+    refused = client.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [broken]}]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_image")
 
     os.kill(command.pid_of("ray::EncodeActor"), signal.SIGKILL)
@@ -115,9 +111,7 @@ class Load:
     @contextmanager
     def running(self, clients: int) -> Iterator[None]:
         with ThreadPoolExecutor(clients + 1) as at_once:
-            ended = [at_once.submit(self._ask_images) for _ in range(clients)] + [
-                at_once.submit(self._ask_text)
-            ]
+            ended = [at_once.submit(self._ask_images) for _ in range(clients)] + [at_once.submit(self._ask_text)]
             try:
                 yield
             finally:

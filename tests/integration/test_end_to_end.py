@@ -27,14 +27,7 @@ from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.router.config import Heartbeat
 from tandem.wire.tracing import TracePhase
 from tests.faults.processes import actors
-from tests.integration.conftest import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    PATIENCE_S,
-    Deploy,
-    RunningDeployment,
-    float32_config,
-)
+from tests.integration.conftest import BLOCK_BYTES, BLOCK_SIZE, PATIENCE_S, Deploy, RunningDeployment, float32_config
 from tests.integration.reference import LENGTHS, NEW_TOKENS, ExpectedAnswer
 from tests.waiting import until
 
@@ -55,9 +48,7 @@ def blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-async def stream_all(
-    server: RunningDeployment, expected: list[ExpectedAnswer], at_once: int
-) -> list[tuple[str, str]]:
+async def stream_all(server: RunningDeployment, expected: list[ExpectedAnswer], at_once: int) -> list[tuple[str, str]]:
     """Streams all prompts, `at_once` at a time, and returns (text, finish reason) of each."""
     gate = asyncio.Semaphore(at_once)
 
@@ -103,9 +94,7 @@ def server(deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer]) -
 
 
 class TestOnePrefillOneDecode:
-    def test_nodes_do_not_stand_behind_whatever_else_the_machine_does(
-        self, server: RunningDeployment
-    ) -> None:
+    def test_nodes_do_not_stand_behind_whatever_else_the_machine_does(self, server: RunningDeployment) -> None:
         processes = [process for kind in ("prefill", "decode", "router") for process in actors(kind)]
         assert len(processes) == 3
         assert {process.nice() for process in processes} == {psutil.Process().nice()}
@@ -228,13 +217,7 @@ class TestOnePrefillOneDecode:
     def test_a_traced_request_shows_where_its_time_went(self, server: RunningDeployment) -> None:
         """With the real clocks of four processes, every phase is reported, in a possible order."""
         prompt = list(range(1000, 1400))
-        body = {
-            "model": server.model,
-            "prompt": prompt,
-            "max_tokens": 6,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        body = {"model": server.model, "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         response = server.http.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
         assert response.status_code == 200, response.text
         client = TraceClient(server.url, None)
@@ -259,17 +242,11 @@ class TestOnePrefillOneDecode:
         assert sum(span.num_bytes for span in written) == blocks_of(len(prompt)) * BLOCK_BYTES
         decode = [span.phase for span in parts["decode"].spans]
         assert decode.count(TracePhase.DECODE) == 5
-        assert {
-            TracePhase.INBOX,
-            TracePhase.QUEUE,
-            TracePhase.RECEIVE,
-            TracePhase.REGISTER,
-            TracePhase.RESUME,
-        } <= set(decode)
-        explained = explain(record)
-        assert sum(part.seconds for part in explained.to_first_token) == pytest.approx(
-            first_token_s(record), rel=0.01
+        assert {TracePhase.INBOX, TracePhase.QUEUE, TracePhase.RECEIVE, TracePhase.REGISTER, TracePhase.RESUME} <= set(
+            decode
         )
+        explained = explain(record)
+        assert sum(part.seconds for part in explained.to_first_token) == pytest.approx(first_token_s(record), rel=0.01)
         assert len(handover(record)) == 3
 
 
@@ -281,12 +258,7 @@ class TestOnePrefillOneDecode:
     ],
 )
 def test_other_shapes_give_the_same_tokens(
-    deploy: Deploy,
-    smollm2_path: Path,
-    expected: list[ExpectedAnswer],
-    prefill: int,
-    decode: int,
-    aggregated: int,
+    deploy: Deploy, smollm2_path: Path, expected: list[ExpectedAnswer], prefill: int, decode: int, aggregated: int
 ) -> None:
     with deploy(float32_config(smollm2_path, prefill, decode, aggregated)) as server:
         assert_same(asyncio.run(stream_all(server, expected, AT_ONCE)), expected)

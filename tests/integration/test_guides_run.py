@@ -59,11 +59,7 @@ def test_the_pages_commands_work_as_they_stand(page: str, tmp_path: Path, smollm
     done = subprocess.run(
         ["unshare", "--net", "bash", "-c", script_of(page)],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONUNBUFFERED": "1",
-        },
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -16,17 +16,11 @@ from tests.pictures import data_url, picture
 
 NEW_TOKENS = 8
 FILES = [picture(seed, 40 + 3 * seed, 30) for seed in range(4)]
-QUESTIONS = [
-    ["What is this? ", FILES[0]],
-    ["What is this? ", FILES[1]],
-    ["Compare ", FILES[2], " with ", FILES[3]],
-]
+QUESTIONS = [["What is this? ", FILES[0]], ["What is this? ", FILES[1]], ["Compare ", FILES[2], " with ", FILES[3]]]
 
 
 @pytest.fixture(scope="module")
-def seeing(
-    deploy: Deploy, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[RunningDeployment, Path]]:
+def seeing(deploy: Deploy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningDeployment, Path]]:
     path = tiny_vision.smolvlm(tmp_path_factory.mktemp("seeing"))
     config = float32_config(path, prefill=1, decode=1)
     scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=48, max_encoder_tokens=16)
@@ -77,8 +71,6 @@ def test_the_answers_are_generates_and_the_tower_runs_on_the_prefill_side(
 def test_what_is_no_image_reaches_no_node(seeing: tuple[RunningDeployment, Path]) -> None:
     server, _ = seeing
     part = {"type": "image_url", "image_url": {"url": data_url(FILES[0][:200])}}
-    response = server.http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]}
-    )
+    response = server.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "invalid_image"

@@ -146,10 +146,7 @@ def test_detached(tandem: Tandem, ray_nodes: RayNodes) -> None:
 
 # Each of these keeps every thread or place of the process busy that would answer calls. Its tokens do not pass there.
 DEAF_S = 12.0
-DEAF = {
-    "decode": f"node.progress_after.remote(10**9, {DEAF_S})",
-    "router": f"node.hold.remote({DEAF_S})",
-}
+DEAF = {"decode": f"node.progress_after.remote(10**9, {DEAF_S})", "router": f"node.hold.remote({DEAF_S})"}
 
 
 @pytest.mark.parametrize("kind", sorted(DEAF))

@@ -32,9 +32,7 @@ def printed(out: str) -> dict[str, Any]:
 
 
 @pytest.mark.more
-def test_commands_simulate_with_what_the_nodes_have_learnt(
-    serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_simulate_with_what_the_nodes_have_learnt(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     command = serve("--aggregated", "1", "--port", str(free_port()))
     url = command.until(r"^API: +(http://\S+)/v1$", START_S)[1]
     with concurrent.futures.ThreadPoolExecutor(2) as clients:

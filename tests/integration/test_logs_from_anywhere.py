@@ -12,15 +12,11 @@ from tests.cluster.direct_cluster import DirectController
 from tests.integration.conftest import Deploy, LoopThread, float32_config
 
 
-def test_a_request_is_found_in_every_process(
-    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
-) -> None:
+def test_a_request_is_found_in_every_process(deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path) -> None:
     base = float32_config(smollm2_path, prefill=1, decode=1)
     with deploy(msgspec.structs.replace(base, logs=LogsConfig(level="debug"))) as server:
         # A decode node reads prompts itself while its router has not heard of a prefill node.
-        server.until(
-            lambda nodes: len(nodes) == 2 and all(node.get("free_blocks") for node in nodes), "both serve"
-        )
+        server.until(lambda nodes: len(nodes) == 2 and all(node.get("free_blocks") for node in nodes), "both serve")
         answer = server.http.post(
             "/v1/completions",
             json={"model": server.model, "prompt": [5, 6, 7, 8] * 20, "max_tokens": 4},
@@ -28,10 +24,7 @@ def test_a_request_is_found_in_every_process(
         )
         assert answer.status_code == 200
         server.until_quiet()
-        reader, asked = (
-            LogReader(LogFilter(request="look-for-me")),
-            DirectController(server.deployment.control),
-        )
+        reader, asked = (LogReader(LogFilter(request="look-for-me")), DirectController(server.deployment.control))
         lines, remarks = loop_thread.run(reader.look(asked))
         assert not remarks
         assert {line.process.partition("-")[0] for line in lines} >= {"router", "prefill", "decode"}

@@ -47,12 +47,7 @@ HERE, THERE = "10.79.0.1", "10.79.0.2"  # the addresses of two machines with net
 
 
 def config_of(
-    path: Path,
-    width: int,
-    others: int = 1,
-    here: str = "127.0.0.1",
-    there: str = "127.0.0.1",
-    stages: int = 1,
+    path: Path, width: int, others: int = 1, here: str = "127.0.0.1", there: str = "127.0.0.1", stages: int = 1
 ) -> NodeConfig:
     """`width`: the number of ranks of all stages together."""
     engine = EngineConfig(
@@ -155,9 +150,7 @@ def test_machines_say_what_one_says_and_end_when_they_are_stopped(
         pytest.param("its keeper", signal.SIGKILL, id="its keeper, killed", marks=pytest.mark.more),
     ],
 )
-def test_what_is_gone_or_hangs_on_another_machine_ends_all(
-    tiny_llama: Path, sign: signal.Signals, victim: str
-) -> None:
+def test_what_is_gone_or_hangs_on_another_machine_ends_all(tiny_llama: Path, sign: signal.Signals, victim: str) -> None:
     with spread_node(tiny_llama, 4) as node:
         node.driver.add("r", [7, 3, 5])
         node.driver.generate(2)

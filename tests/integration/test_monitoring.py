@@ -13,14 +13,7 @@ import pytest
 
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.kvtransfer.config import TierConfig
-from tests.integration.conftest import (
-    BLOCK_BYTES,
-    BLOCK_SIZE,
-    PATIENCE_S,
-    Deploy,
-    RunningDeployment,
-    float32_config,
-)
+from tests.integration.conftest import BLOCK_BYTES, BLOCK_SIZE, PATIENCE_S, Deploy, RunningDeployment, float32_config
 from tests.integration.prometheus import MONITORING, RATE, Prometheus, watching
 
 
@@ -55,9 +48,7 @@ def expressions() -> list[tuple[str, str]]:
     ]
 
 
-def test_every_panel_shows_something_of_a_real_run(
-    serving: RunningDeployment, prometheus: Prometheus
-) -> None:
+def test_every_panel_shows_something_of_a_real_run(serving: RunningDeployment, prometheus: Prometheus) -> None:
     prometheus.until("up == 1", "the router is scraped")
 
     def users(seconds: float) -> None:

@@ -49,9 +49,7 @@ def config_of(
 ) -> NodeConfig:
     engine = EngineConfig(
         model=ModelConfig(path=folder, served_name="fake", dtype="float32", device="cpu", threads=1),
-        cache=CacheConfig(
-            block_size=block_size, memory_bytes=4 << 20, tiers=tiers or [], remote=remote, hash_seed="t"
-        ),
+        cache=CacheConfig(block_size=block_size, memory_bytes=4 << 20, tiers=tiers or [], remote=remote, hash_seed="t"),
         scheduler=SchedulerConfig(max_num_batched_tokens=48),
     )
     return NodeConfig(
@@ -102,9 +100,7 @@ def ask(cluster: RunningRouter, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def test_answers_are_those_of_generate_and_a_lost_rank_costs_its_node(
-    cluster: RunningRouter, folder: Path
-) -> None:
+def test_answers_are_those_of_generate_and_a_lost_rank_costs_its_node(cluster: RunningRouter, folder: Path) -> None:
     chance = random.Random(5)
     prompts = [[chance.randrange(3, tiny.VOCAB) for _ in range(length)] for length in (9, 40, 121)]
     expected = [found.tokens for found in tiny.reference(folder, prompts, OUTPUT_TOKENS)]

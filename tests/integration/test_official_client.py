@@ -86,9 +86,7 @@ def model(server: RunningDeployment) -> str:
 @pytest.fixture(scope="module")
 def sentence(client: openai.OpenAI, model: str) -> str:
     """The greedy answer about the capital."""
-    answer = client.chat.completions.create(
-        model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24
-    )
+    answer = client.chat.completions.create(model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24)
     text = answer.choices[0].message.content or ""
     assert "Paris" in text
     return text
@@ -118,9 +116,7 @@ class TestCompletions:
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == sum(len(prompt) for prompt in prompts)
 
-    def test_echo_puts_the_prompt_in_front_with_its_log_probabilities(
-        self, client: openai.OpenAI, model: str
-    ) -> None:
+    def test_echo_puts_the_prompt_in_front_with_its_log_probabilities(self, client: openai.OpenAI, model: str) -> None:
         answer = client.completions.create(
             model=model, prompt=PROMPT, echo=True, logprobs=2, temperature=0, max_tokens=4
         )
@@ -134,9 +130,7 @@ class TestCompletions:
 
 
 class TestChats:
-    def test_a_stream_says_what_the_whole_answer_says(
-        self, client: openai.OpenAI, model: str, sentence: str
-    ) -> None:
+    def test_a_stream_says_what_the_whole_answer_says(self, client: openai.OpenAI, model: str, sentence: str) -> None:
         parts = client.chat.completions.create(
             model=model, messages=CAPITAL, temperature=0, max_completion_tokens=24, stream=True
         )
@@ -155,12 +149,7 @@ class TestChats:
 
     def test_log_probabilities_come_with_their_alternatives(self, client: openai.OpenAI, model: str) -> None:
         answer = client.chat.completions.create(
-            model=model,
-            messages=CAPITAL,
-            temperature=0,
-            max_completion_tokens=6,
-            logprobs=True,
-            top_logprobs=3,
+            model=model, messages=CAPITAL, temperature=0, max_completion_tokens=6, logprobs=True, top_logprobs=3
         )
         logprobs = answer.choices[0].logprobs
         assert logprobs is not None
@@ -194,9 +183,7 @@ class TestStructure:
         assert isinstance(answer.choices[0].message.parsed, City)
 
     @pytest.mark.parametrize(
-        "tool_choice",
-        ["required", {"type": "function", "function": {"name": "get_weather"}}],
-        ids=["any", "named"],
+        "tool_choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["any", "named"]
     )
     def test_a_required_call_is_made_whole_and_streamed(
         self, client: openai.OpenAI, model: str, tool_choice: Any

@@ -53,9 +53,7 @@ def test_what_listens_is_what_the_page_says_and_an_operator_comes_by_the_router(
     beyond = {(name, host) for name, host in found if not is_loopback(host)}
     assert not beyond, "beyond loopback"
     names = named_in_the_table()
-    assert {"ray::RouterActor", "ray::PrefillActor", "ray::DecodeActor"} <= {
-        name for name, _ in found
-    } & names
+    assert {"ray::RouterActor", "ray::PrefillActor", "ray::DecodeActor"} <= {name for name, _ in found} & names
     assert {name for name, _ in found} <= names
 
     scaled = tandem(url, "ops-key", "scale", "decode=1")

@@ -114,9 +114,7 @@ def test_processes_say_what_one_says_and_end_when_they_are_stopped(
         pytest.param(signal.SIGKILL, {"contexts": 2}, id="killed, some tokens", marks=pytest.mark.more),
     ],
 )
-def test_a_rank_that_is_gone_or_hangs_ends_all(
-    tiny_llama: Path, sign: signal.Signals, parts: dict[str, int]
-) -> None:
+def test_a_rank_that_is_gone_or_hangs_ends_all(tiny_llama: Path, sign: signal.Signals, parts: dict[str, int]) -> None:
     with wide_node(tiny_llama, **parts) as node:
         driver = Driver(node.runner)
         driver.add("r", [7, 3, 5])
@@ -159,10 +157,7 @@ def test_no_rank_outlives_its_node(tmp_path: Path) -> None:
     """No rank is left, whether it was running or stopped."""
     path = tiny.save("llama-untied-odd-heads", tmp_path)
     leader = subprocess.Popen(
-        [sys.executable, "-c", LEADER, str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-c", LEADER, str(path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )
     assert leader.stdout is not None
     pids = [int(text) for text in leader.stdout.readline().split()]

@@ -93,9 +93,7 @@ class Reader:
 
 
 @pytest.fixture(params=[False, True], ids=["copied", "handed over"])
-def reader(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Reader]:
+def reader(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     made = Reader(tmp_path, monkeypatch)
     try:
         made.take(request.param)

@@ -78,11 +78,7 @@ class Asking:
 
 
 def test_nodes_are_replaced_under_load_and_every_answer_is_of_one_content(
-    deploy: Deploy,
-    loop_thread: LoopThread,
-    smollm2_path: Path,
-    expected: list[ExpectedAnswer],
-    tmp_path: Path,
+    deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path, expected: list[ExpectedAnswer], tmp_path: Path
 ) -> None:
     other = changed_weights(smollm2_path, tmp_path / "other")
     config = _replace(float32_config(smollm2_path, prefill=1, decode=1), rollout=RolloutConfig(settle_s=1.0))
@@ -122,18 +118,9 @@ def test_a_router_is_replaced_under_load_at_its_address_and_no_request_fails(
         expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
         with Asking(server, prompts, on_new_connections=True) as asking:
             server.until(lambda _: len(asking.answers) > 2, "the old router answers")
-            router = _replace(
-                config.router,
-                max_failovers=5,
-                model_name=server.model,
-                tokenizer_path=str(smollm2_path),
-            )
+            router = _replace(config.router, max_failovers=5, model_name=server.model, tokenizer_path=str(smollm2_path))
             change = loop_thread.run(control.apply(_replace(config, router=router), dry_run=False))
-            assert (change.nodes, change.routers, change.replaced) == (
-                [],
-                ["router.max_failovers"],
-                ["router"],
-            )
+            assert (change.nodes, change.routers, change.replaced) == ([], ["router.max_failovers"], ["router"])
             server.until(
                 lambda _: [one.name for one in loop_thread.run(control.view()).routers] == ["router~2"],
                 "the old router has gone",
@@ -162,9 +149,7 @@ def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old
         expected = [server.complete(prompt, NEW_TOKENS)["choices"][0]["text"] for prompt in prompts]
         with Asking(server, prompts, on_new_connections=True) as asking:
             server.until(lambda _: len(asking.answers) > 2, "the old router answers")
-            router = _replace(
-                config.router, port=port, model_name=server.model, tokenizer_path=str(smollm2_path)
-            )
+            router = _replace(config.router, port=port, model_name=server.model, tokenizer_path=str(smollm2_path))
             change = loop_thread.run(control.apply(_replace(config, router=router), dry_run=False))
             assert (change.nodes, change.routers, change.refused) == ([], ["router.port"], [])
             server.until(
@@ -172,9 +157,7 @@ def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old
                 "the old router has gone",
             )
             done = len(asking.answers)
-            server.until(
-                lambda _: len(asking.answers) > done + 4, "answers of the new router at the old address"
-            )
+            server.until(lambda _: len(asking.answers) > done + 4, "answers of the new router at the old address")
         assert asking.failures == []
         assert set(asking.answers) <= set(enumerate(expected))
         view = loop_thread.run(control.view())
@@ -197,10 +180,7 @@ def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_repl
 
         def get_sigterm(process: NodeSupervisor | RouterSupervisor) -> None:
             assert isinstance(process.handle, RayHandle)
-            os.kill(
-                loop_thread.run(find_process(process.handle._name, process.handle._namespace)).pid,
-                signal.SIGTERM,
-            )
+            os.kill(loop_thread.run(find_process(process.handle._name, process.handle._namespace)).pid, signal.SIGTERM)
 
         def incarnations() -> dict[str, str]:
             return {node["node_id"]: node["incarnation"] for node in server.nodes()}
@@ -232,6 +212,5 @@ def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_repl
 def wish(config: TandemConfig, folder: Path, name: str) -> TandemConfig:
     scheduler = _replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs // 2)
     return with_model(
-        _replace(config, model=_replace(config.model, served_name=name), scheduler=scheduler),
-        Model(str(folder), name),
+        _replace(config, model=_replace(config.model, served_name=name), scheduler=scheduler), Model(str(folder), name)
     )

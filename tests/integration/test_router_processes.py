@@ -54,8 +54,7 @@ def test_both_serve_and_one_is_killed(serve: Any) -> None:
 
     long = {**body, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     streams = [
-        client.send(client.build_request("POST", "/v1/completions", json=long), stream=True)
-        for client in clients
+        client.send(client.build_request("POST", "/v1/completions", json=long), stream=True) for client in clients
     ]
     os.kill(routers[0], signal.SIGKILL)
     whole = [ends_well(stream) for stream in streams]

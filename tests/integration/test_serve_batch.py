@@ -18,8 +18,7 @@ def test_a_file_of_requests_has_a_server_started_for_it(smollm2_path: Path, tmp_
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"messages": QUESTION, "max_tokens": 12, "temperature": 0}
     lines = [
-        {"custom_id": f"n{index}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        for index in range(12)
+        {"custom_id": f"n{index}", "method": "POST", "url": "/v1/chat/completions", "body": body} for index in range(12)
     ]
     given.write_text("\n".join(map(json.dumps, lines)))
     done = subprocess.run(

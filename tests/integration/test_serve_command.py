@@ -109,9 +109,7 @@ def test_a_background_answer_outlives_the_kill_of_the_only_router(serve: Any) ->
     assert whole["usage"]["output_tokens"] > 20
 
 
-def test_a_program_that_starts_it_reads_one_document_and_asks_over_tls(
-    smollm2_path: Path, tmp_path: Path
-) -> None:
+def test_a_program_that_starts_it_reads_one_document_and_asks_over_tls(smollm2_path: Path, tmp_path: Path) -> None:
     pair = make_pair(tmp_path, "server")
     command = [sys.executable, "-m", "tandem.cluster.cli", "serve", "--port", "0", "--kv-memory", "256MiB"]
     command += [
@@ -131,9 +129,7 @@ def test_a_program_that_starts_it_reads_one_document_and_asks_over_tls(
             told = "".join(iter(process.stdout.readline, "}\n")) + "}"
             found = json.loads(told)
             assert found["url"].startswith("https://")
-            assert {"model", "ray", "controller", "router", "aggregated-0"} <= {
-                one["name"] for one in found["timings"]
-            }
+            assert {"model", "ray", "controller", "router", "aggregated-0"} <= {one["name"] for one in found["timings"]}
             assert all(one["began_s"] + one["seconds"] <= found["seconds"] + 0.2 for one in found["timings"])
             trusting = ssl.create_default_context(cafile=str(pair.certificate))
             with httpx.Client(base_url=found["url"], verify=trusting, timeout=60, trust_env=False) as client:

@@ -27,21 +27,14 @@ NUM_TOKENS = 8
 
 
 @pytest.mark.more
-def test_long_prompts_are_read_together_and_answered_elsewhere(
-    serve: Any, smollm2_path: Path, tmp_path: Path
-) -> None:
+def test_long_prompts_are_read_together_and_answered_elsewhere(serve: Any, smollm2_path: Path, tmp_path: Path) -> None:
     """Also one that begins as an earlier one, and after a rank was killed."""
     settings = tmp_path / "tandem.yaml"
     settings.write_text(SETTINGS)
     command = serve("--config", str(settings), "--kv-memory", "96MiB")
-    http = httpx.Client(
-        base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False
-    )
+    http = httpx.Client(base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False)
     nodes = http.get("/cluster").raise_for_status().json()["nodes"]
-    assert sorted((node["role"], node["context_parallel"]) for node in nodes) == [
-        ("decode", 1),
-        ("prefill", 2),
-    ]
+    assert sorted((node["role"], node["context_parallel"]) for node in nodes) == [("decode", 1), ("prefill", 2)]
     model = http.get("/v1/models").json()["data"][0]["id"]
 
     def answer_of(prompt: str) -> str:

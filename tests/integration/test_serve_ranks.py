@@ -72,9 +72,7 @@ def test_three_ranks_hand_over_to_two_stages(serve: Any, tmp_path: Path) -> None
     settings = tmp_path / "tandem.yaml"
     settings.write_text(HANDING_OVER)
     command = serve("--config", str(settings), "--kv-memory", "96MiB")
-    http = httpx.Client(
-        base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False
-    )
+    http = httpx.Client(base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False)
     model = http.get("/v1/models").json()["data"][0]["id"]
     first = answer_of(http, model)
     assert "Jupiter" in first
@@ -110,9 +108,7 @@ def test_a_lost_rank_ends_its_node_as_one(serve: Any, tmp_path: Path) -> None:
     def ranks() -> set[int]:
         return ranks_of(command)
 
-    http = httpx.Client(
-        base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False
-    )
+    http = httpx.Client(base_url=command.until(r"^API: +(http://\S+)/v1$", START_S)[1], timeout=120, trust_env=False)
     model = http.get("/v1/models").json()["data"][0]["id"]
     first = answer_of(http, model)
     assert "Jupiter" in first

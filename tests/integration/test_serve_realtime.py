@@ -57,6 +57,4 @@ def test_a_prompt_is_computed_while_it_comes(deploy: Deploy, smollm2_path: Path)
             before = read_by_prefill(running)
             client.say("input_text_buffer.append", text=f"Another evening. {TEXT}")
             until(lambda: read_by_prefill(running) > before, LONGEST_S)
-        until(
-            lambda: all(node["free_blocks"] == node["total_blocks"] for node in nodes_of(running)), LONGEST_S
-        )
+        until(lambda: all(node["free_blocks"] == node["total_blocks"] for node in nodes_of(running)), LONGEST_S)

@@ -114,9 +114,7 @@ def test_a_second_turn_comes_from_a_tier_also_when_the_node_was_killed(
         [sys.executable, "-m", "tandem.cluster.cli", "status", "--url", str(client.http.base_url)],
         check=True, text=True, capture_output=True, timeout=60,
     ).stdout  # fmt: skip
-    assert re.search(rf"cpu tier of {reader}: [\d.]+ MiB of [\d.]+ MiB, had \d+% of [\d,]+ tokens", said), (
-        said
-    )
+    assert re.search(rf"cpu tier of {reader}: [\d.]+ MiB of [\d.]+ MiB, had \d+% of [\d,]+ tokens", said), said
     assert f"disk tier of {reader}:" in said
 
     until(lambda: client.tiers(reader)["disk"]["stored_bytes"] >= client.tiers(reader)["cpu"]["stored_bytes"],
@@ -176,9 +174,7 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
     settings = tmp_path / "tandem.yaml"
     settings.write_text(SHARED)
     model = [str(tiny_model(kind, tmp_path, smollm2_path))] if kind else []
-    command = serve(
-        *model, "--config", str(settings), "--kv-memory", "64MiB", "--prefill", "1", "--decode", "2"
-    )
+    command = serve(*model, "--config", str(settings), "--kv-memory", "64MiB", "--prefill", "1", "--decode", "2")
     client = Client(command.until(r"^API: +(http://\S+)/v1$", START_S)[1])
     until(lambda: len(client.nodes()) == 3, "every node is ready")
     draw = random.Random(3)
@@ -227,14 +223,10 @@ def test_a_killed_decode_nodes_stream_goes_on_with_the_kv_of_its_mirror(
     )
     assert client.tiers(survivor)["cpu"]["mirrored_bytes"] > 0
     answered = time.monotonic()
-    until(
-        lambda: client.nodes()[survivor]["counters_age_s"] < time.monotonic() - answered,
-        "its counters are of later",
-    )
+    until(lambda: client.nodes()[survivor]["counters_age_s"] < time.monotonic() - answered, "its counters are of later")
     counters = client.nodes()[survivor]["counters"]
     assert counters["prompt_tokens_computed"] == 0, "nothing of the prompt was computed again"
     until(
-        lambda: client.nodes().get(killed[0], {}).get("incarnation", incarnations[0]) != incarnations[0],
-        "it is back",
+        lambda: client.nodes().get(killed[0], {}).get("incarnation", incarnations[0]) != incarnations[0], "it is back"
     )
     assert stream(1, lambda: None) == tokens, "the same as without a failure"

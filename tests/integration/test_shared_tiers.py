@@ -149,9 +149,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(nodes: tuple[OneEngine, O
     settle(nodes)
 
 
-def test_a_mirror_goes_on_with_all_but_the_last_blocks_of_a_request(
-    nodes: tuple[OneEngine, OneEngine],
-) -> None:
+def test_a_mirror_goes_on_with_all_but_the_last_blocks_of_a_request(nodes: tuple[OneEngine, OneEngine]) -> None:
     a, b = nodes
     block_bytes = a.engine.runner.kv_cache[0].nbytes
     expected = a.answer("whole", PROMPT, COUNT)
@@ -179,19 +177,14 @@ def sharing_of(node: OneEngine) -> TierScheduler:
 
 def blocks_there(node: OneEngine, tokens: list[int]) -> int:
     """The length of the prefix of `tokens` that the node's tier has."""
-    half, request = (
-        sharing_of(node),
-        made_request("r", tokens),
-    )
+    half, request = (sharing_of(node), made_request("r", tokens))
     hasher = node.engine.scheduler.block_hasher
     assert hasher is not None
     request.hash_with(hasher)
     return half.prefixes.end_of_prefix(half._tier.manager, request, 0, len(tokens) // BLOCK)
 
 
-def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(
-    kind: str, model_of_kind: Path
-) -> None:
+def test_a_mirror_goes_on_from_the_last_place_where_every_group_has_its_part(kind: str, model_of_kind: Path) -> None:
     nodes = a, b = start(model_of_kind, "a"), start(model_of_kind, "b")
     alone = start(model_of_kind, "alone", shares=False)
     try:
@@ -239,9 +232,7 @@ def test_a_handed_over_answer_is_mirrored_too_however_its_steps_are_planned(
     """After the handover the decode node has a window of the prompt, and states that no block ends with."""
     model = save(name, tmp_path)
     apart = 16
-    p, d, m = nodes = [
-        start(model, node, scheduler=config, checkpoint_tokens=apart) for node in ("p", "d", "m")
-    ]
+    p, d, m = nodes = [start(model, node, scheduler=config, checkpoint_tokens=apart) for node in ("p", "d", "m")]
     alone = start(model, "alone", shares=False)
     try:
         prompt = PROMPT[:46] + PROMPT[:24]  # repeated, so that drafts can be guessed

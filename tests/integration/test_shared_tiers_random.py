@@ -63,9 +63,7 @@ class Sessions:
         self.nodes = [self.start("a"), self.start("b")]
         self.preemptions = self.copied = 0
         begins = [[self.draw.randrange(5, tiny.VOCAB) for _ in range(17)] for _ in range(2)]
-        self.talks = [
-            begins[i % 2] + [self.draw.randrange(5, tiny.VOCAB) for _ in range(15)] for i in range(SESSIONS)
-        ]
+        self.talks = [begins[i % 2] + [self.draw.randrange(5, tiny.VOCAB) for _ in range(15)] for i in range(SESSIONS)]
         self.live: dict[str, Turn] = {}
         self.until = time.monotonic() + PATIENCE_S
 
@@ -168,11 +166,7 @@ class Sessions:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TANDEM_EXAMPLES", "1"))))
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "gemma3",
-        *more(["llama", "qwen3.5", "mistral-window", "recurrent-gemma", "llama4", "mamba2"]),
-    ],
+    "kind", ["gemma3", *more(["llama", "qwen3.5", "mistral-window", "recurrent-gemma", "llama4", "mamba2"])]
 )
 def test_conversations_say_the_same_with_copies_and_deaths(tmp_path: Path, kind: str, seed: int) -> None:
     sessions = Sessions(tiny.save(kind, tmp_path), seed)

@@ -157,9 +157,7 @@ def test_a_machine_that_is_lost_takes_it_along_and_another_one_takes_its_place(
 ) -> None:
     first, old, before = answer_of(tandem), machines.of_node(), incarnation(tandem)
     with Load(tandem.url, model_of(tandem)):
-        raylet = next(
-            pid for pid in machines.raylets if any(parent_of(it) == pid for it in machines.processes(KEEPER))
-        )
+        raylet = next(pid for pid in machines.raylets if any(parent_of(it) == pid for it in machines.processes(KEEPER)))
         (keeper,) = [pid for pid in machines.processes(KEEPER) if parent_of(pid) == raylet]
         os.kill(raylet, signal.SIGKILL)
         until(lambda: "its processes are heard" in tandem("status"), "it goes on where Ray alone is lost")

@@ -120,12 +120,8 @@ def test_the_answer_is_that_of_one_engine(
             assert stats.free_blocks == stats.total_blocks
 
 
-@pytest.mark.parametrize(
-    ("model", "direction"), [("qwen3.5", "push"), ("recurrent-gemma", "pull"), ("mamba", "push")]
-)
-def test_a_conversation_goes_on_from_states_that_were_kept(
-    model: str, direction: str, answers: Answers
-) -> None:
+@pytest.mark.parametrize(("model", "direction"), [("qwen3.5", "push"), ("recurrent-gemma", "pull"), ("mamba", "push")])
+def test_a_conversation_goes_on_from_states_that_were_kept(model: str, direction: str, answers: Answers) -> None:
     """On the prefill node, where the last turn's prompt was read, and on a decode node that has read it once itself: the states of the
     handover are those that count."""
     path, _ = answers(model)

@@ -16,8 +16,7 @@ NEW_TOKENS = 8
 
 
 @pytest.mark.parametrize(
-    ("kind", "direction"),
-    [("llama", "push"), ("qwen3.5", "pull"), *more([("llama", "pull"), ("qwen3.5", "push")])],
+    ("kind", "direction"), [("llama", "push"), ("qwen3.5", "pull"), *more([("llama", "pull"), ("qwen3.5", "push")])]
 )
 def test_a_prompt_from_a_tier_is_handed_over_like_one_that_was_computed(
     tmp_path: Path, kind: str, direction: str

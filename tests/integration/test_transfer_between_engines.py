@@ -33,10 +33,7 @@ def alone(smollm2_path: Path) -> Iterator[OneEngine]:
     engine.engine.shutdown()
 
 
-CASES = [
-    ("nixl", "pull", (32, 16), True),
-    ("nccl", "push", (16, 16), False),
-]
+CASES = [("nixl", "pull", (32, 16), True), ("nccl", "push", (16, 16), False)]
 MORE_CASES = [
     ("nixl", "push", (16, 32), False),
     ("nixl", "push", (16, 16), False),
@@ -49,12 +46,7 @@ MORE_CASES = [
 
 @pytest.mark.parametrize(("connector", "direction", "blocks", "ahead"), [*CASES, *more(MORE_CASES)])
 def test_the_tokens_are_those_of_one_engine(
-    smollm2_path: Path,
-    alone: OneEngine,
-    connector: str,
-    direction: str,
-    blocks: tuple[int, int],
-    ahead: bool,
+    smollm2_path: Path, alone: OneEngine, connector: str, direction: str, blocks: tuple[int, int], ahead: bool
 ) -> None:
     """`ahead`: both engines plan a step while the previous one runs."""
     config = TransferConfig(connector=connector, direction=direction)
@@ -145,9 +137,7 @@ def test_hidden_states_are_written_where_the_prompt_is_read(tmp_path: Path, dire
     try:
         expected = consumer.answer("alone", prompt, NEW_TOKENS)
         for name in ("first", "second"):
-            sampling = SamplingParams(
-                max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, hidden_states=name
-            )
+            sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, hidden_states=name)
             assert hand_over(producer, consumer, name, prompt, NEW_TOKENS, sampling=sampling) == expected
     finally:
         for engine in engines:

@@ -78,9 +78,7 @@ def test_one_goes_down_and_the_other_serves_on(
     assert ray_nodes.processes("ray::ControllerActor") == {}
 
 
-def test_nodes_run_only_where_the_labels_are_that_their_pool_wants(
-    ray_nodes: RayNodes, tmp_path: Path
-) -> None:
+def test_nodes_run_only_where_the_labels_are_that_their_pool_wants(ray_nodes: RayNodes, tmp_path: Path) -> None:
     ray_nodes.add_machine({"zone": "far"}, aggregated=1)
     tandem = Tandem(ray_nodes.address, tmp_path)
     settings = tmp_path / "zoned.yaml"
@@ -145,12 +143,8 @@ def test_a_pool_moves_to_machines_with_other_labels_and_resources_under_load(
             said = tandem("apply", settings_with(**wanted), timeout_s=START_S)
             assert "done: 1 node and 1 router serve with this configuration" in said
             assert zones_of(tandem) == [["aggregated-1", "right"]]
-            said = tandem(
-                "apply", settings_with(label_selector={"zone": "none"}), status=1, timeout_s=START_S
-            )
-            assert (
-                "taken back: aggregated: no machine has what a node needs with the new configuration" in said
-            )
+            said = tandem("apply", settings_with(label_selector={"zone": "none"}), status=1, timeout_s=START_S)
+            assert "taken back: aggregated: no machine has what a node needs with the new configuration" in said
             assert zones_of(tandem) == [["aggregated-1", "right"]], "it was not touched"
     finally:
         tandem("down", "--now", status=None)

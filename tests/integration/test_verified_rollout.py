@@ -35,9 +35,7 @@ def clients(url: str) -> Iterator[None]:
             base_url=url, timeout=120, headers={"authorization": f"Bearer {KEY}"}, trust_env=False
         ) as http:
             while not ended.is_set():
-                http.post(
-                    "/v1/completions", json={**REQUEST, "temperature": 1, "logprobs": 1}
-                ).raise_for_status()
+                http.post("/v1/completions", json={**REQUEST, "temperature": 1, "logprobs": 1}).raise_for_status()
 
     asking = [threading.Thread(target=ask) for _ in range(2)]
     for one in asking:
@@ -70,15 +68,13 @@ def test_a_rollout_that_answers_otherwise_is_taken_back(
     assert status == 0, said
     assert said.startswith(f"the deployment at {url}:\n2 requests answered, to be compared\n")
     assert re.search(
-        r"[1-9]\d* live requests? asked again of new nodes, with [1-9]\d* tokens\nsame bits as before\n$",
-        said,
+        r"[1-9]\d* live requests? asked again of new nodes, with [1-9]\d* tokens\nsame bits as before\n$", said
     )
 
     with clients(url):
         status, said = apply("model.dtype=float32")
     assert status == 1, said
     assert re.search(
-        r"other bits: (line [12] of asked.jsonl, choice 0|a client's request \S+), token \d of the answer: ",
-        said,
+        r"other bits: (line [12] of asked.jsonl, choice 0|a client's request \S+), token \d of the answer: ", said
     )
     assert "the rollout was taken back" in said

@@ -56,17 +56,7 @@ def together(deploy: Deploy, smollm2_path: Path, key: Path) -> Iterator[RunningD
 def test_prefill_and_decode_apart_and_together_give_the_same_bits(
     apart: RunningDeployment, together: RunningDeployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [
-        "verify",
-        "--url",
-        apart.url,
-        "--url",
-        f"{together.url}/v1",
-        "--at-once",
-        "8",
-        "--max-tokens",
-        "8",
-    ]
+    asked = ["verify", "--url", apart.url, "--url", f"{together.url}/v1", "--at-once", "8", "--max-tokens", "8"]
     assert main([*asked, "--timeout", "200"]) == 0
     assert capsys.readouterr().out.startswith("same bits: 16 requests, ")
     apart.until_quiet()
@@ -89,11 +79,7 @@ def test_the_canary_compares_the_bits_of_what_was_handed_over(apart: RunningDepl
 
 
 def test_an_answer_is_made_again_by_its_receipt(
-    apart: RunningDeployment,
-    together: RunningDeployment,
-    key: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    apart: RunningDeployment, together: RunningDeployment, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = apart.http.post("/v1/completions", json=REQUEST, headers={RECEIPT: "sign"})
     assert answer.status_code == 200, answer.text
@@ -125,8 +111,7 @@ def test_an_answer_is_made_again_by_its_receipt(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [({"stream": True}, "not with stream"), ({"n": 2}, "is of one answer, and this request has 2")],
+    ("changes", "said"), [({"stream": True}, "not with stream"), ({"n": 2}, "is of one answer, and this request has 2")]
 )
 def test_a_receipt_that_cannot_be_given_is_refused(
     changes: dict[str, Any], said: str, together: RunningDeployment
@@ -137,11 +122,7 @@ def test_a_receipt_that_cannot_be_given_is_refused(
 
 
 def test_another_type_gives_other_bits(
-    deploy: Deploy,
-    smollm2_path: Path,
-    key: Path,
-    together: RunningDeployment,
-    capsys: pytest.CaptureFixture[str],
+    deploy: Deploy, smollm2_path: Path, key: Path, together: RunningDeployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with deployed(deploy, smollm2_path, key, "bfloat16", 0, 0, 1) as other:
         assert main(["verify", "--url", together.url, "--url", other.url, "--max-tokens", "4"]) == 1

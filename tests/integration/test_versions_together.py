@@ -62,10 +62,7 @@ def test_old_and_new_answer_together(
     until(lambda: nodes_now()["decode-0"]["counters"]["transfer_blocks_received"] > 0)  # KV crossed the line
     nodes = nodes_now()
     versions = {name: node["wire_version"] for name, node in nodes.items()}
-    assert versions == {
-        "decode-0": decodes_version,
-        "prefill-0": others_version,
-    }
+    assert versions == {"decode-0": decodes_version, "prefill-0": others_version}
     for node in nodes.values():
         assert node["counters"]["malformed_frames"] == 0
         assert node["counters"]["line_gaps"] == 0

@@ -195,16 +195,8 @@ def test_and_where_ranks_keep_their_heads_apart(
 
 # A node of ranks that keep one cache; and of ranks that keep their heads, or their stage's layers, apart.
 TierCase = tuple[str, Width, bool, str]
-TIERS: list[TierCase] = [
-    ("llama", 2, False, "cpu"),
-    ("llama", (4, 2), True, "disk"),
-    ("qwen3", (2, 2), True, "cpu"),
-]
-MORE_TIERS: list[TierCase] = [
-    ("llama", 2, True, "cpu"),
-    ("llama", (2, 2), True, "cpu"),
-    ("mixtral", 4, True, "disk"),
-]
+TIERS: list[TierCase] = [("llama", 2, False, "cpu"), ("llama", (4, 2), True, "disk"), ("qwen3", (2, 2), True, "cpu")]
+MORE_TIERS: list[TierCase] = [("llama", 2, True, "cpu"), ("llama", (2, 2), True, "cpu"), ("mixtral", 4, True, "disk")]
 
 
 @pytest.mark.parametrize(("model", "width", "apart", "kind"), [*TIERS, *more(MORE_TIERS)])
@@ -226,9 +218,7 @@ def test_a_tier_keeps_what_all_ranks_have(
         engine.close()
 
 
-def start_with(
-    path: Path, tier: TierConfig, width: Width, *, apart: bool, processes: bool = False
-) -> OneEngine:
+def start_with(path: Path, tier: TierConfig, width: Width, *, apart: bool, processes: bool = False) -> OneEngine:
     return OneEngine.start(
         path,
         "tiers",

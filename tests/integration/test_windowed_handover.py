@@ -22,17 +22,14 @@ CHUNK = 24  # tokens of a step: longer prompts are read in several
 LENGTHS = (5, tiny.WINDOW - 1, tiny.WINDOW, tiny.WINDOW + 1, CHUNK, CHUNK + 1, 61, 64, 130, 199)
 
 
-def start(
-    model: Path, name: str, block_size: int, transfer: TransferConfig | None, ahead: bool = False
-) -> OneEngine:
+def start(model: Path, name: str, block_size: int, transfer: TransferConfig | None, ahead: bool = False) -> OneEngine:
     return OneEngine.start(
         model,
         name,
         block_size,
         transfer,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=CHUNK,
-            async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER,
+            max_num_batched_tokens=CHUNK, async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER
         ),
         memory_bytes=4 << 20,
         prefix_caching=transfer is not None,

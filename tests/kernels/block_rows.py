@@ -22,11 +22,7 @@ def block_rows(kind: str, rows: int, inputs: int, seed: int = 0) -> BlockRows:
         floats = 2.0 ** rng.uniform(-9, -6, (count, 1)) * rng.choice([-1, 0, 1, 1], (count, 1))
         blocks[:, :4] = floats.astype("<f4").view(np.uint8)
         blocks[:, 4:6] = (
-            (
-                rng.integers(0, 17, (count, 1))
-                if kind.startswith("I4")
-                else rng.integers(-128, 129, (count, 1))
-            )
+            (rng.integers(0, 17, (count, 1)) if kind.startswith("I4") else rng.integers(-128, 129, (count, 1)))
             .astype("<i2")
             .view(np.uint8)
         )

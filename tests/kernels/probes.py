@@ -18,13 +18,7 @@ STORE, ADD, SILU_MUL = range(3)
 
 
 class Shape(ctypes.Structure):
-    _fields_ = (
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("window", c_int32),
-        ("eps", c_float),
-    )
+    _fields_ = (("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("window", c_int32), ("eps", c_float))
 
 
 _PART = POINTER(library.WeightRows)
@@ -93,15 +87,7 @@ def norm(dtype: torch.dtype, unit: str, x: torch.Tensor, weight: torch.Tensor, e
     out = torch.empty_like(x)
     _call(
         "tandem_probe_norm",
-        *(
-            library.DTYPES[dtype],
-            unit.encode(),
-            *x.shape,
-            x.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            out.data_ptr(),
-        ),
+        *(library.DTYPES[dtype], unit.encode(), *x.shape, x.data_ptr(), weight.data_ptr(), eps, out.data_ptr()),
     )
     return out
 
@@ -156,12 +142,7 @@ class Requests:
 
 
 def attention(
-    unit: str,
-    cache: torch.Tensor,
-    requests: Requests,
-    q: torch.Tensor,
-    window: int = 0,
-    threads: int = 1,
+    unit: str, cache: torch.Tensor, requests: Requests, q: torch.Tensor, window: int = 0, threads: int = 1
 ) -> torch.Tensor:
     """q [tokens, heads, head_dim]."""
     starts = torch.tensor([0, *requests.queries]).cumsum(0).int()
@@ -179,13 +160,7 @@ def attention(
     q, out = q.contiguous(), torch.empty_like(q)
     _call(
         "tandem_probe_attention",
-        *(
-            library.DTYPES[cache.dtype],
-            unit.encode(),
-            _shape(cache, q.shape[1], window),
-            _layout(cache),
-            batch,
-        ),
+        *(library.DTYPES[cache.dtype], unit.encode(), _shape(cache, q.shape[1], window), _layout(cache), batch),
         *(q.data_ptr(), threads, out.data_ptr()),
     )
     return out

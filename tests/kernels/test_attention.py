@@ -89,9 +89,7 @@ def test_block_sizes(unit: Unit, block_size: int) -> None:
     PagedKeys(unit, [1, 33, 3], [275, 290, 9], block_size=block_size).check()
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (15, 1), (16, 1), (20, 1), (32, 2)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (15, 1), (16, 1), (20, 1), (32, 2)])
 def test_query_heads_share_kv_heads(unit: Unit, heads: int, kv_heads: int) -> None:
     PagedKeys(unit, [1, 2, 18], [260, 31, 530], heads=heads, kv_heads=kv_heads, head_dim=32).check()
 
@@ -104,9 +102,7 @@ def test_sliding_window(unit: Unit, window: int) -> None:
 @settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(
-        st.tuples(st.integers(1, 60), st.one_of(st.integers(0, 60), st.integers(200, 600))),
-        min_size=1,
-        max_size=5,
+        st.tuples(st.integers(1, 60), st.one_of(st.integers(0, 60), st.integers(200, 600))), min_size=1, max_size=5
     ),
     kv_heads=st.sampled_from([1, 3]),
     group=st.sampled_from([1, 3, 7]),
@@ -115,13 +111,7 @@ def test_sliding_window(unit: Unit, window: int) -> None:
     seed=st.integers(0, 5),
 )
 def test_mixed_batches(
-    unit: Unit,
-    lengths: list[tuple[int, int]],
-    kv_heads: int,
-    group: int,
-    window: int,
-    threads: int,
-    seed: int,
+    unit: Unit, lengths: list[tuple[int, int]], kv_heads: int, group: int, window: int, threads: int, seed: int
 ) -> None:
     PagedKeys(
         unit,

@@ -76,11 +76,7 @@ def test_processes_that_start_together_compile_once(compiler: Path) -> None:
 
     def start() -> str:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from tandem.kernels.build import library_path; print(library_path())",
-            ],
+            [sys.executable, "-c", "from tandem.kernels.build import library_path; print(library_path())"],
             capture_output=True,
             text=True,
             timeout=60,
@@ -153,9 +149,7 @@ def test_whoever_watches_a_terminal_sees_it_compute(compiler: Path) -> None:
 def test_a_process_that_waits_for_another_ones_compiler_passes_its_progress_on(compiler: Path) -> None:
     _, _, expected = build.look(for_all=False)
     expected.parent.mkdir(parents=True)
-    (expected.parent / build.SAID).write_text(
-        "0.5 compiling the native library, 7 of 14 files (9 s of computing)"
-    )
+    (expected.parent / build.SAID).write_text("0.5 compiling the native library, 7 of 14 files (9 s of computing)")
     told: list[tuple[str, float]] = []
     with (expected.parent / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -214,9 +208,7 @@ def test_a_process_tries_once(compiler: Path, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "tries").read_text() == "x\n"
 
 
-def test_changed_sources_are_compiled_anew(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_sources_are_compiled_anew(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "a.cpp").write_text("int a;")
@@ -229,8 +221,7 @@ def test_changed_sources_are_compiled_anew(
 
 def test_what_the_compiler_says_is_passed_on(compiler: Path, tmp_path: Path) -> None:
     write_compiler(
-        tmp_path / "fake-c++",
-        '#!/bin/sh\ncase "$*" in --version) exit 0;; esac\necho "no such flag" >&2\nexit 1\n',
+        tmp_path / "fake-c++", '#!/bin/sh\ncase "$*" in --version) exit 0;; esac\necho "no such flag" >&2\nexit 1\n'
     )
     with pytest.raises(BuildFailed, match="no such flag"):
         library_path()
@@ -245,9 +236,7 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library_path()
 
 
-def test_a_cache_folder_that_cannot_be_written(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_cannot_be_written(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(BuildFailed, match="cannot be written"):
@@ -267,9 +256,7 @@ def test_a_library_that_came_with_the_sources_is_taken(
     assert library_path().parent == shipped
 
 
-def test_a_library_of_other_sources_is_left(
-    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_of_other_sources_is_left(compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = tmp_path / "compiled"
     build.ship(shipped)
     (shipped / "sources").write_text("0" * 64)

@@ -78,9 +78,7 @@ def test_weights_of_any_checkpoint_dtype(unit: Unit, source: torch.dtype) -> Non
 
 
 def test_halves_subnormal_infinite_and_not_a_number_are_read_right(unit: Unit) -> None:
-    w = torch.tensor(
-        [[6e-8], [-6e-5], [65504.0], [float("inf")], [float("nan")], [-0.0]], dtype=torch.float16
-    )
+    w = torch.tensor([[6e-8], [-6e-5], [65504.0], [float("inf")], [float("nan")], [-0.0]], dtype=torch.float16)
     actual = probes.gemm(*unit, probes.STORE, torch.ones(1, 1), [w])[0]
     expected = w[:, 0].to(unit[0]).float()
     # Units that multiply bfloat16, like the instructions, take bfloat16 subnormals for zero; these are not.

@@ -30,9 +30,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(
-    ("head_dim", "block_size"), [(8, 4), (10, 16), (32, 1), (64, 16), (96, 32), (256, 8)]
-)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(8, 4), (10, 16), (32, 1), (64, 16), (96, 32), (256, 8)])
 def test_rotary_and_cache_write(unit: Unit, head_dim: int, block_size: int, normed: bool) -> None:
     dtype, name = unit
     tokens, heads, kv_heads, blocks = 21, 6, 2, 48
@@ -62,6 +60,4 @@ def test_rotary_and_cache_write(unit: Unit, head_dim: int, block_size: int, norm
     for which, expected in enumerate((k, v)):
         written = cache[block, 0, which, :, offset].double()
         torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance)
-    assert cache.isnan().sum() == cache.numel() - 2 * tokens * kv_heads * head_dim, (
-        "wrote where it should not"
-    )
+    assert cache.isnan().sum() == cache.numel() - 2 * tokens * kv_heads * head_dim, "wrote where it should not"

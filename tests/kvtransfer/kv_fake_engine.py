@@ -172,8 +172,7 @@ class FakeEngine:
         end = request.valid_tokens if request.state is State.FAILED else request.num_prompt_tokens
         expected = kv_of(request.all_token_ids[:end])
         return all(
-            bool((self._slot(request, position) == expected[:, :, :, position]).all())
-            for position in range(end)
+            bool((self._slot(request, position) == expected[:, :, :, position]).all()) for position in range(end)
         )
 
     def step(self) -> None:
@@ -203,9 +202,7 @@ class FakeEngine:
 
     def run_until(self, request_id: str, states: Sequence[str], timeout_s: float = 20.0) -> str:
         """Steps until the request is in one of `states`, and returns it. Raises after `timeout_s`."""
-        self._run(
-            lambda: self.requests[request_id].state.value in states, timeout_s, f"{request_id} in {states}"
-        )
+        self._run(lambda: self.requests[request_id].state.value in states, timeout_s, f"{request_id} in {states}")
         return self.requests[request_id].state.value
 
     def run_until_free(self, blocks: int, timeout_s: float = 20.0) -> None:
@@ -213,9 +210,7 @@ class FakeEngine:
 
     def run_until_accounted_for(self, blocks: int, timeout_s: float = 20.0) -> None:
         """Steps until all blocks are free or in quarantine."""
-        self._run(
-            lambda: len(self.free) + len(self.quarantined) == blocks, timeout_s, f"{blocks} blocks back"
-        )
+        self._run(lambda: len(self.free) + len(self.quarantined) == blocks, timeout_s, f"{blocks} blocks back")
 
     def _run(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
         until = time.monotonic() + timeout_s
@@ -246,9 +241,7 @@ class FakeEngine:
     def forget_freed(self) -> None:
         """Forgets ended requests, because each step walks over all that the engine knows."""
         self.requests = {
-            request_id: request
-            for request_id, request in self.requests.items()
-            if request.state is not State.FREED
+            request_id: request for request_id, request in self.requests.items() if request.state is not State.FREED
         }
 
     def preempt(self, request_id: str) -> None:

@@ -190,9 +190,7 @@ class FakeTransport(Transport):
             for units in (move.local, move.remote)
         )
         name, way = self.remotes[remote]
-        in_flight = sum(
-            other.num_bytes for other in self.moves.values() if (other.peer, other.way) == (name, way)
-        )
+        in_flight = sum(other.num_bytes for other in self.moves.values() if (other.peer, other.way) == (name, way))
         assert not in_flight or in_flight + move.num_bytes <= SETTINGS.max_link_bytes
         peer = self.world.nodes.get(name)
         their_cells = peer.memory.cells_per_block if peer else self.node.memory.cells_per_block
@@ -334,9 +332,7 @@ class Node:
         self.line: deque[Callable[[], None]] = deque()  # work that the device has been given and has not done
         self.num_given = 0
         self.process = ProcessIdentity(f"machine of {name}", 1, epoch, 0)
-        memory = CacheMemory(
-            name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES
-        )
+        memory = CacheMemory(name.encode(), "DRAM", 0, 4096, NUM_BLOCKS, self.memory.cells_per_block * CELL_BYTES)
         fingerprint = CacheFingerprint(
             "m",
             "float32",
@@ -374,12 +370,7 @@ class Node:
             listener=world.listener_at,
             has_ended=lambda process: process in world.ended,
             outcomes=Outcomes(
-                self._sent,
-                self.unwanted.append,
-                self._received,
-                self._failed,
-                self.distrusted.append,
-                self._released,
+                self._sent, self.unwanted.append, self._received, self._failed, self.distrusted.append, self._released
             ),
         )
 
@@ -396,9 +387,7 @@ class Node:
         return taken
 
     def release(self, blocks: list[int]) -> None:
-        touched = {
-            block for move in self.transport.moves.values() if move.state == "moving" for block in move.local
-        }
+        touched = {block for move in self.transport.moves.values() if move.state == "moving" for block in move.local}
         assert not touched & set(blocks), "a block was given back while a handle touches it"
         for block in blocks:
             self.memory.scribble(block)
@@ -466,18 +455,14 @@ class Node:
 
     def tell_of_first_layer(self, send: Send) -> None:
         assert send.computing is not None
-        self.endpoint.execute(
-            commands.LayersComputed({send.request_id: send.computing}, 1, fence=self.fence())
-        )
+        self.endpoint.execute(commands.LayersComputed({send.request_id: send.computing}, 1, fence=self.fence()))
 
     def end_computing(self, send: Send) -> None:
         upto = send.computing
         assert upto is not None
         self._write_layers(send, range(1, SLOTS))
         send.computed, send.computing = upto, None
-        self.endpoint.execute(
-            commands.ComputedTokens({send.request_id: upto}, self.clock(), fence=self.fence())
-        )
+        self.endpoint.execute(commands.ComputedTokens({send.request_id: upto}, self.clock(), fence=self.fence()))
 
     def _write_layers(self, send: Send, layers: range) -> None:
         assert send.computing is not None
@@ -497,9 +482,7 @@ class Node:
     def finish_send(self, send: Send) -> None:
         self.wait_for_device()  # a real engine waits too, because it needs the first token
         send.ended = send.kept = True
-        self.endpoint.execute(
-            commands.FinishSend(send.request_id, first_token_of(send.tokens), [list(send.blocks)])
-        )
+        self.endpoint.execute(commands.FinishSend(send.request_id, first_token_of(send.tokens), [list(send.blocks)]))
 
     def abandon_send(self, send: Send) -> None:
         self.wait_for_device()
@@ -550,9 +533,7 @@ class Node:
         assert not receive.over, "a receive ended twice"
         receive.failed = failure
         valid = min(failure.valid_tokens, len(receive.tokens))
-        assert self.memory.is_right(receive.blocks, receive.tokens[:valid]), (
-            "wrong bytes were said to be right"
-        )
+        assert self.memory.is_right(receive.blocks, receive.tokens[:valid]), "wrong bytes were said to be right"
         receive.quarantined = set(failure.unsafe_blocks)
         assert receive.quarantined <= set(receive.blocks)
         assert not receive.quarantined & set(receive.blocks[: -(-valid // self.block_size)])
@@ -655,10 +636,7 @@ class World:
 
     def moves(self) -> list[Move]:
         return [
-            move
-            for node in self.nodes.values()
-            for move in node.transport.moves.values()
-            if move.state == "moving"
+            move for node in self.nodes.values() for move in node.transport.moves.values() if move.state == "moving"
         ]
 
     def complete(self, move: Move, *, failed: bool = False) -> None:
@@ -686,9 +664,7 @@ class World:
                 move.node.memory.cells[local] = peer.memory.cells[remote]
         if self.corrupts():
             reader, cells = (
-                (peer, move.remote_cells)
-                if move.operation is Operation.WRITE
-                else (move.node, move.local_cells)
+                (peer, move.remote_cells) if move.operation is Operation.WRITE else (move.node, move.local_cells)
             )
             reader.memory.cells[cells[len(cells) // 2]] = "a flipped bit"
 

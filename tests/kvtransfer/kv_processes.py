@@ -81,9 +81,7 @@ class EngineProcess:
 
     def __init__(self, connector: str, node_id: str, epoch: int, **config: Any) -> None:
         self._calls, theirs = _context.Pipe()
-        self._process = _context.Process(
-            target=_serve, args=(theirs, connector, node_id, epoch, config), daemon=True
-        )
+        self._process = _context.Process(target=_serve, args=(theirs, connector, node_id, epoch, config), daemon=True)
         self._process.start()
         theirs.close()
         self._node_id, self._epoch = node_id, epoch

@@ -108,9 +108,7 @@ class WideFakeEngine(FakeEngine):
             return
         layers = self.layers[rank]
         self.others.append(
-            ForkedRank(
-                lambda: serve_rank(theirs.fileno(), memory, share, layers, shape), {theirs.fileno(), memory}
-            )
+            ForkedRank(lambda: serve_rank(theirs.fileno(), memory, share, layers, shape), {theirs.fileno(), memory})
         )
         theirs.close()
 

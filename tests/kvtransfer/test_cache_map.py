@@ -93,9 +93,9 @@ def test_what_is_mapped_is_what_a_copy_token_by_token_makes(
     lowest, highest = layers or (0, slots)
     for place in places:
         for token in range(mapping.grain):
-            expected[place.their_block, lowest:highest, :, :, place.their_part * mapping.grain + token] = (
-                ours[place.our_block, lowest:highest, :, :, place.our_part * mapping.grain + token]
-            )
+            expected[place.their_block, lowest:highest, :, :, place.their_part * mapping.grain + token] = ours[
+                place.our_block, lowest:highest, :, :, place.our_part * mapping.grain + token
+            ]
     move = mapping.move(Operation.WRITE, "t", places, layers)
     carry_out(move, ours, theirs)
     assert torch.equal(theirs, expected)
@@ -150,10 +150,7 @@ def test_a_cache_in_shards_is_mapped_head_by_head_on_both_sides() -> None:
         "test/push",
     )  # fmt: skip
     assert in_shards.fingerprint == here.fingerprint
-    mappings = [
-        here.mapping_to(in_shards.fingerprint, memory),
-        in_shards.mapping_to(here.fingerprint, here.memory),
-    ]
+    mappings = [here.mapping_to(in_shards.fingerprint, memory), in_shards.mapping_to(here.fingerprint, here.memory)]
     for mapping in mappings:
         assert isinstance(mapping, Mapping)
         assert mapping.heads == CutAxis(NUM_HEADS, 8 * 4 * 4, 8 * 4 * 4)
@@ -175,16 +172,10 @@ def test_a_cache_in_shards_is_mapped_head_by_head_on_both_sides() -> None:
         ([(0, 4)] * 65, {}, "in 65 shards"),
         ([(0, 4)], {"base_address": 4096}, "lies at 0x1000, and in 1 shards"),
         ([(0, 4)], {"memory_type": "VRAM"}, "keep their heads in VRAM and in DRAM"),
-        (
-            [],
-            {},
-            "the other cache cannot lie at 0x0 of device 0",
-        ),  # what a version that knows no shards reads
+        ([], {}, "the other cache cannot lie at 0x0 of device 0"),  # what a version that knows no shards reads
     ],
 )
-def test_shards_that_cannot_be_are_refused(
-    shards: list[tuple[int, int]], changed: dict[str, object], why: str
-) -> None:
+def test_shards_that_cannot_be_are_refused(shards: list[tuple[int, int]], changed: dict[str, object], why: str) -> None:
     here = geometry(four_heads())
     memory = msgspec.structs.replace(sharded_memory(four_heads(), *shards), **changed)
     refused = here.mapping_to(here.fingerprint, memory)
@@ -212,9 +203,7 @@ HEADS_OF_TWO = ((0, 2), (2, 2))
 def test_stages_that_cannot_be_are_refused(stages: list[list[tuple[int, int]]], why: str | None) -> None:
     """Each of two ranks, that have two heads of four."""
     here = geometry(four_heads())
-    shards = [
-        CacheShard(*heads, b"x", "DRAM", 0, 4096, ME, slots) for slots in stages for heads in HEADS_OF_TWO
-    ]
+    shards = [CacheShard(*heads, b"x", "DRAM", 0, 4096, ME, slots) for slots in stages for heads in HEADS_OF_TWO]
     memory = msgspec.structs.replace(sharded_memory(four_heads()), shards=shards)
     mapping = here.mapping_to(here.fingerprint, memory)
     if why is None:

@@ -21,9 +21,7 @@ BLOCKS, SLOTS, HEADS, DIM = 8, 3, 2, 8
 
 
 class Cache:
-    def __init__(
-        self, block_size: int = 4, *, tokens_before_heads: bool = False, device: str = "DRAM"
-    ) -> None:
+    def __init__(self, block_size: int = 4, *, tokens_before_heads: bool = False, device: str = "DRAM") -> None:
         shape = (BLOCKS, SLOTS, 2, HEADS, block_size, DIM)
         if tokens_before_heads:
             self.tensor = torch.zeros(BLOCKS, SLOTS, 2, block_size, HEADS, DIM, dtype=torch.bfloat16)
@@ -119,9 +117,7 @@ def sums_of(ranks: list[KVCacheMemory], mapping: Mapping, blocks: list[int], *, 
 
     def elsewhere(blocks: Any, parts: Any, grain: int, on_device: bool, by_layer: bool) -> Any:
         return AskedSums(
-            lambda: [
-                one.of_heads(blocks, parts, grain, on_device=on_device, by_layer=by_layer) for one in others
-            ]
+            lambda: [one.of_heads(blocks, parts, grain, on_device=on_device, by_layer=by_layer) for one in others]
         )
 
     groups = [0] * len(blocks)

@@ -52,9 +52,7 @@ epochs = itertools.count(1000)
 
 
 class Pair:
-    def __init__(
-        self, connector: str, direction: str, producer: dict[str, Any], consumer: dict[str, Any]
-    ) -> None:
+    def __init__(self, connector: str, direction: str, producer: dict[str, Any], consumer: dict[str, Any]) -> None:
         self.connector = connector
         common = {"direction": direction, "lease_s": LEASE_S, "timeout_s": 15.0}
         self.options = {"p": common | producer, "c": common | consumer}
@@ -80,13 +78,9 @@ class Pair:
     ) -> str:
         name = name or next(names)
         if on in ("both", "c"):
-            self.consumer.call(
-                "add", name, tokens, self._part(TransferRole.CONSUME, name), **(consumer or {})
-            )
+            self.consumer.call("add", name, tokens, self._part(TransferRole.CONSUME, name), **(consumer or {}))
         if on in ("both", "p"):
-            self.producer.call(
-                "add", name, tokens, self._part(TransferRole.PRODUCE, name), **(producer or {})
-            )
+            self.producer.call("add", name, tokens, self._part(TransferRole.PRODUCE, name), **(producer or {}))
         return name
 
     def _part(self, role: TransferRole, name: str) -> KVTransferParams:
@@ -160,9 +154,7 @@ def test_the_consumer_has_the_producers_bytes(shared: Pair, length: int, chunk: 
 
 
 @pytest.mark.parametrize(("on_producer", "on_consumer"), [(16, 0), (0, 16), (16, 8), (8, 16)])
-def test_what_either_node_has_in_its_prefix_cache_is_used(
-    shared: Pair, on_producer: int, on_consumer: int
-) -> None:
+def test_what_either_node_has_in_its_prefix_cache_is_used(shared: Pair, on_producer: int, on_consumer: int) -> None:
     tokens = a_prompt(30)
     before = shared.stats()[0].blocks_sent
     name = shared.add(
@@ -343,9 +335,7 @@ def test_layers_leave_while_the_next_ones_are_computed(connector: tuple[str, str
         pair.add(tokens, on="p", name=name)
         pair.expect_loaded(name, tokens)
         after = pair.stats()[0]
-        if (
-            connector[1] == "push"
-        ):  # all in one chunk: but for its last layer it had arrived when it was computed
+        if connector[1] == "push":  # all in one chunk: but for its last layer it had arrived when it was computed
             overlapped = after.bytes_overlapped - before.bytes_overlapped
             assert overlapped >= 0.7 * (after.bytes_sent - before.bytes_sent)
         # And with a preemption between two chunks.

@@ -26,9 +26,7 @@ def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
         find_connector("teleport")
 
 
-@pytest.mark.parametrize(
-    "name", ["", ":", "os:", ":create", "no.such.module:create", "os:no_such_name", "os:sep"]
-)
+@pytest.mark.parametrize("name", ["", ":", "os:", ":create", "no.such.module:create", "os:no_such_name", "os:sep"])
 def test_a_path_that_leads_nowhere_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"transfer\.connector"):
         find_connector(name)
@@ -67,7 +65,5 @@ def test_naming_a_connector_does_not_load_the_others() -> None:
         "import sys; import tandem.kvtransfer.registry as r; r.find_connector('json:dumps');"
         "print([m for m in sys.modules if m.startswith(('nixl', 'torch', 'tandem.kvtransfer.nixl'))])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout.strip() == "[]"

@@ -98,9 +98,7 @@ class Pair:
         """Waits until the descriptors of broken connections are closed; their threads, which hold them, end soon."""
         threads, files = self._resources
         until = time.monotonic() + PATIENCE_S
-        while any(
-            now > before for now, before in zip(self._count_resources(), (threads, files + 2), strict=True)
-        ):
+        while any(now > before for now, before in zip(self._count_resources(), (threads, files + 2), strict=True)):
             assert time.monotonic() < until, (self._count_resources(), self._resources)
             time.sleep(0.01)
 
@@ -131,10 +129,7 @@ class Pair:
                 one()
                 self._step(chance)
         doomed = [
-            (engine, name)
-            for name in running
-            for engine in (self.producer, self.consumer)
-            if chance.random() < aborts
+            (engine, name) for name in running for engine in (self.producer, self.consumer) if chance.random() < aborts
         ]
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
@@ -202,9 +197,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("fault", "aborts"), [*CASES, *more(case for case in EVERY_CASE if case not in CASES)]
-)
+@pytest.mark.parametrize(("fault", "aborts"), [*CASES, *more(case for case in EVERY_CASE if case not in CASES)])
 def test_every_request_ends_once_and_right_or_with_a_reason(pair: Pair, fault: str, aborts: float) -> None:
     is_harmless = fault in ("none", "moves are stuck for a while", "messages are doubled")
     ends: list[str] = []

@@ -29,15 +29,11 @@ class Planner(SchedulerConnector):
         self.allocated: list[int] = []
         self.resets = 0
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.asked += 1
         return self.offer
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         self.allocated.append(num_external_tokens)
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
@@ -178,8 +174,5 @@ def test_counts_are_added_and_lists_are_joined() -> None:
         ]
     )
     assert merged == TransferStats(
-        bytes_sent=7,
-        outcomes={"sent": 3, "aborted": 1},
-        waits={"register": WaitHistogram().plus(1.0)},
-        tiers=[tier],
+        bytes_sent=7, outcomes={"sent": 3, "aborted": 1}, waits={"register": WaitHistogram().plus(1.0)}, tiers=[tier]
     )

@@ -97,11 +97,7 @@ def test_memory_that_is_not_as_described_cannot_be_connected_to(
 
 def test_a_node_leaves_no_thread_and_no_socket_behind() -> None:
     def resources() -> tuple[int, int, int]:
-        return (
-            threading.active_count(),
-            len(os.listdir("/proc/self/task")),
-            len(os.listdir("/proc/self/fd")),
-        )
+        return (threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
     config = TransferConfig()
 

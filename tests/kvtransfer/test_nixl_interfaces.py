@@ -26,13 +26,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("lab")
 @pytest.mark.parametrize(
     ("host", "devices"),
-    [
-        ("127.0.0.1", "lo"),
-        ("::1", "lo"),
-        ("10.0.0.5", "^eth0,lo"),
-        ("fd00::5", "^eth0,lo"),
-        ("10.1.1.1", None),
-    ],
+    [("127.0.0.1", "lo"), ("::1", "lo"), ("10.0.0.5", "^eth0,lo"), ("fd00::5", "^eth0,lo"), ("10.1.1.1", None)],
 )
 def test_all_but_the_interfaces_of_other_addresses(host: str, devices: str | None) -> None:
     """Names that are no network interfaces are ignored: RDMA devices are not named."""

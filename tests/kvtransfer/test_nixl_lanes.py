@@ -47,18 +47,10 @@ def test_what_reaches_a_gpus_memory(found: list[str], direct: bool) -> None:
 
 @pytest.mark.parametrize(
     ("found", "on_device", "warned"),
-    [
-        (["tcp/eth0"], False, False),
-        (["tcp/eth0"], True, True),
-        (["cuda_ipc/cuda", "tcp/eth0"], True, False),
-    ],
+    [(["tcp/eth0"], False, False), (["tcp/eth0"], True, True), (["cuda_ipc/cuda", "tcp/eth0"], True, False)],
 )
 def test_a_gpus_memory_over_tcp_is_warned_of_once(
-    found: list[str],
-    on_device: bool,
-    warned: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    found: list[str], on_device: bool, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lanes, "_warned", False)
     monkeypatch.setattr(lanes.LANE_LOG, "new_lanes", lambda: found)
@@ -119,9 +111,7 @@ def test_each_thread_has_used_the_device_before_it_calls_nixl() -> None:
         with device.present(), torch.inference_mode():
             remote = transport.connect(mine)
             ids = np.array([1])
-            assert transport.is_done(
-                transport.post(remote, Move(Operation.WRITE, "t", mine.block_bytes, ids, ids))
-            )
+            assert transport.is_done(transport.post(remote, Move(Operation.WRITE, "t", mine.block_bytes, ids, ids)))
 
     thread = threading.Thread(target=shake_hands)
     thread.start()

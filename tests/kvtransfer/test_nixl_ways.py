@@ -164,9 +164,7 @@ def test_so_does_one_of_another_container_of_this_machine(container: Writer) -> 
     _stop_in_the_middle_and_close(container, container.pid)
 
 
-def test_closing_a_way_shuts_out_other_containers_and_machines_and_no_process_beside_us(
-    container: Writer,
-) -> None:
+def test_closing_a_way_shuts_out_other_containers_and_machines_and_no_process_beside_us(container: Writer) -> None:
     transport, _, _ = _transport("reader", OURS)
     theirs: ProcessIdentity = container.calls.recv()
     ours = this_process()

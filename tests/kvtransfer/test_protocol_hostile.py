@@ -62,12 +62,9 @@ memories = st.builds(
 texts = st.sampled_from(["m", "float32", "slot,kv,head,token,dim", "fake/push", "fake/pull", ""])
 right = CacheFingerprint("m", "float32", 2, 1, 1, 4, "slot,kv,head,token,dim", "fake/push", num_slots=2)
 fingerprints = st.one_of(
-    st.just(right),
-    st.builds(CacheFingerprint, texts, texts, *[numbers] * 4, texts, texts, numbers, numbers),
+    st.just(right), st.builds(CacheFingerprint, texts, texts, *[numbers] * 4, texts, texts, numbers, numbers)
 )
-processes = st.builds(
-    ProcessIdentity, st.sampled_from(["machine of p", "machine of c", ""]), numbers, numbers, numbers
-)
+processes = st.builds(ProcessIdentity, st.sampled_from(["machine of p", "machine of c", ""]), numbers, numbers, numbers)
 leases = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.just(3.0))
 messages = st.one_of(
     st.builds(Hello, envelopes, fingerprints, memories, processes),
@@ -80,14 +77,7 @@ messages = st.one_of(
     st.builds(KVArrived, envelopes, transfers, numbers, numbers, st.binary(max_size=40)),
     st.builds(HandoffAccepted, envelopes, transfers),
     st.builds(CancelTransfer, envelopes, transfers),
-    st.builds(
-        Refusal,
-        envelopes,
-        transfers,
-        st.sampled_from(list(RefusalCode)),
-        st.just("why"),
-        numbers,
-    ),
+    st.builds(Refusal, envelopes, transfers, st.sampled_from(list(RefusalCode)), st.just("why"), numbers),
 )
 
 

@@ -109,12 +109,7 @@ class History:
         if waiting and not self.consumer.frozen:
             events.append((1, lambda: self._abort(self.pick(waiting))))
         if world.network:
-            events += [
-                (10, self._deliver_all),
-                (10, self._deliver_one),
-                (2, self._deliver_twice),
-                (2, self._lose),
-            ]
+            events += [(10, self._deliver_all), (10, self._deliver_one), (2, self._deliver_twice), (2, self._lose)]
         if self._seen:
             events += [(1, self._replay), (1, self._forge)]
         if world.moves():
@@ -202,10 +197,7 @@ class History:
                 [
                     ("tcp://c", HandoffNotice(envelope(22), transfer, 9, b"x" * 32, 5, 64, 1, [[1]])),
                     ("tcp://p", RegisterDestination(envelope(11), 5, transfer, 9, b"x" * 32, [0], [[1, 2]])),
-                    (
-                        "tcp://p",
-                        RegisterDestination(envelope(11), 5, transfer, -4, b"", [-9, 3], [[-1], [900]]),
-                    ),
+                    ("tcp://p", RegisterDestination(envelope(11), 5, transfer, -4, b"", [-9, 3], [[-1], [900]])),
                     ("tcp://c", TransferClosed(envelope(21), transfer, "forged", True)),
                     ("tcp://p", HandoffAccepted(envelope(12), transfer)),
                     ("tcp://c", Refusal(envelope(22), "", RefusalCode.WRONG_EPOCH, "forged", 11)),
@@ -263,11 +255,7 @@ class History:
 
 def check(direction: Direction, examples: int) -> None:
     @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False
     )
     @given(
         skew=st.sampled_from([0.0, -500.0, 12345.6]),

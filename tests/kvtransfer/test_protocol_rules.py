@@ -81,9 +81,7 @@ class Pair:
 
     def lose(self, kind: type, count: int = 1) -> None:
         for _ in range(count):
-            index = next(
-                index for index, (_, message) in enumerate(self.world.network) if isinstance(message, kind)
-            )
+            index = next(index for index, (_, message) in enumerate(self.world.network) if isinstance(message, kind))
             self.world.network.pop(index)
 
     def move_everything(self) -> None:
@@ -253,9 +251,7 @@ def test_the_end_of_a_chunk_is_not_taken_for_that_of_the_next_one(push: Pair) ->
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_a_block_that_was_given_up_while_it_was_read_makes_the_transfer_worthless(
-    push: Pair, arrived: bool
-) -> None:
+def test_a_block_that_was_given_up_while_it_was_read_makes_the_transfer_worthless(push: Pair, arrived: bool) -> None:
     """As a window that moves on does, where the consumer's larger block begins before it."""
     receive, send = push.begin()
     push.producer.compute(send, len(TOKENS))
@@ -385,9 +381,7 @@ def test_an_abort_on_the_consumer_ends_both_sides(pair: Pair, phase: Callable[[P
 
 
 @pytest.mark.parametrize("phase", [_prefilling, _registered])
-def test_an_abort_on_the_producer_fails_the_consumer_at_once(
-    pair: Pair, phase: Callable[[Pair], None]
-) -> None:
+def test_an_abort_on_the_producer_fails_the_consumer_at_once(pair: Pair, phase: Callable[[Pair], None]) -> None:
     phase(pair)
     if phase is _registered:
         pair.producer.endpoint.execute(AbandonSend("r1", "t-r1", kept=False))
@@ -499,9 +493,7 @@ def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> N
 
 def test_blocks_of_recurrent_states_are_never_safe_while_a_peer_may_write() -> None:
     """They stand at the table's beginning, and hold what comes after the last token."""
-    command = BeginReceive(
-        "r", "t", PeerAddress("p", 1, "tcp://p"), 43, 32, b"", [8, 0], [[23, 24, 25], [26]]
-    )
+    command = BeginReceive("r", "t", PeerAddress("p", 1, "tcp://p"), 43, 32, b"", [8, 0], [[23, 24, 25], [26]])
     receiving = IncomingTransfer(command, 0.0, 1.0)
     assert receiving.unsafe_blocks(4, 32, has_states=True) == {23, 24, 25, 26}
     assert receiving.unsafe_blocks(4, 40, has_states=True) == {25, 26}
@@ -621,9 +613,7 @@ def test_what_was_written_while_a_node_stood_still_lands_in_blocks_that_nothing_
     """By TCP it is the consumer's own process that carries out what it finds in its sockets."""
     push.world.move_s = lambda: move_s
     receive, send = in_flight_write(push)
-    stopped = {"consumer": [push.consumer], "producer": [push.producer]}.get(
-        who, [push.consumer, push.producer]
-    )
+    stopped = {"consumer": [push.consumer], "producer": [push.producer]}.get(who, [push.consumer, push.producer])
     for node in stopped:
         node.frozen = True
     push.world.advance(stood_still_s)
@@ -669,9 +659,7 @@ def test_the_proven_end_of_a_producers_process_frees_its_blocks_before_its_lease
     assert pair.outcomes()[1] == {"peer_lost": 1}
 
 
-def test_the_proven_end_of_a_consumers_process_frees_the_producers_blocks_before_the_lease_ends(
-    pair: Pair,
-) -> None:
+def test_the_proven_end_of_a_consumers_process_frees_the_producers_blocks_before_the_lease_ends(pair: Pair) -> None:
     _computed(pair)
     pair.world.deliver_all()
     pair.move_everything()
@@ -788,9 +776,7 @@ def test_a_refusal_does_not_tell_the_epoch(pair: Pair) -> None:
 def test_a_forged_hello_holds_no_consumer_for_dead(pair: Pair) -> None:
     receive, send = pair.begin()
     own = pair.consumer.geometry
-    forged = Hello(
-        Envelope("c", 99, 11, "tcp://x"), own.fingerprint, own.memory, ProcessIdentity("elsewhere", 1, 1, 1)
-    )
+    forged = Hello(Envelope("c", 99, 11, "tcp://x"), own.fingerprint, own.memory, ProcessIdentity("elsewhere", 1, 1, 1))
     pair.world.network.append(("tcp://p", forged))
     pair.world.deliver_all()
     pair.complete(send, 0.3)
@@ -912,9 +898,7 @@ def test_a_request_that_names_an_earlier_incarnation_does_not_harm_the_one_that_
     served(pair, "r4")
 
 
-def test_a_request_that_names_another_incarnation_does_not_free_what_the_earlier_may_still_write_to(
-    push: Pair,
-) -> None:
+def test_a_request_that_names_another_incarnation_does_not_free_what_the_earlier_may_still_write_to(push: Pair) -> None:
     """A node that its controller has lost is replaced, and may run all the same."""
     receive, send = in_flight_write(push)
     earlier = push.producer
@@ -978,13 +962,9 @@ def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, star
     reborn.identity = dataclasses.replace(reborn.identity, endpoint="tcp://elsewhere")
     pair.world.nodes["elsewhere"] = reborn
     if started_anew == "p":
-        pair.consumer.start_receive(
-            Receive("r2", "t-r2", TOKENS, 0, []), PeerAddress("p", 12, "tcp://elsewhere")
-        )
+        pair.consumer.start_receive(Receive("r2", "t-r2", TOKENS, 0, []), PeerAddress("p", 12, "tcp://elsewhere"))
     else:
-        hello = Hello(
-            reborn.identity.envelope(11), reborn.geometry.fingerprint, reborn.geometry.memory, reborn.process
-        )
+        hello = Hello(reborn.identity.envelope(11), reborn.geometry.fingerprint, reborn.geometry.memory, reborn.process)
         pair.world.network.append(("tcp://p", hello))
         pair.world.deliver()
     assert pair.world.forgotten == [f"tcp://{started_anew}"]
@@ -997,9 +977,7 @@ def test_the_connection_with_an_earlier_incarnation_is_not_kept(pair: Pair, star
         ({"wire_version": WIRE_VERSION + REACH + 1}, f"it speaks version {WIRE_VERSION + REACH + 1} of"),
     ],
 )
-def test_nodes_whose_versions_do_not_fit_move_no_kv(
-    direction: Direction, differing: dict[str, int], said: str
-) -> None:
+def test_nodes_whose_versions_do_not_fit_move_no_kv(direction: Direction, differing: dict[str, int], said: str) -> None:
     pair = Pair(direction)
     ours = pair.consumer.geometry
     theirs = msgspec.structs.replace(ours.fingerprint, **differing)
@@ -1035,9 +1013,7 @@ def test_caches_that_differ_are_refused_on_both_sides_at_once(direction: Directi
         {"block_bytes": 0},
     ],
 )
-def test_memory_that_cannot_be_is_refused_before_anything_is_made_of_it(
-    pair: Pair, memory: dict[str, int]
-) -> None:
+def test_memory_that_cannot_be_is_refused_before_anything_is_made_of_it(pair: Pair, memory: dict[str, int]) -> None:
     own = pair.consumer.geometry
     hello = Hello(
         pair.consumer.identity.envelope(11),
@@ -1122,9 +1098,7 @@ def test_what_could_not_be_summed_up_does_not_count_although_it_arrives(
     monkeypatch.setattr(push.producer.checksums, "of", refuse)
     send = push.send()
     push.producer.compute(send, len(TOKENS))
-    push.producer.finish_send(
-        send
-    )  # from here on its blocks stay as they are, so what arrives is there for good
+    push.producer.finish_send(send)  # from here on its blocks stay as they are, so what arrives is there for good
     receive = push.receive()
     push.world.deliver_all()
     push.world.pump()
@@ -1151,14 +1125,7 @@ def test_a_request_with_other_tokens_is_refused(pair: Pair) -> None:
 
 def _notice(pair: Pair, **changed: object) -> HandoffNotice:
     notice = HandoffNotice(
-        pair.producer.identity.envelope(22),
-        "t-r1",
-        len(TOKENS),
-        token_hash(TOKENS, None, None),
-        5,
-        6 * 64,
-        6,
-        [],
+        pair.producer.identity.envelope(22), "t-r1", len(TOKENS), token_hash(TOKENS, None, None), 5, 6 * 64, 6, []
     )
     return msgspec.structs.replace(notice, **changed)
 
@@ -1183,14 +1150,7 @@ def test_blocks_that_do_not_exist_or_do_not_add_up_are_never_written_to(
     push.producer.compute(send, 30)
     push.consumer.endpoint.execute(
         BeginReceive(
-            "r1",
-            "t-r1",
-            push.producer.address,
-            len(TOKENS),
-            0,
-            token_hash(TOKENS, None, None),
-            first_block,
-            block_ids,
+            "r1", "t-r1", push.producer.address, len(TOKENS), 0, token_hash(TOKENS, None, None), first_block, block_ids
         )
     )
     push.consumer.receives["r1"] = Receive("r1", "t-r1", TOKENS, 0, [])

@@ -63,9 +63,7 @@ def a_letter(body: msgspec.Struct) -> Letter[Any]:
 def side_channel() -> Iterator[ListeningEndpoint]:
     channel = SideChannel("127.0.0.1", "test", lambda message: listening.take(message))
     envelope = Envelope("n", 1, 2, "tcp://x")
-    listening = ListeningEndpoint(
-        channel.endpoint, lambda: channel.malformed, RenewLease(envelope, 3, ["t"] * 20)
-    )
+    listening = ListeningEndpoint(channel.endpoint, lambda: channel.malformed, RenewLease(envelope, 3, ["t"] * 20))
     yield listening
     assert channel.died is None
     channel.close()
@@ -90,9 +88,7 @@ def routers_loop() -> Iterator[ListeningEndpoint]:
     thread.start()
 
     async def make() -> LoopInbox[Any]:
-        made = LoopInbox[Any](
-            "127.0.0.1", LetterToRouter, lambda message: listening.take(message), name="test"
-        )
+        made = LoopInbox[Any]("127.0.0.1", LetterToRouter, lambda message: listening.take(message), name="test")
         made.listen()
         return made
 
@@ -119,9 +115,7 @@ SOCKETS: dict[str, OpenSocket] = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SOCKETS)
-def test_random_frames_are_counted_and_nothing_else_happens(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_random_frames_are_counted_and_nothing_else_happens(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     send_random_frames(SOCKETS[name])
 

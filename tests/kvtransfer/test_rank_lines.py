@@ -70,9 +70,7 @@ def test_messages_of_any_size_arrive_whole_and_in_order(sizes: list[int]) -> Non
     receiver.close()
 
 
-def test_a_rank_that_ends_fails_what_waits_for_it_and_its_moves(
-    ends: tuple[RankLine, MessageLine],
-) -> None:
+def test_a_rank_that_ends_fails_what_waits_for_it_and_its_moves(ends: tuple[RankLine, MessageLine]) -> None:
     line, far = ends
     first, second = (line.post(7, "write", 64, bytes(8), bytes(8)) for _ in range(2))
     asked = line.ask(OpenWay)
@@ -127,9 +125,7 @@ def test_a_ranks_thread_ends_with_its_line(opened: bool) -> None:
 def test_a_bug_in_the_thread_is_not_silent() -> None:
     failed = threading.Event()
     line, transfers = a_rank(failed)
-    number = line.ask(
-        SumUp, blocks=[99], parts=[0], grain=4, on_device=False, by_layer=False
-    )  # there is no such block
+    number = line.ask(SumUp, blocks=[99], parts=[0], grain=4, on_device=False, by_layer=False)  # there is no such block
     with pytest.raises(TransferError, match="rank 1 of this node has ended"):
         line.answer(number, HeadsSummed, time.monotonic() + PATIENCE_S)
     transfers.join(PATIENCE_S)

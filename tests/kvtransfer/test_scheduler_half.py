@@ -151,10 +151,7 @@ def test_a_consumer_asks_once_and_for_what_it_lacks() -> None:
     half = SchedulerHalf(4)
     request = added(half, "consume")
     assert half.get_num_new_matched_tokens(request, 4) == (6, True)
-    assert half.get_num_new_matched_tokens(request, 4) == (
-        6,
-        True,
-    )  # there were no blocks: the scheduler asks again
+    assert half.get_num_new_matched_tokens(request, 4) == (6, True)  # there were no blocks: the scheduler asks again
     half.update_state_after_alloc(request, [[7, 8, 9, 10]], 6)  # one more than it needs
     assert planned(half).before_forward == [BeginReceive("r", "t", PEER, 10, 4, HASH, [1], [[8, 9]])]
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -33,9 +33,7 @@ class Pool:
         self.parts: list[Array] = []
         for number, shard in enumerate(shards):
             kept = {"slot": shard.width or sizes["slot"], "head": shard.heads.count}
-            self.parts.append(
-                np.zeros((BLOCKS, *(kept.get(axis, sizes[axis]) for axis in axes)), dtype=np.uint16)
-            )
+            self.parts.append(np.zeros((BLOCKS, *(kept.get(axis, sizes[axis]) for axis in axes)), dtype=np.uint16))
             for block in range(BLOCKS):
                 slots, heads = self.kept(shard, block)
                 target = self.part(number)[block]
@@ -84,10 +82,7 @@ def shards_of(draw: st.DrawFn, heads: int, layers: tuple[int, ...]) -> list[Shar
     stages = draw(st.integers(1, 3))
     if stages == 1:
         return [ShardPart(part) for part in ranges]
-    cuts = [
-        sorted(draw(st.lists(st.integers(0, count), min_size=stages - 1, max_size=stages - 1)))
-        for count in layers
-    ]
+    cuts = [sorted(draw(st.lists(st.integers(0, count), min_size=stages - 1, max_size=stages - 1))) for count in layers]
     bounds = [[0, *cut, count] for cut, count in zip(cuts, layers, strict=True)]
     found = []
     for stage in range(stages):
@@ -154,20 +149,14 @@ def test_every_shard_gets_the_bytes_of_its_layers_and_heads_once(
     for place in places:
         here, there = (place.our_block, place.our_part * grain), (place.their_block, place.their_part * grain)
         (block, first), (to_block, to_first) = (here, there) if writes else (there, here)
-        end = (
-            min(highest, layers_of_group[place.group]) if used else highest
-        )  # no stage has the slots without layers
+        end = min(highest, layers_of_group[place.group]) if used else highest  # no stage has the slots without layers
         given_away = source.ordered(source.whole)[block, lowest:end, :, :, first : first + grain]
         expected[to_block, lowest:end, :, :, to_first : to_first + grain] = given_away
-        touched[to_block, lowest:end, :, :, to_first : to_first + grain] = (
-            0x0101  # both bytes of each element
-        )
+        touched[to_block, lowest:end, :, :, to_first : to_first + grain] = 0x0101  # both bytes of each element
     counts = [np.zeros_like(part) for part in target.parts]
     pairs = set(pairs_between(ours.shards, theirs.shards))
     splitting = PoolSplit(ours.shards, theirs.shards)
-    splitting.of(
-        mapping.move(operation, "t", places[::-1], layers)
-    )  # what it keeps of one move serves the next
+    splitting.of(mapping.move(operation, "t", places[::-1], layers))  # what it keeps of one move serves the next
     for one in splitting.of(mapping.move(operation, "t", places, layers)):
         assert (one.ours, one.theirs) in pairs
         giver, taker = (one.ours, one.theirs) if writes else (one.theirs, one.ours)
@@ -177,9 +166,7 @@ def test_every_shard_gets_the_bytes_of_its_layers_and_heads_once(
             of_layers, of_heads = target.kept(shard, block)
             have, count = target.part(number)[block], target.ordered(counts[number])[block]
             assert np.array_equal(have[: len(of_layers)], expected[block][of_layers][:, :, of_heads])
-            assert np.array_equal(count[: len(of_layers)], touched[block][of_layers][:, :, of_heads]), (
-                "each byte once"
-            )
+            assert np.array_equal(count[: len(of_layers)], touched[block][of_layers][:, :, of_heads]), "each byte once"
             assert not count[len(of_layers) :].any(), "and no other"
 
 
@@ -209,9 +196,7 @@ def test_equal_stages_move_whole_blocks_and_layers_that_cross_go_alone() -> None
     assert isinstance(mapping, Mapping)
     move = mapping.move(Operation.WRITE, "t", [GrainPlace(3, 0, 5, 0), GrainPlace(4, 0, 1, 0)])
     alike = PoolSplit(two, two).of(move)
-    assert [(one.ours, one.theirs, one.move.unit_bytes) for one in alike] == [
-        (rank, rank, 2 * each) for rank in (0, 1)
-    ]
+    assert [(one.ours, one.theirs, one.move.unit_bytes) for one in alike] == [(rank, rank, 2 * each) for rank in (0, 1)]
     assert [(one.move.local.tolist(), one.move.remote.tolist()) for one in alike] == [([3, 4], [5, 1])] * 2
     unlike = [(one.ours, one.theirs, one.move.num_bytes // each) for one in PoolSplit(uneven, two).of(move)]
     assert unlike == [(0, 0, 4), (0, 1, 2), (1, 1, 2)]
@@ -221,8 +206,7 @@ def test_equal_stages_move_whole_blocks_and_layers_that_cross_go_alone() -> None
 def cut_at(layer: int) -> tuple[ShardPart, ...]:
     """Four layers in two stages."""
     return tuple(
-        ShardPart(IndexRange(0, 2), (slots,))
-        for slots in (IndexRange(0, layer), IndexRange(layer, 4 - layer))
+        ShardPart(IndexRange(0, 2), (slots,)) for slots in (IndexRange(0, layer), IndexRange(layer, 4 - layer))
     )
 
 
@@ -239,9 +223,7 @@ def shards(*heads: tuple[int, int]) -> tuple[ShardPart, ...]:
         ([(0, 3), (0, 3), (0, 3), (0, 3)], [0, 1, 2]),
     ],
 )
-def test_a_head_is_given_by_one_and_the_work_is_shared(
-    heads: list[tuple[int, int]], givers: list[int]
-) -> None:
+def test_a_head_is_given_by_one_and_the_work_is_shared(heads: list[tuple[int, int]], givers: list[int]) -> None:
     assert givers_of(shards(*heads)).tolist() == [givers]
 
 

@@ -46,8 +46,7 @@ def test_a_message_arrives(receiver: Receiver) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint",
-    ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "tcp://some-host-name:80", "x"],
+    "endpoint", ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "tcp://some-host-name:80", "x"]
 )
 def test_an_endpoint_that_cannot_be_is_counted_and_harms_nobody(receiver: Receiver, endpoint: str) -> None:
     receiver.channel.send(endpoint, cancel())

@@ -169,10 +169,7 @@ def test_while_a_link_is_full_its_thread_only_looks_again_soon(link: Link) -> No
     tokens_per_s=st.sampled_from([5.0, 60.0, 5000.0]),
 )
 def test_whatever_rates_do_every_transfer_ends_right_and_every_block_comes_back(
-    direction: Direction,
-    rates: list[tuple[float, float]],
-    sizes: list[tuple[float, int]],
-    tokens_per_s: float,
+    direction: Direction, rates: list[tuple[float, float]], sizes: list[tuple[float, int]], tokens_per_s: float
 ) -> None:
     link = Link(direction)
     link.computes(link.consumer, tokens_per_s)
@@ -287,9 +284,7 @@ def test_what_is_served_in_turn_waits_for_as_much_of_the_others_as_it_has_itself
 
     assert heard(7.0) == {"b": 20.0, "c": 14.0, "a": 8.0}
     assert heard(8.5) == {"b": 18.5, "c": 12.5, "a": 6.5}
-    assert heard(7.0, leaving="b") == {"b": 20.0, "c": 10.0, "a": 7.0}, (
-        "the others have the link to themselves"
-    )
+    assert heard(7.0, leaving="b") == {"b": 20.0, "c": 10.0, "a": 7.0}, "the others have the link to themselves"
     assert LinkPace(10.0, 50, {"a": 150}, at=7.0).longest_s == 20.0
 
 

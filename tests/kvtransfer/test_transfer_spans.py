@@ -44,18 +44,10 @@ def test_a_producer_tells_of_every_piece_that_it_wrote_and_of_the_notice() -> No
     writes = [span for span in spans if span.phase is TracePhase.WRITE]
     assert sum(span.num_bytes for span in writes) == 6 * BLOCK_BYTES
     assert all(span.end >= span.start for span in spans)
-    assert [span.phase for span in spans if span.phase is not TracePhase.WRITE] == [
-        TracePhase.PLAN,
-        TracePhase.NOTICE,
-    ]
+    assert [span.phase for span in spans if span.phase is not TracePhase.WRITE] == [TracePhase.PLAN, TracePhase.NOTICE]
     assert producer.recorder.take_trace("r1") is None, "taken once"
     record = trace.record
-    assert (record.outcome, record.num_bytes, record.blocks, record.descriptors) == (
-        "sent",
-        6 * BLOCK_BYTES,
-        6,
-        6,
-    )
+    assert (record.outcome, record.num_bytes, record.blocks, record.descriptors) == ("sent", 6 * BLOCK_BYTES, 6, 6)
     assert record.bytes_overlapped == 2 * BLOCK_BYTES
     assert record.waits["last_byte"] >= 3.0
     assert set(record.waits) == {"first_byte", "last_byte", "handover"}
@@ -68,18 +60,10 @@ def test_a_consumer_tells_how_long_it_waited_and_how_long_until_the_producer_kne
     receive, handshake, register = trace.spans
     assert (receive.phase, receive.tokens) == (TracePhase.RECEIVE, len(TOKENS))
     assert receive.seconds >= 3.0
-    assert (handshake.phase, handshake.start, handshake.seconds) == (
-        TracePhase.HANDSHAKE,
-        receive.start,
-        0.25,
-    )
+    assert (handshake.phase, handshake.start, handshake.seconds) == (TracePhase.HANDSHAKE, receive.start, 0.25)
     assert (register.phase, register.start, register.seconds) == (TracePhase.REGISTER, handshake.end, 0.5)
     assert trace.record == TransferRecord(
-        "r1",
-        "received",
-        6 * BLOCK_BYTES,
-        6,
-        waits={"handshake": 0.25, "register": 0.5, "receive": receive.seconds},
+        "r1", "received", 6 * BLOCK_BYTES, 6, waits={"handshake": 0.25, "register": 0.5, "receive": receive.seconds}
     )
 
 

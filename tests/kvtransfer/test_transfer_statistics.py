@@ -104,9 +104,7 @@ def test_layers_that_arrived_while_the_next_was_computed_are_overlapped_bytes() 
     stats = scene.sent()
     assert stats.bytes_sent == 6 * BLOCK_BYTES
     assert stats.blocks_sent == 6
-    assert (
-        0.2 < stats.bytes_overlapped / stats.bytes_sent < 0.6
-    )  # one of two layers, of as many blocks as fit
+    assert 0.2 < stats.bytes_overlapped / stats.bytes_sent < 0.6  # one of two layers, of as many blocks as fit
     assert stats.recent[0].bytes_overlapped == stats.bytes_overlapped
 
 

@@ -47,10 +47,7 @@ class Pair:
             cached_tokens=cached,
         )
         self.producer.add(
-            name,
-            tokens,
-            produce(f"t-{name}", PeerAddress("c", self.ids[1], self.consumer.endpoint())),
-            chunk,
+            name, tokens, produce(f"t-{name}", PeerAddress("c", self.ids[1], self.consumer.endpoint())), chunk
         )
         self.consumer.step()
 
@@ -71,12 +68,7 @@ class Pair:
 
 @contextlib.contextmanager
 def started(
-    direction: str,
-    producer: dict[str, Any],
-    consumer: dict[str, Any],
-    *,
-    checksums: str = "all",
-    **options: str,
+    direction: str, producer: dict[str, Any], consumer: dict[str, Any], *, checksums: str = "all", **options: str
 ) -> Iterator[Pair]:
     config = TransferConfig(
         direction=direction,  # type: ignore[arg-type]
@@ -121,13 +113,9 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("direction", "sizes"), WAYS)
-@pytest.mark.parametrize(
-    "cuts", STAGES, ids=lambda pair: "to".join(f"{ranks}cut{cut}" for ranks, cut in pair)
-)
+@pytest.mark.parametrize("cuts", STAGES, ids=lambda pair: "to".join(f"{ranks}cut{cut}" for ranks, cut in pair))
 def test_every_rank_has_the_bytes_of_its_layers(
-    direction: str,
-    cuts: tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]],
-    sizes: tuple[int, int],
+    direction: str, cuts: tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]], sizes: tuple[int, int]
 ) -> None:
     producer, consumer = (
         {"ranks": ranks, "block_size": size} | ({"cuts": cut} if cut else {})
@@ -224,11 +212,7 @@ def test_a_preempted_prompt_and_aborts_leave_nothing(direction: str) -> None:
 def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
     def resources() -> tuple[int, int, int]:
         gc.collect()  # the memory of the engine in miniature is open as long as its tensors are there
-        return (
-            threading.active_count(),
-            len(os.listdir("/proc/self/task")),
-            len(os.listdir("/proc/self/fd")),
-        )
+        return (threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
 
     def round_trip() -> None:
         with started("push", {"ranks": 2}, {"ranks": 4}) as pair:

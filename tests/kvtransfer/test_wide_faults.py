@@ -32,9 +32,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield both
 
 
-@pytest.fixture(
-    params=[pytest.param(WIDE, id="heads", marks=pytest.mark.more), pytest.param(STAGED, id="layers")]
-)
+@pytest.fixture(params=[pytest.param(WIDE, id="heads", marks=pytest.mark.more), pytest.param(STAGED, id="layers")])
 def pushing(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with started(("nixl", "push"), request.param, WIDE) as both:
         tokens = a_prompt(40)
@@ -55,12 +53,8 @@ STAGES = {"ranks": 2, "cuts": (1,)}, {"ranks": 2, "cuts": (3,)}
         *more([("pull", *TWO_TO_FOUR), ("push", *ONE_TO_TWO), ("pull", *ONE_TO_TWO), ("push", *STAGES)]),
     ],
 )
-def test_processes_hand_over_to_processes(
-    direction: str, producer: dict[str, Any], consumer: dict[str, Any]
-) -> None:
-    with started(
-        ("nixl", direction), producer | {"checksums": "all"}, consumer | {"checksums": "all"}
-    ) as both:
+def test_processes_hand_over_to_processes(direction: str, producer: dict[str, Any], consumer: dict[str, Any]) -> None:
+    with started(("nixl", direction), producer | {"checksums": "all"}, consumer | {"checksums": "all"}) as both:
         for length, chunk in ((1, 99), (77, 20), (96, 96)):
             tokens = a_prompt(length)
             both.expect_loaded(both.add(tokens, producer={"chunk": chunk}), tokens)

@@ -13,12 +13,7 @@ class Exchange:
     """One request, with methods to answer it."""
 
     def __init__(
-        self,
-        method: str,
-        path: str,
-        headers: dict[str, str],
-        body: dict[str, Any],
-        writer: asyncio.StreamWriter,
+        self, method: str, path: str, headers: dict[str, str], body: dict[str, Any], writer: asyncio.StreamWriter
     ) -> None:
         self.headers = headers
         self.method = method
@@ -36,9 +31,7 @@ class Exchange:
         await self.write(head.encode() + payload)
 
     async def begin(self) -> None:
-        await self.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
+        await self.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
 
     async def event(self, data: object) -> None:
         text = data if isinstance(data, str) else json.dumps(data)

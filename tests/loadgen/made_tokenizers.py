@@ -13,9 +13,7 @@ WORDS = ["".join(letters) for letters in itertools.product("bcdfghkm", "aeiou", 
 
 def shared_beginning(one: Sequence[object], other: Sequence[object]) -> int:
     """The length of the longest common prefix of two prompts, in tokens."""
-    return next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -32,9 +30,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _whole_words(
-    space: str, splits: pre_tokenizers.PreTokenizer, joins: decoders.Decoder
-) -> tokenizers.Tokenizer:
+def _whole_words(space: str, splits: pre_tokenizers.PreTokenizer, joins: decoders.Decoder) -> tokenizers.Tokenizer:
     """Every letter is a token, and every word after a space, merged letter by letter."""
     vocabulary: dict[str, int] = {}
     merges: dict[tuple[str, str], None] = {}

@@ -174,12 +174,7 @@ def test_a_failed_turn_ends_its_conversation_and_no_other() -> None:
 @pytest.mark.parametrize("concurrency", [0, -1])
 def test_at_least_one_user_is_needed(concurrency: int) -> None:
     async def make() -> None:
-        LoadStream(
-            "test",
-            Api(HttpClient(Address.of_url("localhost")), RequestShape("m")),
-            [],
-            concurrency=concurrency,
-        )
+        LoadStream("test", Api(HttpClient(Address.of_url("localhost")), RequestShape("m")), [], concurrency=concurrency)
 
     with pytest.raises(ConfigurationError):
         asyncio.run(make())

@@ -21,10 +21,7 @@ def failed(kind: str, message: str = "no") -> Timeline:
     return made
 
 
-@given(
-    st.lists(st.floats(0, 1e6), min_size=1, max_size=50),
-    st.sampled_from([0, 1, 50, 90, 95, 99, 99.9, 100]),
-)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.sampled_from([0, 1, 50, 90, 95, 99, 99.9, 100]))
 def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     expected = float(np.percentile(values, percent))
     assert percentile(sorted(values), percent) == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -54,18 +51,10 @@ def test_every_gap_of_every_request_counts_once() -> None:
 
 
 def test_failures_are_counted_by_kind_and_do_not_enter_the_latencies() -> None:
-    timelines = [
-        served(0.1, 0.2),
-        failed("http_503", "full"),
-        failed("timeout"),
-        failed("http_503", "still full"),
-    ]
+    timelines = [served(0.1, 0.2), failed("http_503", "full"), failed("timeout"), failed("http_503", "still full")]
     summary = summarize("random", timelines, duration_s=1.0)
     assert (summary.succeeded, summary.failed) == (1, 3)
-    assert [(f.kind, f.count, f.example) for f in summary.failures] == [
-        ("http_503", 2, "full"),
-        ("timeout", 1, "no"),
-    ]
+    assert [(f.kind, f.count, f.example) for f in summary.failures] == [("http_503", 2, "full"), ("timeout", 1, "no")]
     assert summary.ttft_ms is not None
     assert summary.ttft_ms.max == pytest.approx(100)
     assert summary.input_tokens == 10

@@ -40,9 +40,7 @@ def ask(
     return asyncio.run(run())
 
 
-def kind_of(
-    answer: Callable[[Exchange], Awaitable[None]], shape: RequestShape | None = None
-) -> tuple[str, str]:
+def kind_of(answer: Callable[[Exchange], Awaitable[None]], shape: RequestShape | None = None) -> tuple[str, str]:
     (timeline,), _ = ask(answer, shape=shape)
     assert timeline.failure is not None
     return timeline.failure.kind, str(timeline.failure)

@@ -17,9 +17,7 @@ def test_limits_are_milliseconds_unless_they_say_otherwise() -> None:
     assert parse_service_level("ttft=200, itl=50ms,e2e=1.5s") == ServiceLevel(ttft=0.2, itl=0.05, e2e=1.5)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "ttft", "ttft=", "ttft=fast", "ttfb=200", "ttft=-1", "ttft=200,ttft=300"]
-)
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=", "ttft=fast", "ttfb=200", "ttft=-1", "ttft=200,ttft=300"])
 def test_what_is_no_limit_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_service_level(text)

@@ -30,9 +30,7 @@ def counted(backend: tokenizers.Tokenizer, prompt: object) -> int:
 
 @MAKERS
 @pytest.mark.parametrize("tokens", [6, 17, 512])
-def test_a_prompt_as_text_has_exactly_the_tokens_asked_for(
-    backend: tokenizers.Tokenizer, tokens: int
-) -> None:
+def test_a_prompt_as_text_has_exactly_the_tokens_asked_for(backend: tokenizers.Tokenizer, tokens: int) -> None:
     vocabulary = TextVocabulary(backend)
     prompt = vocabulary.prompt(vocabulary.draw(rng(), words_for(vocabulary, tokens)))
     assert counted(backend, prompt) == tokens

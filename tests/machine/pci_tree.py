@@ -15,9 +15,7 @@ def gpu(root: Path, path: str, numa: int = -1) -> None:
     link.symlink_to(folder)
 
 
-def rdma(
-    root: Path, name: str, path: str, numa: int = -1, state: str = "4: ACTIVE", *, may_open: bool = True
-) -> None:
+def rdma(root: Path, name: str, path: str, numa: int = -1, state: str = "4: ACTIVE", *, may_open: bool = True) -> None:
     folder = _device(root, path, numa)
     inner = folder / "infiniband" / name
     _write(inner / "ports/1/state", state)

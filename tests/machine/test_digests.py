@@ -73,9 +73,7 @@ def test_a_file_that_took_the_place_of_another_is_read(tmp_path: Path, later: No
     assert digest_of(file) == sha256(b"two")
 
 
-def test_what_was_written_just_now_may_be_written_again_and_is_not_remembered(
-    tmp_path: Path, reads: list[str]
-) -> None:
+def test_what_was_written_just_now_may_be_written_again_and_is_not_remembered(tmp_path: Path, reads: list[str]) -> None:
     file = tmp_path / "weights"
     file.write_bytes(b"one")
     digest_of(file)

@@ -17,9 +17,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> Non
     monkeypatch.setattr(resources, "_machine_available", lambda: 10_000)
 
 
-def test_a_group_with_a_limit_has_what_it_does_not_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_with_a_limit_has_what_it_does_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups(tmp_path, monkeypatch, memory_max="5000\n", memory_current="2000\n")
     assert free_memory() == 3000
 

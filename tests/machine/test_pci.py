@@ -12,9 +12,7 @@ def test_each_gpu_gets_the_device_on_its_switch(tmp_path: Path) -> None:
     two_sockets(tmp_path)
     cards, devices = gpus(tmp_path), rdma_devices(tmp_path)
     assert [card.name for card in cards] == ["0000:15:18.0", "0000:15:28.0", "0000:97:18.0", "0000:97:28.0"]
-    assert [ports_near(card.name, tmp_path) for card in cards] == [
-        (f"mlx5_{number}:1",) for number in range(4)
-    ]
+    assert [ports_near(card.name, tmp_path) for card in cards] == [(f"mlx5_{number}:1",) for number in range(4)]
     assert {nearest(card, devices)[1] for card in cards} == {Distance.SWITCH}
 
 

@@ -69,9 +69,7 @@ def judged(tree: Tree, mutant: Mutant, calls: dict[str, Any], options: argparse.
 
 def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.mutation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.mutation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sample", type=int, default=40, metavar="N")
     parser.add_argument("--seed", type=int, default=1)

@@ -149,12 +149,8 @@ class Calls:
 
     def _named(self, test: str) -> list[str]:
         both = self._entered_by[test] | self._entered_by[test.partition("::")[0]]
-        found = (
-            (file.removeprefix(self._prefix), line) for file, line in both if file.startswith(self._prefix)
-        )
-        return sorted(
-            f"{file.removeprefix('tandem/')}:{line}" for file, line in found if not file.startswith("tests/")
-        )
+        found = ((file.removeprefix(self._prefix), line) for file, line in both if file.startswith(self._prefix))
+        return sorted(f"{file.removeprefix('tandem/')}:{line}" for file, line in found if not file.startswith("tests/"))
 
     def told(self, code: int) -> dict[str, Any]:
         return {test: {"took": took, "calls": self._named(test)} for test, took in self._took.items()}

@@ -71,14 +71,7 @@ def test_a_node_that_does_both_keeps_copies_and_says_so(tmp_path: Path) -> None:
         transfer = KVTransferParams("t", TransferRole.CONSUME, peer)
         sampling = SamplingParams(max_tokens=1, temperature=0)
         channels[0].receive(
-            Submit(
-                "c",
-                ROUTER,
-                prompt_token_ids=[5, 6],
-                sampling=sampling,
-                timeout_s=PATIENCE_S,
-                transfer=transfer,
-            )
+            Submit("c", ROUTER, prompt_token_ids=[5, 6], sampling=sampling, timeout_s=PATIENCE_S, transfer=transfer)
         )
         refused = channels[0].chunks.get(timeout=PATIENCE_S)
         assert refused.error is not None
@@ -97,17 +90,11 @@ def wait_until_free(node: EngineNode) -> None:
 @pytest.mark.parametrize(
     ("kind", "factor", "said"),
     [
-        (
-            "mamba2",
-            2,
-            r"cache.tiers: block_factor must be 1 for this model, which keeps recurrent states",
-        ),
+        ("mamba2", 2, r"cache.tiers: block_factor must be 1 for this model, which keeps recurrent states"),
         ("gemma3", 2, r"cache.tiers: block_factor must be 1 for this model, which has attention windows"),
     ],
 )
-def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
-    tmp_path: Path, kind: str, factor: int, said: str
-) -> None:
+def test_what_a_tier_cannot_keep_is_refused_with_the_reason(tmp_path: Path, kind: str, factor: int, said: str) -> None:
     node, _ = node_with([TierConfig(cpu=1 << 20, block_factor=factor)])
     with pytest.raises(ConfigurationError, match=said):
         node.start(runner=runner_of(kind, tmp_path))
@@ -116,9 +103,7 @@ def test_what_a_tier_cannot_keep_is_refused_with_the_reason(
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "llama4", "mamba2"])
 def test_a_node_says_where_others_read_its_tier(tmp_path: Path, kind: str) -> None:
     for shares in (True, False):
-        node, _ = node_with(
-            [TierConfig(cpu=1 << 20), TierConfig(disk=str(tmp_path), size=1 << 20)], shares=shares
-        )
+        node, _ = node_with([TierConfig(cpu=1 << 20), TierConfig(disk=str(tmp_path), size=1 << 20)], shares=shares)
         info = node.start(runner=runner_of(kind, tmp_path / kind))
         try:
             there = parse_endpoint(info.tier_endpoint)

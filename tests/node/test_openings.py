@@ -17,11 +17,7 @@ RULES = EncoderRules(opening=(2, 5), longest_prompt=4, longest_answer=3)
 
 def submit(prompt: list[int], **sampling: Any) -> Submit:
     return Submit(
-        request_id="r",
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(**sampling),
-        reply_to="",
-        timeout_s=1.0,
+        request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**sampling), reply_to="", timeout_s=1.0
     )
 
 

@@ -126,9 +126,7 @@ def test_a_follower_gets_every_token_once_it_asks_whenever_it_does(
             if asks_again:
                 kept.follow(after=data.draw(st.integers(0, at)))
         last = index == len(steps) - 1
-        kept.answers.add(
-            chunk(request_id, at, list(range(at, at + step)), FinishReason.LENGTH if last else None)
-        )
+        kept.answers.add(chunk(request_id, at, list(range(at, at + step)), FinishReason.LENGTH if last else None))
         at += step
     if joins == len(steps):
         kept.follow(after=0)
@@ -216,13 +214,7 @@ def test_who_keeps_an_answer() -> None:
     def role(which: TransferRole) -> Submit:
         transfer = KVTransferParams("t", which, peer)
         return Submit(
-            "r",
-            ROUTER,
-            60.0,
-            prompt_token_ids=[1],
-            sampling=SamplingParams(max_tokens=3),
-            transfer=transfer,
-            keep=keep,
+            "r", ROUTER, 60.0, prompt_token_ids=[1], sampling=SamplingParams(max_tokens=3), transfer=transfer, keep=keep
         )
 
     assert not keeps_here(plain)

@@ -12,13 +12,7 @@ from tandem.base.errors import ConfigurationError, InternalError, Unavailable
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.config import CacheConfig, EngineConfig
-from tandem.kvtransfer.base import (
-    ConnectorContext,
-    ConnectorMetadata,
-    ConnectorOutput,
-    KVCacheMemory,
-    WorkerConnector,
-)
+from tandem.kvtransfer.base import ConnectorContext, ConnectorMetadata, ConnectorOutput, KVCacheMemory, WorkerConnector
 from tandem.kvtransfer.config import TransferConfig
 from tandem.node.config import NodeConfig
 from tandem.node.engine_node import EngineNode
@@ -67,9 +61,7 @@ class FakeChannel:
     def answer_to(self, request_id: str, prompt: int) -> list[int]:
         sampling = SamplingParams(max_tokens=3, temperature=0)
         tokens = list(range(10, 10 + prompt))
-        self.receive(
-            Submit(request_id, ROUTER, prompt_token_ids=tokens, sampling=sampling, timeout_s=PATIENCE_S)
-        )
+        self.receive(Submit(request_id, ROUTER, prompt_token_ids=tokens, sampling=sampling, timeout_s=PATIENCE_S))
         answer: list[int] = []
         while True:
             chunk = self.chunks.get(timeout=PATIENCE_S)
@@ -88,9 +80,7 @@ def make_node(rules: RoleRules) -> tuple[EngineNode, list[FakeChannel]]:
         return channels[-1]
 
     config = NodeConfig("n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)))
-    return EngineNode(
-        config, rules, open_channel, lambda context: pytest.fail("no connector was asked for")
-    ), channels
+    return EngineNode(config, rules, open_channel, lambda context: pytest.fail("no connector was asked for")), channels
 
 
 def test_the_node_that_takes_over_serves_with_the_same_runner_and_knows_nothing_of_what_was() -> None:
@@ -128,9 +118,7 @@ def test_the_model_of_a_node_that_failed_is_not_trusted() -> None:
     node.start(runner=runner)
     runner.error = RuntimeError("boom")
     channels[0].receive(
-        Submit(
-            "a", ROUTER, prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1), timeout_s=PATIENCE_S
-        )
+        Submit("a", ROUTER, prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=1), timeout_s=PATIENCE_S)
     )
     assert channels[0].chunks.get(timeout=PATIENCE_S).finish is FinishReason.ERROR
     assert not node.drain(PATIENCE_S), "a node that failed comes to no rest, and says so at once"
@@ -176,10 +164,7 @@ def test_states_that_a_connector_does_not_hand_over_keep_a_node_from_its_role(ru
         return None, worker_half
 
     config = NodeConfig(
-        "n0",
-        rules.role,
-        engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)),
-        transfer=TransferConfig(),
+        "n0", rules.role, engine=EngineConfig(cache=CacheConfig(block_size=BLOCK_SIZE)), transfer=TransferConfig()
     )
     node = EngineNode(config, rules, lambda *_, **__: pytest.fail("it was opened"), connector)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="recurrent states, which it does not hand over"):

@@ -34,12 +34,7 @@ class World:
         self.lost: list[str] = []
         self.meanwhile: Callable[[], object] = lambda: None
         self.routers = Routers(
-            self,
-            self.status,
-            self.lost.append,
-            period_s=period_s,
-            silence_s=SILENCE_S,
-            clock=lambda: self.now,
+            self, self.status, self.lost.append, period_s=period_s, silence_s=SILENCE_S, clock=lambda: self.now
         )
 
     def status(self) -> NodeStatus:

@@ -82,9 +82,7 @@ def test_after_any_loss_replay_and_restart_the_router_knows_the_truth(
     world.fate = lambda: [] if rng.random() < loss else [rng.expovariate(20.0)] * (1 + (rng.random() < 0.1))
     running: list[Request] = []
     for number in range(25):
-        what = rng.choice(
-            ["ask", "ask", "end", "run", "cut", "heal", "router forgets", "node forgets", "reset"]
-        )
+        what = rng.choice(["ask", "ask", "end", "run", "cut", "heal", "router forgets", "node forgets", "reset"])
         if what == "ask":
             start = rng.choice(pair.prompts)[: 4 * rng.randint(0, 6)] if pair.prompts else []
             prompt = [*start, *(rng.randrange(100) for _ in range(rng.randint(1, 20)))]
@@ -120,9 +118,7 @@ def test_the_router_and_the_node_name_blocks_alike_with_salts_and_adapters_apart
     stored = BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[("salt:s",), None])
     ((_, _, names),) = cached.apply(stored)
     assert names == PromptHashes([1, 2, 3, 4, 5], "s").of(2)
-    ((_, _, other),) = cached.apply(
-        BlockStored([b"c"], None, [1, 2], 2, lora_name="x", extra_keys=[("lora:x",)])
-    )
+    ((_, _, other),) = cached.apply(BlockStored([b"c"], None, [1, 2], 2, lora_name="x", extra_keys=[("lora:x",)]))
     assert other != names[:1]
     media = BlockStored([b"d"], b"b", [5, 6], 2, extra_keys=[("media:m:4",)])
     ((_, _, with_media),) = cached.apply(media)
@@ -130,9 +126,7 @@ def test_the_router_and_the_node_name_blocks_alike_with_salts_and_adapters_apart
 
 
 @given(st.integers(0, 9), st.integers(1, 6), st.integers(0, 5))
-def test_the_router_and_the_node_name_blocks_with_images_alike(
-    offset: int, length: int, answered: int
-) -> None:
+def test_the_router_and_the_node_name_blocks_with_images_alike(offset: int, length: int, answered: int) -> None:
     media = [MediaFeature("m/0", offset, length), MediaFeature("m/1", offset + length + 1, 2)]
     tokens = [7] * (offset + length + 6 + answered)
     events = CacheEvents(1)

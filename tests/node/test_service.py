@@ -130,9 +130,7 @@ class Node:
         self.runner.adapters, self.runner.grammars = adapters, grammars
         self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
-        timeouts = NodeTimeouts(
-            status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s
-        )
+        timeouts = NodeTimeouts(status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s)
         self.service = NodeService(
             NodeConfig(
                 node_id="n0",
@@ -142,9 +140,7 @@ class Node:
             ),
             epoch=7,
             rules=rules,
-            engine=Engine(
-                make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True
-            ),
+            engine=Engine(make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True),
             mailbox=mailbox,
             line=self.outgoing,
             wings=wings(),
@@ -321,9 +317,7 @@ def test_a_background_answer_that_is_ended_elsewhere_is_told_to_its_router(node:
 
 def test_an_attempt_that_was_given_up_gets_the_end_of_its_answer(node: Node) -> None:
     """Its router may go on elsewhere; what becomes of the answer, only the router can say."""
-    node.submit(
-        "kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=KeepAnswer("answer", 1, b"")
-    )
+    node.submit("kept", sampling=SamplingParams(max_tokens=90_000, ignore_eos=True), keep=KeepAnswer("answer", 1, b""))
     other = "tcp://other:1"
 
     def said(follower: str) -> str:
@@ -366,9 +360,7 @@ def test_a_node_that_hears_nobody_any_more_says_so_and_is_replaced(node: Node) -
     assert status.detail == node.service.failure == "it no longer hears its routers: OSError: out of memory"
 
 
-def test_a_router_that_asks_is_told_which_of_its_requests_are_here_and_how_far_they_were_reported(
-    node: Node,
-) -> None:
+def test_a_router_that_asks_is_told_which_of_its_requests_are_here_and_how_far_they_were_reported(node: Node) -> None:
     endless = SamplingParams(max_tokens=90_000, temperature=0)
     node.submit("long", sampling=endless)
     node.submit("moved", output_token_ids=[105, 106, 107], sampling=endless)
@@ -401,9 +393,7 @@ def test_where_a_line_begins_the_node_says_what_it_holds_without_being_asked(nod
     assert set(node.outgoing.held.get(timeout=PATIENCE_S).requests) == {"long"}
 
 
-def test_the_requests_of_a_router_that_was_started_again_at_the_same_address_are_aborted(
-    node: Node,
-) -> None:
+def test_the_requests_of_a_router_that_was_started_again_at_the_same_address_are_aborted(node: Node) -> None:
     node.submit("old", sampling=SamplingParams(max_tokens=90_000, temperature=0))
     node.service.router_replaced(ROUTER)
     node.service.receive(Ask(ROUTER))
@@ -436,9 +426,7 @@ def transfer(role: TransferRole) -> KVTransferParams:
 class TestPrefillRules:
     rules = PrefillRules()
 
-    def submit(
-        self, max_tokens: int, outputs: int = 0, role: TransferRole | None = TransferRole.PRODUCE
-    ) -> Submit:
+    def submit(self, max_tokens: int, outputs: int = 0, role: TransferRole | None = TransferRole.PRODUCE) -> Submit:
         return Submit(
             request_id="r",
             reply_to=ROUTER,
@@ -549,8 +537,7 @@ def test_what_the_model_is_not_for_is_refused(node: Node, vectors, fields, says:
 def test_a_pin_ends_while_the_node_sleeps() -> None:
     """The loop wakes for the pin's end even if no request comes."""
     with Node(
-        DecodeRules(Role.DECODE),
-        scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=0.05),
+        DecodeRules(Role.DECODE), scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=0.05)
     ) as made:
         made.submit(prompt=200, job_id="j")
         made.service.receive(Ping(reply_to=ROUTER))
@@ -599,9 +586,7 @@ PLENTY = 1 << 40
 
 def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> AdapterSlots:
     """Adapter slots with one served adapter."""
-    slots = AdapterSlots(
-        AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), free_memory
-    )
+    slots = AdapterSlots(AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), free_memory)
     slots.serve([Adapter("sql", "d" * 64, {})])
     return slots
 
@@ -711,9 +696,7 @@ def rows_with(number: float, dtype: str = "float32") -> PromptEmbeds:
     rows = np.zeros(36, "<f4")
     rows[20] = number
     # The upper half of a float32 is the bfloat16.
-    data = (
-        rows.view("<u2")[1::2] if dtype == "bfloat16" else rows.astype("<f2" if dtype == "float16" else "<f4")
-    )
+    data = rows.view("<u2")[1::2] if dtype == "bfloat16" else rows.astype("<f2" if dtype == "float16" else "<f4")
     return PromptEmbeds(dtype, 2, data.tobytes())
 
 

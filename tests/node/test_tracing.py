@@ -40,13 +40,7 @@ class Now:
 def submit(request_id: str = "r", **fields) -> Submit:
     sampling = SamplingParams(max_tokens=3, temperature=0)
     return Submit(
-        request_id,
-        ROUTER,
-        prompt_token_ids=[5, 6, 7],
-        sampling=sampling,
-        timeout_s=60.0,
-        trace=True,
-        **fields,
+        request_id, ROUTER, prompt_token_ids=[5, 6, 7], sampling=sampling, timeout_s=60.0, trace=True, **fields
     )
 
 
@@ -80,9 +74,7 @@ class ManualTracer:
         transfers: ConnectorOutput | None = None,
         preempted: tuple[str, ...] = (),
     ) -> None:
-        plan = SchedulerOutput(
-            [], CachedRequestData(), scheduled, sum(scheduled.values()), {}, set(), set(preempted)
-        )
+        plan = SchedulerOutput([], CachedRequestData(), scheduled, sum(scheduled.values()), {}, set(), set(preempted))
         output = ModelOutput({request_id: [9] for request_id in sampled})
         times = StepTimes(began, began + 1, began + 8, began + 9)
         self.tracer.on_step(plan, output, transfers or ConnectorOutput(), times)
@@ -130,9 +122,7 @@ def test_the_wait_after_a_preemption_is_told_and_so_is_what_is_computed_again() 
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_its_prompt(
-    complete: bool,
-) -> None:
+def test_a_request_whose_kv_came_decodes_at_once_and_one_whose_kv_did_not_reads_its_prompt(complete: bool) -> None:
     traced = ManualTracer([Span(TracePhase.RECEIVE, 4, 40, 3), Span(TracePhase.REGISTER, 4, 6)])
     traced.begin(arrives=1, admitted=2)
     transfers = ConnectorOutput()

@@ -76,9 +76,7 @@ def pip_settings() -> dict[str, str]:
         ["python3", "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=True
     ).stdout.splitlines()
     found = dict(re.findall(r"^(?:global|user|site|:env:)\.([\w-]+)='(.*)'$", "\n".join(lines), re.MULTILINE))
-    return {
-        name: found[name] for name in ("index-url", "extra-index-url", "find-links", "cert") if name in found
-    }
+    return {name: found[name] for name in ("index-url", "extra-index-url", "find-links", "cert") if name in found}
 
 
 def pip_folders() -> Sequence[str]:
@@ -143,9 +141,7 @@ def base(builder: Builder, tmp_path_factory: pytest.TempPathFactory) -> str:
     return "localhost/stand-in:latest"
 
 
-def test_the_image_is_built_from_the_dockerfile_and_answers(
-    builder: Builder, base: str, tmp_path: Path
-) -> None:
+def test_the_image_is_built_from_the_dockerfile_and_answers(builder: Builder, base: str, tmp_path: Path) -> None:
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -185,9 +181,7 @@ def test_the_image_is_built_from_the_dockerfile_and_answers(
             "max_tokens": 8,
             "temperature": 0,
         }
-        answer = httpx.post(
-            f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=START_S, trust_env=False
-        )
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=START_S, trust_env=False)
         assert answer.status_code == 200, answer.text
         assert "Paris" in answer.json()["choices"][0]["text"]
     finally:

@@ -77,15 +77,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--python",
-        folder / "bin" / "python",
-    ]
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", folder / "bin" / "python"]
     run(*pip, "install", *([] if FULL else ["--no-deps"]), wheel)
     (packages,) = folder.glob("lib/python*/site-packages")
     if not FULL:
@@ -150,9 +142,7 @@ def test_the_kernels_come_compiled(environment: Path, tmp_path: Path) -> None:
         XDG_CACHE_HOME=str(tmp_path),
         CXX="",
     )
-    assert Path(said.strip()).parent == next(
-        environment.glob("lib/python*/site-packages/tandem/kernels/compiled")
-    )
+    assert Path(said.strip()).parent == next(environment.glob("lib/python*/site-packages/tandem/kernels/compiled"))
 
 
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(environment: Path, trapped: Path) -> None:
@@ -175,9 +165,7 @@ for name in names:
             raise
 print(len(names))
 """
-    assert (
-        int(run(environment / "bin" / "python", "-P", "-c", script, cwd=trapped, RAY_AUTH_MODE="token")) > 100
-    )
+    assert int(run(environment / "bin" / "python", "-P", "-c", script, cwd=trapped, RAY_AUTH_MODE="token")) > 100
 
 
 def test_it_serves_from_a_folder_with_modules_of_our_names(environment: Path, trapped: Path) -> None:
@@ -232,9 +220,7 @@ def test_every_direct_import_is_declared() -> None:
     undeclared = set()
     for package in PACKAGES:
         for file in (ROOT / package).rglob("*.py"):
-            for name in re.findall(
-                r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE
-            ):
+            for name in re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
                 if name in distributions and name != "tandem":
                     owners = {owner.lower().replace("_", "-") for owner in distributions[name]}
                     if not owners & declared:

@@ -128,18 +128,14 @@ class RunningRouter:
 
     def metric(self, name: str, **labels: str) -> float:
         metrics = self.server.services.metrics
-        found = [
-            registry.get_sample_value(name, labels) for registry in (metrics.registry, metrics.node_registry)
-        ]
+        found = [registry.get_sample_value(name, labels) for registry in (metrics.registry, metrics.node_registry)]
         return next((value for value in found if value is not None), 0.0)
 
     def expected(self, prompt: str, count: int, *, seed: int, special: bool = True) -> str:
         """The text that the router must answer, whichever nodes serve the request."""
         tokenizer = self.server.services.model.tokenizer
         ids = tokenizer.encode(prompt, special=special)
-        return tokenizer.decode(
-            [self.board.rule(ids, seed, index) for index in range(count)], skip_special=True
-        )
+        return tokenizer.decode([self.board.rule(ids, seed, index) for index in range(count)], skip_special=True)
 
     def complete(self, **fields: Any) -> httpx.Response:
         return self.client.post(
@@ -187,10 +183,7 @@ class RunningRouter:
 
 @contextmanager
 def bombarded(
-    model_folder: str,
-    end_token: int,
-    unknown_fields: UnknownFields = UnknownFields.IGNORE,
-    **node: Any,
+    model_folder: str, end_token: int, unknown_fields: UnknownFields = UnknownFields.IGNORE, **node: Any
 ) -> Iterator[RunningRouter]:
     """A router with one node of each role. After the block it checks that the router still answers, holds nothing, and has lost none of
     its tasks."""
@@ -224,9 +217,7 @@ def end_token(tokenizer: Tokenizer) -> int:
 
 
 @pytest.fixture
-def start_router(
-    model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartRouter]:
+def start_router(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartRouter]:
     """Starts routers with `prefill` and `decode` (or `aggregated`) fake nodes and waits until they are ready; stops them at the end."""
     started: list[RunningRouter] = []
 

@@ -52,9 +52,7 @@ class EventReader:
                 raise ConnectionError("closed before the header was complete")
         head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")
-        self.headers = {
-            name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-        }
+        self.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         self.status = int(first.split()[1])
         return self.status
 

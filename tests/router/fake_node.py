@@ -212,14 +212,8 @@ class FakeNode:
         with self._lock:
             if self.mute or self.wedged or self._dead:
                 return
-            held = {
-                id: running.next
-                for id, running in self._running.items()
-                if running.submit.reply_to == endpoint
-            }
-            self._channel.send(
-                endpoint, Holding(self.info.node_id, self.info.epoch, *position, requests=held)
-            )
+            held = {id: running.next for id, running in self._running.items() if running.submit.reply_to == endpoint}
+            self._channel.send(endpoint, Holding(self.info.node_id, self.info.epoch, *position, requests=held))
 
     def _on_message(self, message: ToNode) -> None:
         if isinstance(message, Ask):
@@ -230,9 +224,7 @@ class FakeNode:
             if isinstance(message, Submit):
                 self.submits.append(message)
                 if self.refuse is not None:
-                    chunk = TokenChunk(
-                        message.request_id, 0, [], finish=FinishReason.ERROR, error=self.refuse
-                    )
+                    chunk = TokenChunk(message.request_id, 0, [], finish=FinishReason.ERROR, error=self.refuse)
                     self._send(message.reply_to, [chunk])
                 else:
                     self._running[message.request_id] = _Running(message)
@@ -284,12 +276,8 @@ class FakeNode:
     def tell_trace(self, submit: Submit) -> None:
         """Sends a trace with one span: the moment of the request's last token."""
         now = self._now()
-        span = Span(
-            TracePhase.PREFILL if self.role is Role.PREFILL else TracePhase.DECODE, now - 0.001, now, 1
-        )
-        self._channel.send(
-            submit.reply_to, NodeTrace(self.info.node_id, self.info.epoch, submit.request_id, [span])
-        )
+        span = Span(TracePhase.PREFILL if self.role is Role.PREFILL else TracePhase.DECODE, now - 0.001, now, 1)
+        self._channel.send(submit.reply_to, NodeTrace(self.info.node_id, self.info.epoch, submit.request_id, [span]))
 
     def _send_status(self, reply_to: str) -> None:
         if self.mute:
@@ -363,9 +351,7 @@ class FakeNode:
         if submit.pooling is not None:
             vector = None if self.forget_vectors else fake_vector(submit.prompt_token_ids, submit.pooling)
             cached = self._start(running)
-            return TokenChunk(
-                submit.request_id, 0, [], FinishReason.STOP, cached_tokens=cached, vector=vector
-            )
+            return TokenChunk(submit.request_id, 0, [], FinishReason.STOP, cached_tokens=cached, vector=vector)
         token = self.board.rule(submit.prompt_token_ids, submit.sampling.seed, index)
         if self.report_first_token_as is not None and index == 0:
             token = self.report_first_token_as
@@ -380,9 +366,7 @@ class FakeNode:
             [token],
             finish=finish,
             stop_token=token if finish is FinishReason.STOP else None,
-            logprobs=[fake_logprobs(token, submit.sampling.logprobs)]
-            if submit.sampling.logprobs is not None
-            else None,
+            logprobs=[fake_logprobs(token, submit.sampling.logprobs)] if submit.sampling.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs(submit) if not running.started else None,
             cached_tokens=self._start(running),
             queue_s=self.queue_s,

@@ -26,11 +26,7 @@ def router(start_router: StartRouter) -> RunningRouter:
 
 def test_they_are_listed_with_their_base(router: RunningRouter) -> None:
     cards = {card["id"]: card for card in router.client.get("/v1/models").json()["data"]}
-    assert {name: card["parent"] for name, card in cards.items()} == {
-        "fake": None,
-        "sql": "fake",
-        "law": "fake",
-    }
+    assert {name: card["parent"] for name, card in cards.items()} == {"fake": None, "sql": "fake", "law": "fake"}
     assert router.client.get("/v1/models/sql").json()["parent"] == "fake"
 
 
@@ -46,9 +42,7 @@ def test_the_model_field_chooses_and_both_nodes_are_told(router: RunningRouter) 
 def test_a_name_that_no_node_has_is_404(router: RunningRouter) -> None:
     answer = router.complete(model="tax", max_tokens=3)
     assert answer.status_code == 404
-    assert (
-        answer.json()["error"]["message"] == "the model 'tax' does not exist; this server has fake, law, sql"
-    )
+    assert answer.json()["error"]["message"] == "the model 'tax' does not exist; this server has fake, law, sql"
     with_adapters(router, {"law": LAW})
     assert router.complete(model="sql", max_tokens=3).status_code == 404
 

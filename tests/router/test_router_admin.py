@@ -38,9 +38,7 @@ def router(start_router: StartRouter, control: FakeControl) -> RunningRouter:
     return running
 
 
-def ask(
-    router: RunningRouter, key: str | None, action: str = "scale", body: bytes = b'{"x": 1}'
-) -> httpx.Response:
+def ask(router: RunningRouter, key: str | None, action: str = "scale", body: bytes = b'{"x": 1}') -> httpx.Response:
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     return router.client.post(f"/admin/{action}", content=body, headers=headers)
 
@@ -80,9 +78,7 @@ def test_a_router_without_a_cluster_says_so(router: RunningRouter) -> None:
 
 def test_a_body_is_bounded_and_must_be_json(router: RunningRouter, control: FakeControl) -> None:
     answer = router.client.post(
-        "/admin/scale",
-        content=b"x=1",
-        headers={"authorization": "Bearer ops-key", "content-type": "text/plain"},
+        "/admin/scale", content=b"x=1", headers={"authorization": "Bearer ops-key", "content-type": "text/plain"}
     )
     assert answer.status_code == 415
     assert ask(router, "ops-key", body=b"x" * (router.config.limits.body_bytes + 1)).status_code == 413

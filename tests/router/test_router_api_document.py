@@ -94,9 +94,7 @@ def test_it_documents_what_there_is(router: RunningRouter, document: dict[str, A
 
 
 def test_the_document_has_the_version_of_the_server(document: dict[str, Any], router: RunningRouter) -> None:
-    assert (
-        document["info"]["version"] == router.client.get("/version").json()["version"] == tandem.__version__
-    )
+    assert document["info"]["version"] == router.client.get("/version").json()["version"] == tandem.__version__
 
 
 def test_probes_may_post_and_the_page_is_served(router: RunningRouter) -> None:

@@ -24,19 +24,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "api.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}),
-)
+@pytest.mark.parametrize("name", sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}))
 def test_every_field_is_on_the_page(name: str) -> None:
     assert f"`{name}`" in PAGE
 
 
 def test_the_fields_that_are_not_obeyed_are_on_the_page_as_they_are_in_the_code() -> None:
     page = iter(PAGE.splitlines())
-    assert all(line in page for line in FIELDS.lines()), (
-        "each, in this order; between them are those of deleted wings"
-    )
+    assert all(line in page for line in FIELDS.lines()), "each, in this order; between them are those of deleted wings"
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))
@@ -61,9 +56,7 @@ def published() -> set[str]:
     registry.register(
         LinkCollector(
             pool,
-            SimpleNamespace(
-                malformed=0, handler_errors=0, foreign=0, lines=SimpleNamespace(gaps=0, resent=0)
-            ),
+            SimpleNamespace(malformed=0, handler_errors=0, foreign=0, lines=SimpleNamespace(gaps=0, resent=0)),
             SimpleNamespace(restarts={}),
             SimpleNamespace(count=0, gaps=0),
         )

@@ -101,38 +101,23 @@ def test_another_content_type(router: RunningRouter, content_type: str) -> None:
     assert error_of(answer)["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize(
-    "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
-)
+@pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
 def test_the_right_content_type_in_any_spelling(router: RunningRouter, content_type: str) -> None:
     body = json.dumps(VALID[COMPLETIONS]).encode()
-    assert (
-        router.client.post(COMPLETIONS, content=body, headers={"content-type": content_type}).status_code
-        == 200
-    )
+    assert router.client.post(COMPLETIONS, content=body, headers={"content-type": content_type}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {
-            "user": "me",
-            "seed": None,
-            "stop": None,
-            "logit_bias": None,
-            "n": None,
-            "temperature": None,
-            "top_p": None,
-        },
+        {"user": "me", "seed": None, "stop": None, "logit_bias": None, "n": None, "temperature": None, "top_p": None},
         {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x"},
         {"reasoning_effort": "low", "verbosity": "high", "prediction": {"type": "content", "content": "x"}},
         {"stream_options": None, "presence_penalty": None, "max_tokens": None, "temperature": 1, "top_p": 1},
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_what_openai_defines_and_null_are_accepted(
-    router: RunningRouter, path: str, fields: dict[str, Any]
-) -> None:
+def test_what_openai_defines_and_null_are_accepted(router: RunningRouter, path: str, fields: dict[str, Any]) -> None:
     assert router.client.post(path, json=VALID[path] | fields).status_code == 200
 
 
@@ -141,7 +126,5 @@ def test_what_other_servers_put_into_their_answers_may_be_sent_back(router: Runn
         "role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None,
         "function_call": None, "tool_calls": None, "reasoning_content": None, "x_vendor": 1,
     }  # fmt: skip
-    body = VALID[CHAT] | {
-        "messages": [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "and?"}]
-    }
+    body = VALID[CHAT] | {"messages": [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "and?"}]}
     assert router.client.post(CHAT, json=body).status_code == 200

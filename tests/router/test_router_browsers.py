@@ -61,9 +61,7 @@ def test_the_machines_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     OwnHosts("127.0.0.1", ()).check(b"gpu7.lab.example:8000")
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "[zz]", ""]
-)
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8000", "[zz]", ""])
 def test_names_of_sites(host: str) -> None:
     hosts = OwnHosts("127.0.0.1", ())
     if host in ("[zz]", ""):  # no name at all

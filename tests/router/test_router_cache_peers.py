@@ -27,9 +27,7 @@ def named(
     """The peers that a request names to its nodes, out of these."""
     pool = pools(*views)
     by_name = {view.node_id: view for view in pool.decode}
-    return with_cache_peers(
-        RoutingDecision(prefill, decode, ""), pool, cached or {}, by_name, sorted(by_name)
-    )
+    return with_cache_peers(RoutingDecision(prefill, decode, ""), pool, cached or {}, by_name, sorted(by_name))
 
 
 P0, P1, D0, D1, D2 = (sharing(name) for name in ("p0", "p1", "d0", "d1", "d2"))
@@ -76,13 +74,9 @@ def test_a_request_whose_node_is_gone_goes_to_its_mirror() -> None:
     assert names(decision) == (None, "d2"), "it needs no prefill node"
     assert at_mirror(ask(), views) is None
     assert at_mirror(ask(mirror=D2.info), {"d1": D1}) is None, "it is gone as well"
-    assert at_mirror(ask(mirror=D2.info, avoid=frozenset({"d2"})), views) is None, (
-        "it failed the request itself"
-    )
+    assert at_mirror(ask(mirror=D2.info, avoid=frozenset({"d2"})), views) is None, "it failed the request itself"
     again = msgspec.structs.replace(D2, info=msgspec.structs.replace(D2.info, epoch=2))
-    assert at_mirror(ask(mirror=D2.info), {"d1": D1, "d2": again}) is None, (
-        "it was started again, and has nothing"
-    )
+    assert at_mirror(ask(mirror=D2.info), {"d1": D1, "d2": again}) is None, "it was started again, and has nothing"
 
 
 def test_a_stream_goes_on_at_the_mirror(start_router: StartRouter) -> None:

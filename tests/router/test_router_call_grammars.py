@@ -32,9 +32,7 @@ class TestTools:
         answer = router.chat(tools=[WEATHER, NOW], max_tokens=3, **fields)
         assert answer.status_code == 200, answer.text
 
-    def test_required_is_one_call_or_several_and_nothing_else(
-        self, router: RunningRouter, follows: Follows
-    ) -> None:
+    def test_required_is_one_call_or_several_and_nothing_else(self, router: RunningRouter, follows: Follows) -> None:
         self.ask(router, tool_choice="required")
         weather = f"<tool_call>\n{WRITTEN_WEATHER}\n</tool_call>"
         now = f"<tool_call>\n{WRITTEN_NOW}\n</tool_call>"
@@ -84,9 +82,7 @@ class TestTools:
         assert follows(f"I look. {weather}")
         assert not follows(f"{weather}\n{now}")
 
-    def test_definitions_inside_parameters_keep_their_meaning(
-        self, router: RunningRouter, follows: Follows
-    ) -> None:
+    def test_definitions_inside_parameters_keep_their_meaning(self, router: RunningRouter, follows: Follows) -> None:
         parameters = {
             "properties": {"day": {"$ref": "#/$defs/day"}},
             "required": ["day"],
@@ -112,16 +108,11 @@ class TestTools:
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
-            (
-                {"tool_choice": {"type": "function", "function": {"name": "nope"}}},
-                "tool_choice.function.name",
-            ),
+            ({"tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice.function.name"),
             ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ],
     )
-    def test_contradictions_are_refused(
-        self, router: RunningRouter, fields: dict[str, Any], param: str
-    ) -> None:
+    def test_contradictions_are_refused(self, router: RunningRouter, fields: dict[str, Any], param: str) -> None:
         answer = router.chat(tools=[NOW], **fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
@@ -142,21 +133,12 @@ class TestTools:
         (
             ToolFormat.MISTRAL,
             ["[1]", f"[TOOL_CALLS][{WRITTEN_NOW}]", f"Look: [TOOL_CALLS][{WRITTEN_NOW}, {WRITTEN_NOW}]"],
-            [
-                "[TOOL_CALLS]",
-                "[TOOL_CALLS][]",
-                f"[TOOL_CALLS][{WRITTEN_NOW}] So!",
-                f"[TOOL_CALLS]{WRITTEN_NOW}",
-            ],
+            ["[TOOL_CALLS]", "[TOOL_CALLS][]", f"[TOOL_CALLS][{WRITTEN_NOW}] So!", f"[TOOL_CALLS]{WRITTEN_NOW}"],
         ),
     ],
 )
 def test_under_auto_each_format_is_held_to_strict_functions(
-    start_router: StartRouter,
-    folder_with_tools: str,
-    tool_format: ToolFormat,
-    good: list[str],
-    bad: list[str],
+    start_router: StartRouter, folder_with_tools: str, tool_format: ToolFormat, good: list[str], bad: list[str]
 ) -> None:
     router = start_router(tokenizer_path=folder_with_tools, tool_format=tool_format)
     tool = {

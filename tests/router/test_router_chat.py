@@ -10,9 +10,7 @@ from tests.router.conftest import StartRouter
 
 
 def prompt_of(*messages: tuple[str, str]) -> str:
-    return (
-        "".join(f"<|start|>{role}\n{content}<|end|>\n" for role, content in messages) + "<|start|>assistant\n"
-    )
+    return "".join(f"<|start|>{role}\n{content}<|end|>\n" for role, content in messages) + "<|start|>assistant\n"
 
 
 def test_messages_go_through_the_models_template(start_router: StartRouter) -> None:
@@ -25,10 +23,7 @@ def test_messages_go_through_the_models_template(start_router: StartRouter) -> N
             "seed": 4,
             "messages": [
                 {"role": "developer", "content": "be brief"},
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}],
-                },
+                {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
             ],
         },
     ).json()
@@ -40,9 +35,7 @@ def test_messages_go_through_the_models_template(start_router: StartRouter) -> N
     assert choice["finish_reason"] == "length"
 
 
-def test_without_a_limit_the_answer_may_fill_the_context(
-    start_router: StartRouter, tokenizer: Tokenizer
-) -> None:
+def test_without_a_limit_the_answer_may_fill_the_context(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     router = start_router(prefill=0, decode=0)
     router.add("d0", Role.DECODE, max_model_len=40)
     router.wait_ready()
@@ -113,13 +106,7 @@ def test_a_message_to_go_on_with(start_router: StartRouter) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
     body = router.client.post(
         "/v1/chat/completions",
-        json={
-            "model": "fake",
-            "messages": messages,
-            "max_tokens": 3,
-            "seed": 1,
-            "continue_final_message": True,
-        },
+        json={"model": "fake", "messages": messages, "max_tokens": 3, "seed": 1, "continue_final_message": True},
     ).json()
     prompt = "<|start|>user\nhi<|end|>\n<|start|>assistant\nI say"
     assert body["choices"][0]["message"]["content"] == router.expected(prompt, 3, seed=1, special=False)

@@ -11,9 +11,7 @@ from tests.router.conftest import StartRouter
 from tests.router.fake_node import scripted
 
 
-def test_both_nodes_are_told_at_once_under_one_transfer_and_the_answer_is_theirs(
-    start_router: StartRouter,
-) -> None:
+def test_both_nodes_are_told_at_once_under_one_transfer_and_the_answer_is_theirs(start_router: StartRouter) -> None:
     router = start_router()
     answer = router.complete(prompt="the quick fox", max_tokens=6, seed=7)
     assert answer.status_code == 200, answer.text
@@ -46,9 +44,7 @@ def test_both_nodes_are_told_at_once_under_one_transfer_and_the_answer_is_theirs
     assert produce.sampling.seed == 7
 
 
-def test_usage_counts_prompt_answer_and_what_was_cached(
-    start_router: StartRouter, tokenizer: Tokenizer
-) -> None:
+def test_usage_counts_prompt_answer_and_what_was_cached(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     router = start_router()
     prompt = tokenizer.encode("the quick brown fox jumps over", special=True)
     router.nodes["d0"].set(pause_at=0)
@@ -90,9 +86,7 @@ def test_one_token_is_the_prefill_nodes_alone(start_router: StartRouter) -> None
     assert router.nodes["d0"].submits == []
 
 
-def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(
-    start_router: StartRouter, end_token: int
-) -> None:
+def test_an_answer_that_ends_with_its_first_token_ends_on_both_nodes(start_router: StartRouter, end_token: int) -> None:
     router = start_router(rule=scripted([end_token]))
     answer = router.complete(max_tokens=9).json()
     assert answer["choices"][0] == {"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}
@@ -171,9 +165,7 @@ def test_best_of_answers_with_the_likeliest(start_router: StartRouter, tokenizer
         return sum(-0.25 - router.board.rule(ids, seed, index) % 7 for index in range(2))
 
     ranked = sorted(range(20, 26), key=likelihood, reverse=True)[:2]
-    assert [choice["text"] for choice in body["choices"]] == [
-        router.expected("the fox", 2, seed=s) for s in ranked
-    ]
+    assert [choice["text"] for choice in body["choices"]] == [router.expected("the fox", 2, seed=s) for s in ranked]
     assert body["usage"]["completion_tokens"] == 12
 
 
@@ -200,9 +192,7 @@ def test_a_stop_string_counts_only_after_min_tokens(start_router: StartRouter, t
     assert router.complete(max_tokens=9, stop="x", min_tokens=4).json()["choices"][0]["text"] == "xxxx"
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_shown(
-    start_router: StartRouter, tokenizer: Tokenizer
-) -> None:
+def test_a_stop_token_ends_the_answer_and_is_not_shown(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     script = tokenizer.encode("xyzw", special=False)
     router = start_router(rule=scripted(script))
     body = router.complete(max_tokens=50, stop_token_ids=[script[2]]).json()
@@ -212,9 +202,7 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_characters_of_several_tokens_come_whole(
-    start_router: StartRouter, tokenizer: Tokenizer, stream: bool
-) -> None:
+def test_characters_of_several_tokens_come_whole(start_router: StartRouter, tokenizer: Tokenizer, stream: bool) -> None:
     text = "ok 😀 naïve 漢字!"
     script = tokenizer.encode(text, special=False)
     router = start_router(rule=scripted(script))
@@ -239,11 +227,7 @@ def test_what_the_nodes_are_told(start_router: StartRouter, tokenizer: Tokenizer
     submit = router.nodes["p0"].submits[0]
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
-        1,
-        -1,
-        1.1,
-    )
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.ignore_eos) == (2, 1, True)
     assert sampling.logit_bias == {5: -100}
     assert sampling.stop_token_ids == [4]

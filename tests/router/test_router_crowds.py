@@ -93,9 +93,7 @@ def test_a_crowd_that_sends_its_headers_slowly(router: RunningRouter) -> None:
     address = httpx.URL(router.url)
     with ExitStack() as stack:
         for _ in range(3 * CROWD):
-            connection = stack.enter_context(
-                socket.create_connection((address.host, address.port or 80), timeout=5)
-            )
+            connection = stack.enter_context(socket.create_connection((address.host, address.port or 80), timeout=5))
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
         answers_are_right(router)
 

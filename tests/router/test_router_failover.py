@@ -56,9 +56,7 @@ def test_a_decode_node_lost_mid_stream_is_replaced_and_the_text_is_the_same(
     for node in router.nodes.values():
         if node.role is Role.DECODE:
             node.set(pause_at=5)
-    with router.stream(
-        max_tokens=COUNT, seed=9, **{k: v for k, v in sampling.items() if k != "seed"}
-    ) as events:
+    with router.stream(max_tokens=COUNT, seed=9, **{k: v for k, v in sampling.items() if k != "seed"}) as events:
         text = events.text(count=5)
         lost = serving(router)
         successor = other(router, lost)
@@ -119,9 +117,7 @@ def test_a_prefill_node_lost_after_the_handover_is_not_missed(start_router: Star
     assert len(router.nodes["d0"].submits) == 1
 
 
-def test_a_prefill_node_lost_between_its_first_token_and_the_decode_nodes_start(
-    start_router: StartRouter,
-) -> None:
+def test_a_prefill_node_lost_between_its_first_token_and_the_decode_nodes_start(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["d0"].set(pause_at=0)  # the KV never arrives
     with undisturbed(router, after=1):
@@ -143,9 +139,7 @@ def test_a_transfer_that_fails_is_recomputed_on_the_decode_node(start_router: St
 
 
 @pytest.mark.parametrize("shown", [0, 3])
-def test_a_request_that_has_to_fail_without_its_kv_is_tried_nowhere_else(
-    start_router: StartRouter, shown: int
-) -> None:
+def test_a_request_that_has_to_fail_without_its_kv_is_tried_nowhere_else(start_router: StartRouter, shown: int) -> None:
     router = start_router(prefill=2, decode=2)
     why = KVLoadFailed("the prompt's KV did not arrive: refused by the producer").to_wire()
     for name in ("d0", "d1"):
@@ -170,10 +164,7 @@ def test_logprobs_go_on_without_a_gap(start_router: StartRouter) -> None:
         router.remove(lost.info.node_id).kill()
         bodies += [body for body in events.rest() if body != "[DONE]"]
     offsets = [
-        at
-        for body in bodies
-        if body["choices"][0]["logprobs"]
-        for at in body["choices"][0]["logprobs"]["text_offset"]
+        at for body in bodies if body["choices"][0]["logprobs"] for at in body["choices"][0]["logprobs"]["text_offset"]
     ]
     assert offsets == list(range(COUNT))
 
@@ -197,9 +188,7 @@ def test_without_logprobs_the_decode_nodes_report_is_enough(start_router: StartR
     assert answer["choices"][0]["text"] == router.expected("the fox", COUNT, seed=9)
 
 
-def test_a_first_token_that_comes_late_and_differs_is_counted_and_nothing_more(
-    start_router: StartRouter,
-) -> None:
+def test_a_first_token_that_comes_late_and_differs_is_counted_and_nothing_more(start_router: StartRouter) -> None:
     """The transfer failed, so both nodes computed the first token; the decode node's was shown."""
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
@@ -309,9 +298,7 @@ def test_an_error_that_nobody_can_help_is_not_tried_again(start_router: StartRou
     assert sum(len(node.submits) for node in router.nodes.values()) == 1
 
 
-def test_a_node_that_breaks_is_left_and_a_request_that_breaks_nodes_gets_two(
-    start_router: StartRouter,
-) -> None:
+def test_a_node_that_breaks_is_left_and_a_request_that_breaks_nodes_gets_two(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=3)
     bug = WireError("internal_error", "the kernel is not for this")
     for node in router.nodes.values():
@@ -368,9 +355,7 @@ def test_a_node_that_stops_giving_tokens_is_left(start_router: StartRouter) -> N
     wedged.wait_until(lambda: wedged.submits[0].request_id in wedged.cancels, "told that it is over")
 
 
-def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(
-    start_router: StartRouter,
-) -> None:
+def test_a_node_that_was_only_stopped_is_told_what_is_over_and_serves_again(start_router: StartRouter) -> None:
     """After SIGSTOP and SIGCONT the node comes back with requests that are no longer wanted."""
     router = start_router(prefill=0, decode=2, heartbeat=Heartbeat(ping_interval=0.1, silence=1.5))
     for name in ("d0", "d1"):
@@ -411,9 +396,7 @@ def test_aggregated_nodes_take_over_too(start_router: StartRouter) -> None:
         router.remove(lost.info.node_id).kill()
 
 
-def test_usage_of_a_moved_request_counts_each_token_once(
-    start_router: StartRouter, tokenizer: Tokenizer
-) -> None:
+def test_usage_of_a_moved_request_counts_each_token_once(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     router = start_router(prefill=0, decode=2)
     for name in ("d0", "d1"):
         router.nodes[name].set(pause_at=5)
@@ -440,9 +423,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
         def broken(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr(
-            next(life.ledger for life in lives if life.spec.facts.sampling.seed == 1), "accept", broken
-        )
+        monkeypatch.setattr(next(life.ledger for life in lives if life.spec.facts.sampling.seed == 1), "accept", broken)
         router.nodes["d0"].resume()
         assert doomed.rest()[-1]["error"]["code"] == "internal_error"
         assert text + healthy.text() == router.expected("the fox", 6, seed=9)
@@ -517,17 +498,14 @@ def test_a_node_in_a_long_step_is_waited_for(start_router: StartRouter) -> None:
     assert len(node.submits) == 1
 
 
-def test_a_decode_node_that_read_the_prompt_itself_frees_the_prefill_node_of_it(
-    start_router: StartRouter,
-) -> None:
+def test_a_decode_node_that_read_the_prompt_itself_frees_the_prefill_node_of_it(start_router: StartRouter) -> None:
     router = start_router()
     prefill, decode = router.nodes["p0"], router.nodes["d0"]
     prefill.set(pause_at=0)
     with undisturbed(router):
         submitted(decode)
         router.board.hand_off(
-            decode.submits[0].transfer.transfer_id,
-            router.board.rule(decode.submits[0].prompt_token_ids, 9, 0),
+            decode.submits[0].transfer.transfer_id, router.board.rule(decode.submits[0].prompt_token_ids, 9, 0)
         )
     request_id = decode.submits[0].request_id
     prefill.wait_until(lambda: request_id in prefill.cancels, "not computed for nothing")

@@ -74,9 +74,7 @@ def keep_asking(router: RunningRouter, tenant: str, token: int, length: int, at_
 
     async def ask_for_ever() -> None:
         while True:
-            facts = RequestFacts(
-                prompt_token_ids=[token] * length, sampling=SamplingParams(max_tokens=1, seed=1)
-            )
+            facts = RequestFacts(prompt_token_ids=[token] * length, sampling=SamplingParams(max_tokens=1, seed=1))
             generation = await dispatcher.generate(
                 [SequenceSpec(tenant, facts, time.monotonic() + 60)], tenant, eager=False
             )
@@ -127,9 +125,7 @@ def test_a_deadline_is_refused_with_the_time_to_come_back(start_router: StartRou
 
     def ask(deadline: str) -> Any:
         return router.client.post(
-            "/v1/completions",
-            json={"prompt": "the fox", "max_tokens": 2},
-            headers={"x-tandem-deadline": deadline},
+            "/v1/completions", json={"prompt": "the fox", "max_tokens": 2}, headers={"x-tandem-deadline": deadline}
         )
 
     assert ask("5").status_code == 200

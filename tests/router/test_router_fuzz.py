@@ -31,9 +31,7 @@ ANYTHING = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "function", "name", "5", "x"]),
-            inner,
-            max_size=4,
+            st.sampled_from(["role", "content", "type", "text", "function", "name", "5", "x"]), inner, max_size=4
         )
     ),
     max_leaves=6,

@@ -28,12 +28,7 @@ def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_fo
         url = await host.start()
         assert await host.start() == url
         assert host.configuration() == encoded(model_folder)
-        assert (
-            msgspec.msgpack.decode(
-                await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue
-            ).queued
-            == 0
-        )
+        assert msgspec.msgpack.decode(await host.set_members(msgspec.msgpack.encode([])), type=RouterQueue).queued == 0
         assert not await host.hold(0.001)
         held = asyncio.create_task(host.hold(PATIENCE_S))
         await host.stop()

@@ -73,9 +73,7 @@ def test_one_that_is_refused_in_the_middle_gives_back_what_it_had(router: Runnin
         connection.sendall(b"fa0\r\n" + b" " * 4000 + b"\r\n")
         assert read_answer(connection)[0] == 503
         assert held(router) == 2 * MOST
-        connection.sendall(
-            b"fa0\r\n" + b" " * 4000 + b"\r\n0\r\n\r\n" + post(body(200), content_length="200")
-        )
+        connection.sendall(b"fa0\r\n" + b" " * 4000 + b"\r\n0\r\n\r\n" + post(body(200), content_length="200"))
         assert read_answer(connection)[0] == 200
     for other in others:
         other.close()
@@ -96,9 +94,7 @@ def spoil(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("end", [hang_up, finish, spoil])
-def test_it_is_given_back_on_every_way_out(
-    router: RunningRouter, end: Callable[[socket.socket], None]
-) -> None:
+def test_it_is_given_back_on_every_way_out(router: RunningRouter, end: Callable[[socket.socket], None]) -> None:
     connection = begin(router)
     end(connection)
     router.wait_for(lambda: held(router) == 0, "given back")

@@ -68,18 +68,14 @@ def refused_while_sending(router: RunningRouter) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_who_goes_on_sending_is_closed_all_the_same(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_goes_on_sending_is_closed_all_the_same(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.05)
     router = draining(start_router)
     with refused_while_sending(router):
         router.wait_for(lambda: router.connections() == 0, "closed")
 
 
-def test_who_goes_on_sending_much_is_closed_sooner(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_goes_on_sending_much_is_closed_sooner(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 60)
     monkeypatch.setattr(protocol, "LINGER_BYTES", 1000)
     router = draining(start_router)

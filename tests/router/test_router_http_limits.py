@@ -85,9 +85,7 @@ def test_a_body_that_is_too_large_in_chunks(router: RunningRouter) -> None:
         for _ in range(30):
             yield b" " * 1000
 
-    answer = router.client.post(
-        "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
-    )
+    answer = router.client.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
     assert answer.status_code == 413
 
 
@@ -197,9 +195,7 @@ def test_a_key_has_no_more_than_its_share_of_connections_with_requests(keyed: Ru
         assert all(is_open(connection) for connection in held)
 
 
-def test_a_key_whose_requests_are_refused_does_not_keep_the_rest_of_the_connections(
-    keyed: RunningRouter,
-) -> None:
+def test_a_key_whose_requests_are_refused_does_not_keep_the_rest_of_the_connections(keyed: RunningRouter) -> None:
     begun = post(b" ", authorization="Bearer secret-a", content_length="5000")
     with ExitStack() as stack:
         new = stack.enter_context(closing(connect(keyed)))  # a client that has not sent its header yet

@@ -84,10 +84,7 @@ def test_both_nodes_get_the_prompt_the_files_and_where_they_stand(router: Runnin
     for submit in submits:
         assert submit.prompt_token_ids == prompt
         assert submit.images == [one, two]
-        tiles = [
-            [places.length for places in RULES.parts(*Image.open(io.BytesIO(each)).size)]
-            for each in (one, two)
-        ]
+        tiles = [[places.length for places in RULES.parts(*Image.open(io.BytesIO(each)).size)] for each in (one, two)]
         assert [each.length for each in submit.media] == tiles[0] + tiles[1]
         for each in submit.media:
             run = prompt[each.offset : each.offset + each.length]
@@ -128,11 +125,7 @@ def test_the_other_apis_have_their_own_words_for_it(router: RunningRouter) -> No
         assert counted.json()["input_tokens"] == len(ids)
     tokenized = router.client.post(
         "/tokenize",
-        json={
-            "messages": [
-                {"role": "user", "content": [image(data_url(file)), {"type": "text", "text": "What?"}]}
-            ]
-        },
+        json={"messages": [{"role": "user", "content": [image(data_url(file)), {"type": "text", "text": "What?"}]}]},
     )
     assert tokenized.json()["tokens"] == ids
 
@@ -159,10 +152,7 @@ KINDS = {
     "one bit": ("image/png", saved("1", "PNG")),
     "for print": ("image/jpeg", saved("CMYK", "JPEG")),
     "called jpg": ("image/jpg", saved("RGB", "JPEG")),
-    "of two pictures": (
-        "image/jpeg",
-        saved("RGB", "MPO", save_all=True, append_images=[Image.new("RGB", (40, 24))]),
-    ),
+    "of two pictures": ("image/jpeg", saved("RGB", "MPO", save_all=True, append_images=[Image.new("RGB", (40, 24))])),
     "WebP": ("image/webp", saved("RGB", "WEBP")),
     "GIF": ("image/gif", saved("P", "GIF")),
     "moving": ("image/gif", saved("P", "GIF", save_all=True, append_images=[Image.new("P", (40, 24))])),
@@ -210,10 +200,7 @@ BAD: dict[str, tuple[str, str]] = {
     "no image": (data_url(b"not an image at all"), "cannot be read as image/png"),
     "nothing": (data_url(b""), "cannot be read as image/png"),
     "cut off": (data_url(GOOD[: len(GOOD) // 2]), "cannot be read as image/png"),
-    "a JPEG cut off": (
-        data_url(picture(1, kind="JPEG")[:-200], "image/jpeg"),
-        "cannot be read as image/jpeg",
-    ),
+    "a JPEG cut off": (data_url(picture(1, kind="JPEG")[:-200], "image/jpeg"), "cannot be read as image/jpeg"),
     "too many pixels": (data_url(picture(1, 101, 100, "JPEG"), "image/jpeg"), "101 x 100 pixels, more than"),
     "a bomb": (data_url(bomb()), "too many pixels"),
     "too many bytes": (data_url(bytes(20_001)), "may have 20000 bytes, and has 20001"),

@@ -87,15 +87,11 @@ def test_an_eviction_on_a_node_changes_the_next_requests_route(
 
     for start in (5, 6, 7):
         asked(of_first, [start, *range(50, 50 + (NUM_BLOCKS - 4) * BLOCK_SIZE)])
-    router.wait_for(
-        lambda: [length for length, _ in cached.levels(hashes)][:1] == [half], "it is told of the eviction"
-    )
+    router.wait_for(lambda: [length for length, _ in cached.levels(hashes)][:1] == [half], "it is told of the eviction")
     assert "a1" in asked(router, tokens)
 
 
-def test_a_router_that_comes_later_is_told_everything(
-    start_nodes: StartNodes, start_router: StartRouter
-) -> None:
+def test_a_router_that_comes_later_is_told_everything(start_nodes: StartNodes, start_router: StartRouter) -> None:
     router = start_nodes()
     asked(router)
     router.wait_for(lambda: cached_of(router).count > 0, "the router is told")

@@ -43,9 +43,7 @@ def start_pinning(start_router: StartRouter, pairs: int = 1, **settings: Any) ->
 )
 def test_a_job_is_named_by_field_header_or_session(start_router: StartRouter, headers, fields, expected):
     router = start_router()
-    answer = router.client.post(
-        "/v1/chat/completions", json={**ASKED, "max_tokens": 2, **fields}, headers=headers
-    )
+    answer = router.client.post("/v1/chat/completions", json={**ASKED, "max_tokens": 2, **fields}, headers=headers)
     assert answer.status_code == 200, answer.text
     submits = [submit for one in router.nodes.values() for submit in one.submits]
     assert {(submit.job_id, submit.is_last_step) for submit in submits} == {expected}
@@ -65,9 +63,7 @@ def test_nodes_that_pin_hear_which_tools_were_called(
         assert ended.request_id == there.submits[0].request_id
 
 
-def test_nodes_hear_nothing_of_last_steps_of_other_requests_and_where_nothing_is_pinned(
-    start_router: StartRouter,
-):
+def test_nodes_hear_nothing_of_last_steps_of_other_requests_and_where_nothing_is_pinned(start_router: StartRouter):
     pinning, other = start_pinning(start_router), start_router()
     for fields in ({}, {"job_id": "j", "is_last_step": True}, {"job_id": "j", "n": 2}):
         assert pinning.chat(max_tokens=2, **fields).status_code == 200

@@ -47,9 +47,7 @@ class ScriptRunner(FakeRunner):
 
 class PinningNode:
     def __init__(self, script: list[int]) -> None:
-        config = SchedulerConfig(
-            policy=SchedulingPolicy.CONTINUUM, pin_seconds=PIN_S, max_num_batched_tokens=64
-        )
+        config = SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, pin_seconds=PIN_S, max_num_batched_tokens=64)
         runner = ScriptRunner(script)
         mailbox: Mailbox[Item] = Mailbox()
         self._channel = NumberedChannel("127.0.0.1", 77, name="n0")
@@ -62,9 +60,7 @@ class PinningNode:
             self._channel,
         )
         self.service.start()
-        self._channel.listen(
-            self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced
-        )
+        self._channel.listen(self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced)
         self.info = NodeInfo(
             "n0", Role.AGGREGATED, 77, self._channel.endpoint, "", "fake", 2048, BLOCK_SIZE, pin_seconds=PIN_S
         )
@@ -92,9 +88,7 @@ def cluster(start_router: StartRouter, tokenizer: Tokenizer) -> tuple[RunningRou
     return router, node, turn
 
 
-def wait(
-    router: RunningRouter, node: PinningNode, condition: Callable[[NodeStatus], bool], what: str
-) -> None:
+def wait(router: RunningRouter, node: PinningNode, condition: Callable[[NodeStatus], bool], what: str) -> None:
     router.wait_for(lambda: condition(node.service.status()), what)
 
 
@@ -117,9 +111,7 @@ def test_a_job_from_its_first_turn_to_its_last(cluster: tuple[RunningRouter, Pin
     assert status.counters.pins_ended == {"next_turn": 2}
 
 
-def test_the_node_learns_the_tool_from_the_routers_word(
-    cluster: tuple[RunningRouter, PinningNode, Agent],
-) -> None:
+def test_the_node_learns_the_tool_from_the_routers_word(cluster: tuple[RunningRouter, PinningNode, Agent]) -> None:
     router, node, turn = cluster
     engine = node.service._engine
     assert isinstance(engine, Engine)

@@ -54,29 +54,14 @@ def test_a_key_is_asked_for_and_probes_have_none(start_router: StartRouter) -> N
     router = start_router(api_keys=(ApiKey("a", "secret-a"), ApiKey("b", "secret-b")))
     assert ask(router, "secret-a").status_code == 200
     assert ask(router, "secret-b").status_code == 200
-    for wrong in (
-        None,
-        "secret",
-        "SECRET-A",
-        "secret-ab",
-        "secret-a secret-a",
-        "\u00e4",
-        "\udcff",
-        "secret-\u0430",
-    ):
+    for wrong in (None, "secret", "SECRET-A", "secret-ab", "secret-a secret-a", "\u00e4", "\udcff", "secret-\u0430"):
         answer = ask(router, None, **({} if wrong is None else {"authorization": f"Bearer {wrong}"}))
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.json()["error"]["type"] == "authentication_error"
         assert answer.headers["www-authenticate"] == "Bearer"
     assert ask(router, None, authorization="Basic c2VjcmV0LWE=").status_code == 401
-    for path, status in (
-        ("/health", 200),
-        ("/metrics", 200),
-        ("/cluster", 401),
-        ("/v1/models", 401),
-        ("/none", 401),
-    ):
+    for path, status in (("/health", 200), ("/metrics", 200), ("/cluster", 401), ("/v1/models", 401), ("/none", 401)):
         assert router.client.get(path).status_code == status
     assert router.metric("tandem_requests_refused_total", reason="unauthorized") > 5
 
@@ -106,12 +91,8 @@ def test_no_request_is_more_urgent_than_its_key_allows(start_router: StartRouter
     }
     for key, cases in expected.items():
         for asked, runs_with in cases.items():
-            body = {"model": "fake", "prompt": "x", "max_tokens": 1} | (
-                {} if asked is None else {"priority": asked}
-            )
-            answer = router.client.post(
-                "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}
-            )
+            body = {"model": "fake", "prompt": "x", "max_tokens": 1} | ({} if asked is None else {"priority": asked})
+            answer = router.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == 200
             assert router.nodes["d0"].submits[-1].priority == runs_with
 

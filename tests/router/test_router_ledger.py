@@ -11,9 +11,7 @@ from tandem.wire.sampling import FinishReason
 from tests.router.fake_node import fake_logprobs
 
 
-def chunk(
-    start: int, ids: list[int], *, logprobs: bool = False, finish: FinishReason | None = None
-) -> TokenChunk:
+def chunk(start: int, ids: list[int], *, logprobs: bool = False, finish: FinishReason | None = None) -> TokenChunk:
     found = [fake_logprobs(token, 0) for token in ids] if logprobs else None
     return TokenChunk("r", start, ids, logprobs=found, finish=finish)
 
@@ -78,11 +76,7 @@ def test_a_held_report_that_disagrees_is_found_when_its_turn_comes() -> None:
     assert ledger.tokens == [7]
 
 
-@given(
-    tokens=st.lists(st.integers(0, 100), min_size=1, max_size=12),
-    wants_logprobs=st.booleans(),
-    data=st.data(),
-)
+@given(tokens=st.lists(st.integers(0, 100), min_size=1, max_size=12), wants_logprobs=st.booleans(), data=st.data())
 def test_any_order_of_overlapping_reports_gives_the_output(
     tokens: list[int], wants_logprobs: bool, data: st.DataObject
 ) -> None:

@@ -40,9 +40,7 @@ async def main():
 
 uvloop.run(main())
 """
-LINE = re.compile(
-    r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) [\w.]+: \S.*$"
-)
+LINE = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) [\w.]+: \S.*$")
 PATIENCE_S = 15.0
 KEY = {"authorization": "Bearer secret"}
 
@@ -127,9 +125,7 @@ class LoggedRouter:
 
 
 @pytest.fixture(scope="module")
-def logged(
-    model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LoggedRouter]:
+def logged(model_folder: str, end_token: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoggedRouter]:
     config = RouterConfig(
         tokenizer_path=model_folder,
         model_name="fake",
@@ -174,10 +170,10 @@ def test_a_client_that_leaves_is_499(logged: LoggedRouter) -> None:
     for name, stream in (("whole", False), ("streamed", True)):
         body = json.dumps({"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": stream})
         parts = urlsplit(logged.url)
-        with socket.create_connection(
-            (parts.hostname or "", parts.port or 0), timeout=PATIENCE_S
-        ) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\nx-request-id: {name}\r\n"
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=PATIENCE_S) as connection:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\nx-request-id: {name}\r\n"
+            )
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
             if stream:
                 assert connection.recv(64).startswith(b"HTTP/1.1 200")
@@ -195,9 +191,7 @@ def test_a_request_that_moves_is_named_in_the_warning(logged: LoggedRouter) -> N
     for node in decode:
         node.set(pause_at=2)
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 9, "stream": True}
-    with logged.client.stream(
-        "POST", "/v1/completions", json=body, headers={"x-request-id": "moved"}
-    ) as answer:
+    with logged.client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "moved"}) as answer:
         assert answer.status_code == 200
         logged.until(lambda: any(node.submits for node in decode), "a decode node has it")
         serving = next(node for node in decode if node.submits)

@@ -41,19 +41,13 @@ def chat_with(place: str, text: str) -> tuple[str, dict[str, Any]]:
     function = {"name": "f", "parameters": schema}
     requests: dict[str, tuple[str, dict[str, Any]]] = {
         "message": ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
-        "part": (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
-        ),
+        "part": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}),
         "many messages": (
             "/v1/chat/completions",
             {"messages": [{"role": "system", "content": text[:100]}] * (len(text) // 100 + 1)},
         ),
         "document": ("/v1/chat/completions", {"messages": hello, "documents": [{"text": text}]}),
-        "tool": (
-            "/v1/chat/completions",
-            {"messages": hello, "tools": [{"type": "function", "function": function}]},
-        ),
+        "tool": ("/v1/chat/completions", {"messages": hello, "tools": [{"type": "function", "function": function}]}),
         "variable": ("/v1/chat/completions", {"messages": hello, "chat_template_kwargs": {"about": [text]}}),
         "response": ("/v1/responses", {"input": text}),
         "instructions": ("/v1/responses", {"input": "x", "instructions": text}),
@@ -89,8 +83,7 @@ def test_a_chat_that_cannot_fit_is_refused_before_anything_looks_into_its_texts(
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert (
-        f"than the model's context of 64 tokens can hold; send at most {model.tokenizer.most_characters(64)}"
-        in message
+        f"than the model's context of 64 tokens can hold; send at most {model.tokenizer.most_characters(64)}" in message
     )
 
 
@@ -120,8 +113,6 @@ def test_what_is_only_tokenized_or_told_as_text_is_bounded_like_a_prompt(
 def test_a_body_of_nothing_but_brackets(start_router: StartRouter) -> None:
     running = start_router(prefill=0, decode=0)
     body = b'{"model": "fake", "prompt": [' + b"[5]," * 200_000 + b"[5]]}"
-    answer = running.client.post(
-        "/v1/completions", content=body, headers={"content-type": "application/json"}
-    )
+    answer = running.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert "100000 objects and arrays" in answer.json()["error"]["message"]

@@ -63,11 +63,7 @@ def test_of_a_key_whose_answers_grow_beyond_its_half_the_largest_ends() -> None:
         ledger = SimpleNamespace(tokens=[0] * tokens, logprobs=SimpleNamespace(nbytes=0))
         return SimpleNamespace(lives=[SimpleNamespace(ledger=ledger, fail=lambda _: ended.append(name))])
 
-    with (
-        kept.share(10, "greedy") as small,
-        kept.share(10, "greedy") as large,
-        kept.share(10, "other") as other,
-    ):
+    with kept.share(10, "greedy") as small, kept.share(10, "greedy") as large, kept.share(10, "other") as other:
         for share, name, tokens in ((small, "small", 60), (large, "large", 90), (other, "other", 100)):
             share.grows_with(growing(name, tokens), 0)
         kept.measure()
@@ -87,9 +83,7 @@ def test_a_request_is_kept_without_what_its_plan_was_made_of() -> None:
         "stream_options": {"include_usage": True},
         "top_logprobs": 5,
     }
-    request = msgspec.convert(
-        {name: body[name] for name in body if name in ChatRequest.__struct_fields__}, ChatRequest
-    )
+    request = msgspec.convert({name: body[name] for name in body if name in ChatRequest.__struct_fields__}, ChatRequest)
     slim = without_payload(request)
     assert not any(letter * 100 in msgspec.json.encode(slim).decode() for letter in "xyz")
     assert (slim.stream, slim.stream_options, slim.top_logprobs, slim.model) == (
@@ -100,9 +94,7 @@ def test_a_request_is_kept_without_what_its_plan_was_made_of() -> None:
     )
 
 
-def test_a_request_that_could_never_fit_is_refused_before_anything_is_computed(
-    start_router: StartRouter,
-) -> None:
+def test_a_request_that_could_never_fit_is_refused_before_anything_is_computed(start_router: StartRouter) -> None:
     router = start_router(prefill=0, limits=Limits(kept_bytes=1 << 20))
     refused = router.complete(max_tokens=1000, n=8, logprobs=20)
     assert refused.status_code == 400
@@ -144,9 +136,7 @@ def with_long_context(start_router: StartRouter, **settings: Any) -> RunningRout
     return router
 
 
-def test_the_tokens_of_a_tokenized_prompt_count_like_those_of_a_running_request(
-    start_router: StartRouter,
-) -> None:
+def test_the_tokens_of_a_tokenized_prompt_count_like_those_of_a_running_request(start_router: StartRouter) -> None:
     router = with_long_context(start_router, limits=Limits(kept_bytes=1 << 20))
     refused = router.client.post("/tokenize", json={"prompt": "\U0001f9ff" * 20_000})
     assert refused.status_code == 400

@@ -108,9 +108,7 @@ def router(start_router: StartRouter) -> RunningRouter:
         },
     )
     router.complete(max_tokens=4)
-    router.wait_for(
-        lambda: router.metric("tandem_node_preemptions_total", node="d0", role="decode") == 2, "told"
-    )
+    router.wait_for(lambda: router.metric("tandem_node_preemptions_total", node="d0", role="decode") == 2, "told")
     return router
 
 
@@ -144,14 +142,8 @@ def test_a_rate_sees_the_first_transfers_that_fail(router: RunningRouter) -> Non
 def test_a_node_that_died_is_seen_as_down_and_missed_in_its_pool(start_router: StartRouter) -> None:
     router = start_router(decode=2)
     router.nodes.pop("d1").kill()
-    router.announce(
-        PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 2, down={"d1": "its process ended: killed"})
-    )
-    assert scraped(router, "tandem_node_up") == {
-        ("p0", "prefill"): 1,
-        ("d0", "decode"): 1,
-        ("d1", "decode"): 0,
-    }
+    router.announce(PoolReport(Role.PREFILL, 1), PoolReport(Role.DECODE, 2, down={"d1": "its process ended: killed"}))
+    assert scraped(router, "tandem_node_up") == {("p0", "prefill"): 1, ("d0", "decode"): 1, ("d1", "decode"): 0}
     pools = scraped(router, "tandem_pool_nodes")
     assert (pools["decode", "wanted"], pools["decode", "ready"]) == (2, 1)
     assert (pools["prefill", "wanted"], pools["prefill", "ready"]) == (1, 1)
@@ -160,13 +152,9 @@ def test_a_node_that_died_is_seen_as_down_and_missed_in_its_pool(start_router: S
 
 def test_a_node_that_is_left_out_counts_in_its_pool_and_is_not_down(start_router: StartRouter) -> None:
     router = start_router()
-    router.announce(
-        PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"})
-    )
+    router.announce(PoolReport(Role.DECODE, 4, starting=1, waiting=1, left_out={"d9": "its model has other weights"}))
     pools = scraped(router, "tandem_pool_nodes")
-    states = {
-        state: pools["decode", state] for state in ("wanted", "ready", "starting", "waiting", "left_out")
-    }
+    states = {state: pools["decode", state] for state in ("wanted", "ready", "starting", "waiting", "left_out")}
     assert states == {"wanted": 4, "ready": 1, "starting": 1, "waiting": 1, "left_out": 1}
     assert ("d9", "decode") not in scraped(router, "tandem_node_up")
 
@@ -230,9 +218,7 @@ def test_a_request_is_counted_by_its_tokens_and_choices(start_router: StartRoute
     assert router.metric("tandem_request_params_n_sum") == 3
     assert router.metric("tandem_request_max_num_generation_tokens_sum") == 8
     assert (
-        router.metric("tandem_request_generation_tokens_sum")
-        == 24
-        == router.metric("tandem_generation_tokens_total")
+        router.metric("tandem_request_generation_tokens_sum") == 24 == router.metric("tandem_generation_tokens_total")
     )
     assert router.metric("tandem_request_params_max_tokens_bucket", le="10.0") == 3
     assert router.metric("tandem_request_params_max_tokens_bucket", le="5.0") == 0
@@ -281,9 +267,7 @@ def named(text: str) -> set[str]:
 def test_what_is_asked_for_is_there(router: RunningRouter, file: str) -> None:
     text = (MONITORING / file).read_text(encoding="utf-8")
     if file.endswith("json"):
-        text = "\n".join(
-            target["expr"] for panel in json.loads(text)["panels"] for target in panel.get("targets", ())
-        )
+        text = "\n".join(target["expr"] for panel in json.loads(text)["panels"] for target in panel.get("targets", ()))
     else:
         groups = yaml.safe_load(text)["groups"]
         text = "\n".join(rule["expr"] for group in groups for rule in group["rules"])

@@ -44,9 +44,7 @@ def post(router: RunningRouter, path: str, **body: Any) -> Any:
         ("/sleep", "/admin/pause"),
     ],
 )
-def test_where_there_is_nothing_the_answer_says_what_there_is(
-    router: RunningRouter, path: str, said: str
-) -> None:
+def test_where_there_is_nothing_the_answer_says_what_there_is(router: RunningRouter, path: str, said: str) -> None:
     answer = router.client.post(router.url + path, json={})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert said in answer.json()["error"]["message"]
@@ -76,12 +74,7 @@ def test_a_router_without_nodes_lives_and_is_not_healthy(start_router: StartRout
 
 def test_a_model_tells_its_name_to_sglangs_clients(router: RunningRouter) -> None:
     told = router.client.get("/get_model_info").json()
-    assert told == {
-        "model_path": "fake",
-        "tokenizer_path": "fake",
-        "is_generation": True,
-        "max_model_len": 2048,
-    }
+    assert told == {"model_path": "fake", "tokenizer_path": "fake", "is_generation": True, "max_model_len": 2048}
     assert "<|start|>" in router.client.get("/tokenizer_info").json()["chat_template"]
 
 

@@ -63,11 +63,7 @@ def test_no_node_is_said_at_once(start_router: StartRouter) -> None:
 
 def test_a_reader_that_stops_is_cut_off_and_nobody_else_notices(start_router: StartRouter) -> None:
     router = start_router(
-        prefill=0,
-        decode=1,
-        timeouts=Timeouts(slow_reader=0.2),
-        max_failovers=0,
-        limits=Limits(inflight_per_node=8),
+        prefill=0, decode=1, timeouts=Timeouts(slow_reader=0.2), max_failovers=0, limits=Limits(inflight_per_node=8)
     )
     router.remove("d0").kill()
     node = router.add("d0", Role.DECODE, max_model_len=400_000)
@@ -90,9 +86,7 @@ def test_an_answer_that_nobody_fetches_does_not_hold_its_connection(start_router
     with EventReader(router.url, "/v1/completions", body, receive_buffer=4096):
         http = router.server.http
         assert http is not None
-        router.wait_for(
-            lambda: router.metric("tandem_generation_tokens_total") == 16_000, "all of it is generated"
-        )
+        router.wait_for(lambda: router.metric("tandem_generation_tokens_total") == 16_000, "all of it is generated")
         router.wait_for(lambda: not http.connections, "given up")
 
 
@@ -146,9 +140,7 @@ def test_stop_is_idempotent_and_leaves_no_task(start_router: StartRouter) -> Non
         assert router.call(others()) == []
 
 
-def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_it(
-    start_router: StartRouter,
-) -> None:
+def test_a_wide_request_runs_in_the_places_that_there_are_and_others_run_beside_it(start_router: StartRouter) -> None:
     keys = (ApiKey("wide", "key-wide"), ApiKey("narrow", "key-narrow"))
     router = start_router(prefill=0, limits=Limits(inflight_per_node=2), api_keys=keys)
     node, admission = router.nodes["d0"], router.server.services.dispatcher.admission
@@ -181,9 +173,7 @@ def test_what_waits_of_a_wide_request_leaves_the_line_with_its_client(start_rout
     router.wait_for(router.idle, "nothing is left")
 
 
-def test_the_rest_of_a_wide_request_waits_to_its_own_deadline_and_no_longer(
-    start_router: StartRouter,
-) -> None:
+def test_the_rest_of_a_wide_request_waits_to_its_own_deadline_and_no_longer(start_router: StartRouter) -> None:
     router = start_router(prefill=0, limits=Limits(inflight_per_node=1), timeouts=Timeouts(total=0.5))
     router.nodes["d0"].set(pause_at=1)
     assert router.complete(max_tokens=3, n=3).status_code == 504

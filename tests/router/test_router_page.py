@@ -62,13 +62,8 @@ def test_everything_is_there(browser: Browser, router: RunningRouter) -> None:
     browser.until(DRAWN, "it is drawn")
     assert shown(browser, "#health") == "serving"
     assert "3 of 3 take requests" in shown(browser, "#nodes-note")
-    assert browser.run("[...document.querySelectorAll('.pool b')].map(b => b.innerText)") == [
-        "prefill",
-        "decode",
-    ]
-    row = browser.run(
-        "[...document.querySelectorAll('.grid-row')].map(r => r.innerText).find(t => t.startsWith('d0'))"
-    )
+    assert browser.run("[...document.querySelectorAll('.pool b')].map(b => b.innerText)") == ["prefill", "decode"]
+    row = browser.run("[...document.querySelectorAll('.grid-row')].map(r => r.innerText).find(t => t.startsWith('d0'))")
     assert "750 of 1000" in row
     assert "cpu 25.0 %" in row
     assert browser.run("document.querySelectorAll('#lanes .lane').length") == 3
@@ -89,18 +84,14 @@ def test_what_happens_is_shown_while_it_happens(browser: Browser, router: Runnin
         node.resume()
     stream.rest()
     browser.until("document.querySelectorAll('#moving path').length === 0", "it is over")
-    browser.until(
-        "document.querySelectorAll('#lanes .lane').length === 4", "the request is among the last ones"
-    )
+    browser.until("document.querySelectorAll('#lanes .lane').length === 4", "the request is among the last ones")
 
 
 def test_a_request_opens_into_its_parts_and_its_trace(browser: Browser, router: RunningRouter) -> None:
     browser.open(f"{router.url}/ui")
     browser.until(DRAWN, "it is drawn")
     browser.run("document.querySelector('#lanes .lane').click()")
-    browser.until(
-        "document.querySelector('#detail').innerText.includes('Every step, on one clock')", "its trace"
-    )
+    browser.until("document.querySelector('#detail').innerText.includes('Every step, on one clock')", "its trace")
     text = shown(browser, "#detail")
     assert text.startswith("ask-2")
     assert "router read" in text
@@ -122,9 +113,7 @@ def test_nodes_are_reached_by_keys(browser: Browser, router: RunningRouter) -> N
     assert browser.run("chosen") == 2
 
 
-def test_a_screen_reader_finds_a_name_for_everything_that_can_be_used(
-    browser: Browser, router: RunningRouter
-) -> None:
+def test_a_screen_reader_finds_a_name_for_everything_that_can_be_used(browser: Browser, router: RunningRouter) -> None:
     browser.open(f"{router.url}/ui")
     browser.until(DRAWN, "it is drawn")
     found = browser.accessible()
@@ -153,9 +142,7 @@ def luminance(code: str) -> float:
     digits = code.removeprefix("#")
     digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
     parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-    red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -183,10 +170,7 @@ def test_a_thousand_nodes_are_no_more_elements_than_thirty(browser: Browser, rou
 
 def test_where_keys_are_set_it_asks_for_an_operators(browser: Browser, start_router: StartRouter) -> None:
     router = start_router(
-        api_keys=(
-            ApiKey(name="ops", key="operator-key", operator=True),
-            ApiKey(name="guest", key="guest-key"),
-        )
+        api_keys=(ApiKey(name="ops", key="operator-key", operator=True), ApiKey(name="guest", key="guest-key"))
     )
     assert router.client.get("/ui").status_code == 200
     assert router.client.get("/ui/state").status_code == 401
@@ -227,9 +211,7 @@ def test_where_operators_may_change_the_cluster_it_has_buttons_for_that(
     browser.until("document.querySelector('#detail').innerText.includes('done')", "what the cluster answered")
     browser.press("Escape")
     browser.run("showNode(state.nodes.find(node => node.id === 'd0'))")
-    browser.run(
-        "[...document.querySelectorAll('#detail-body button')].find(one => one.innerText === 'Drain').click()"
-    )
+    browser.run("[...document.querySelectorAll('#detail-body button')].find(one => one.innerText === 'Drain').click()")
     browser.until("asked.some(([path]) => path === '/admin/drain')", "it asks")
     browser.run("showNode(state.nodes.find(node => node.id === 'd0'))")
     browser.run(
@@ -266,9 +248,7 @@ def failing(router: RunningRouter) -> str:
     router.nodes[left].set(status_fields=faults)
     router.announce(
         PoolReport(Role.PREFILL, 1),
-        PoolReport(
-            Role.DECODE, 3, down={lost: "its process ended: killed"}, left_out={"d9": "other weights"}
-        ),
+        PoolReport(Role.DECODE, 3, down={lost: "its process ended: killed"}, left_out={"d9": "other weights"}),
     )
 
     def reported() -> bool:
@@ -335,16 +315,12 @@ def test_it_fits_its_screen(browser: Browser, router: RunningRouter, failing: st
     assert not outside, "these are cut off"
 
 
-def test_a_router_that_is_gone_is_said_so_and_nothing_looks_alive(
-    browser: Browser, router: RunningRouter
-) -> None:
+def test_a_router_that_is_gone_is_said_so_and_nothing_looks_alive(browser: Browser, router: RunningRouter) -> None:
     browser.open(f"{router.url}/ui")
     browser.until(DRAWN, "it is drawn")
     browser.run("window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); 0")
     browser.until("document.body.classList.contains('stale')", "it is grey")
-    assert re.fullmatch(
-        r"the router has not answered since \d+:\d\d:\d\d( [AP]M)?", shown(browser, "#health")
-    )
+    assert re.fullmatch(r"the router has not answered since \d+:\d\d:\d\d( [AP]M)?", shown(browser, "#health"))
     assert browser.run("document.title") == "✗ Tandem · fake"
     assert float(browser.run("getComputedStyle(document.querySelector('main')).opacity")) < 0.6
 
@@ -391,9 +367,7 @@ def test_elsewhere_decisions_need_an_operators_key(start_router: StartRouter) ->
     everyone.server.services.control = DecidingControl()
     assert everyone.client.get("/ui/decisions").status_code == 403
     assert everyone.client.get("/ui/state").json()["router"]["tells_decisions"] is False
-    keyed = start_router(
-        api_keys=(ApiKey(name="ops", key="ops-key", operator=True), ApiKey(name="a", key="a-key"))
-    )
+    keyed = start_router(api_keys=(ApiKey(name="ops", key="ops-key", operator=True), ApiKey(name="a", key="a-key")))
     keyed.server.services.control = DecidingControl()
     answers = [
         keyed.client.get("/ui/decisions", headers={"Authorization": f"Bearer {key}"}).status_code

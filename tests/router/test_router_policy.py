@@ -83,9 +83,7 @@ def test_what_was_sent_since_the_last_status_counts() -> None:
 
 
 def test_a_faster_node_may_have_the_longer_queue() -> None:
-    snapshot = pools(
-        node("p0", rate=10_000, waiting_tokens=3000), node("p1", rate=500, waiting_tokens=100), node("d0")
-    )
+    snapshot = pools(node("p0", rate=10_000, waiting_tokens=3000), node("p1", rate=500, waiting_tokens=100), node("d0"))
     assert names(decide(snapshot))[0] == "p0"
 
 

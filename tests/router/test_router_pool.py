@@ -128,8 +128,7 @@ def test_a_starved_node_that_none_could_replace_is_out_of_view_and_not_lost(worl
     assert world.lost == []
     assert world.in_view == {"d0"}
     assert (
-        world.pool.unusable(world.pool.members[0])
-        == "it is silent while its machine answers: it gets no time to run"
+        world.pool.unusable(world.pool.members[0]) == "it is silent while its machine answers: it gets no time to run"
     )
     world.say(prefill)
     assert world.in_view == {"p0", "d0"}
@@ -280,9 +279,7 @@ def test_what_was_sent_counts_until_a_status_shows_it(world: World) -> None:
     assert world.pool.view.snapshot().prefill[0].pending_tokens == 0
 
 
-def test_a_snapshot_is_one_value_until_nodes_come_or_go_and_its_views_are_as_the_nodes_are(
-    world: World,
-) -> None:
+def test_a_snapshot_is_one_value_until_nodes_come_or_go_and_its_views_are_as_the_nodes_are(world: World) -> None:
     node = info("d0")
     world.pool.set_members([node])
     world.say(node)
@@ -329,15 +326,8 @@ def test_each_request_runs_on_nodes_of_one_content(world: World) -> None:
     for node in nodes:
         world.say(node)
     assert world.in_view == {node.node_id for node in nodes}
-    assert Counter(world.pool.view.content_for(turn, vector=False) for turn in range(30)) == {
-        "x": 20,
-        "y": 10,
-    }
-    assert Counter(world.pool.view.content_for(turn, vector=True) for turn in range(30)) == {
-        "x": 10,
-        "y": 10,
-        "z": 10,
-    }
+    assert Counter(world.pool.view.content_for(turn, vector=False) for turn in range(30)) == {"x": 20, "y": 10}
+    assert Counter(world.pool.view.content_for(turn, vector=True) for turn in range(30)) == {"x": 10, "y": 10, "z": 10}
     chooser = Chooser(world.pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
     hashes = PromptHashes([], None)
     for _ in range(30):
@@ -354,8 +344,7 @@ def test_each_request_runs_on_nodes_of_one_content(world: World) -> None:
 def test_a_node_with_another_tokenizer_than_the_router_gets_nothing(world: World) -> None:
     pool = NodePool("fake", Heartbeat(), lambda: 0.0, lambda node, why: None, lambda: None, tokenizer="t")
     nodes = [
-        msgspec.structs.replace(info(name), tokenizer=digest)
-        for name, digest in (("a", "t"), ("b", "u"), ("c", ""))
+        msgspec.structs.replace(info(name), tokenizer=digest) for name, digest in (("a", "t"), ("b", "u"), ("c", ""))
     ]
     pool.set_members(nodes)
     foreign = {member.info.node_id: "tokenizer.json" in str(pool.unusable(member)) for member in pool.members}
@@ -373,9 +362,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_what_is_kept_between_two_looks_is_what_a_fresh_look_would_find(
-    operations: list[tuple[str, int, int]],
-) -> None:
+def test_what_is_kept_between_two_looks_is_what_a_fresh_look_would_find(operations: list[tuple[str, int, int]]) -> None:
     world = World()
     roles = [Role.PREFILL, Role.DECODE, Role.DECODE, Role.AGGREGATED]
     infos = [info(f"n{index}", role=role) for index, role in enumerate(roles)]
@@ -435,9 +422,7 @@ def test_a_paused_node_gets_nothing_new_while_another_is_there(world: World) -> 
     assert world.in_view == {"p0", "d0", "d1", "x0"}
 
 
-def test_an_adapter_is_served_once_every_node_in_view_has_the_same_and_until_one_has_unloaded_it(
-    world: World,
-) -> None:
+def test_an_adapter_is_served_once_every_node_in_view_has_the_same_and_until_one_has_unloaded_it(world: World) -> None:
     nodes = [info("p0", role=Role.PREFILL), info("d0"), info("d1")]
     world.pool.set_members(nodes)
     assert world.pool.view.adapters() == {}
@@ -454,15 +439,12 @@ def test_an_adapter_is_served_once_every_node_in_view_has_the_same_and_until_one
     world.pool.set_members(nodes[:1])
     assert world.pool.view.adapters() == {"sql": "1", "law": "2"}
     world.pool.set_members([])
-    assert world.pool.view.adapters() == {"sql": "1", "law": "2"}, (
-        "requests wait for nodes like the model's own"
-    )
+    assert world.pool.view.adapters() == {"sql": "1", "law": "2"}, "requests wait for nodes like the model's own"
 
 
 def test_nodes_of_the_next_version_serve_and_those_further_off_get_nothing(world: World) -> None:
     nodes = [
-        msgspec.structs.replace(info(f"d{ahead}"), wire_version=WIRE_VERSION + ahead)
-        for ahead in (0, REACH, REACH + 1)
+        msgspec.structs.replace(info(f"d{ahead}"), wire_version=WIRE_VERSION + ahead) for ahead in (0, REACH, REACH + 1)
     ]
     world.pool.set_members(nodes)
     for node in nodes:

@@ -37,12 +37,7 @@ def test_a_decode_nodes_step_is_measured_when_it_only_decodes() -> None:
     assert rates.step_s == pytest.approx(0.02)
     rates.on_status(
         counted(
-            Role.DECODE,
-            decode_steps=20,
-            decode_seconds=0.4,
-            steps=40,
-            step_seconds=9.0,
-            prompt_tokens_computed=500,
+            Role.DECODE, decode_steps=20, decode_seconds=0.4, steps=40, step_seconds=9.0, prompt_tokens_computed=500
         )
     )
     assert rates.step_s == pytest.approx(0.02), "steps with prompts count for nothing"
@@ -83,9 +78,7 @@ def test_a_line_moves_as_fast_as_prompts_are_read_beside_all_else() -> None:
     rates = NodeRates()
 
     def report(waiting_tokens: int, **counters: float) -> None:
-        rates.on_status(
-            msgspec.structs.replace(counted(Role.AGGREGATED, **counters), waiting_tokens=waiting_tokens)
-        )
+        rates.on_status(msgspec.structs.replace(counted(Role.AGGREGATED, **counters), waiting_tokens=waiting_tokens))
 
     report(0, prompt_tokens_computed=1000, step_seconds=1.0, steps=5)
     report(900, prompt_tokens_computed=1000, step_seconds=1.0, steps=5)

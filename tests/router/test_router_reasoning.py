@@ -17,9 +17,7 @@ from tests.router.paths import of_served
 from tests.small_model import HERMES, PARIS, SAID, THOUGHT, WEATHER
 
 
-def answering(
-    start: StartRouter, folder: str, tokenizer: Tokenizer, end_token: int, text: str
-) -> RunningRouter:
+def answering(start: StartRouter, folder: str, tokenizer: Tokenizer, end_token: int, text: str) -> RunningRouter:
     script = [*tokenizer.encode(text, special=False), end_token]
     return start(rule=scripted(script), tokenizer_path=folder)
 
@@ -111,9 +109,7 @@ def test_a_schema_waits_for_the_reasoning(
 
 
 @pytest.fixture
-def budget_router(
-    thinking_folder: str, start_router: StartRouter
-) -> tuple[RunningRouter, LLTokenizer, dict[str, int]]:
+def budget_router(thinking_folder: str, start_router: StartRouter) -> tuple[RunningRouter, LLTokenizer, dict[str, int]]:
     """A router whose model has tokens for the marks of its reasoning."""
     file = Path(thinking_folder) / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(file))
@@ -160,11 +156,7 @@ def test_a_budget_asks_for_nothing_where_there_is_no_reasoning_or_less_room(
     budget_router: tuple[RunningRouter, LLTokenizer, dict[str, int]],
 ) -> None:
     router, _, _ = budget_router
-    for fields in (
-        {"enable_thinking": False},
-        {"thinking": {"type": "disabled"}},
-        {"thinking_token_budget": 4000},
-    ):
+    for fields in ({"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"thinking_token_budget": 4000}):
         assert router.chat(max_tokens=4, **{"thinking_token_budget": 2, **fields}).status_code == 200
         assert router.nodes["p0"].submits[-1].sampling.grammar is None
     for contradiction in (
@@ -174,9 +166,7 @@ def test_a_budget_asks_for_nothing_where_there_is_no_reasoning_or_less_room(
         assert router.chat(max_tokens=40, **contradiction).status_code == 400
 
 
-def test_a_budget_is_refused_where_no_token_ends_reasoning(
-    start_router: StartRouter, thinking_folder: str
-) -> None:
+def test_a_budget_is_refused_where_no_token_ends_reasoning(start_router: StartRouter, thinking_folder: str) -> None:
     answer = start_router(tokenizer_path=thinking_folder).chat(thinking_token_budget=5, max_tokens=40)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
     assert "a token of its own" in answer.json()["error"]["message"]

@@ -26,14 +26,7 @@ from tests.router.conftest import RunningRouter, StartRouter, bombarded
 from tests.router.fake_node import VECTOR_SIZE
 from tests.router.paths import of_served
 
-EXTRAS = {
-    "rid": "a",
-    "request_id": "a",
-    "provider": {"order": []},
-    "extra_body": {},
-    "num_ctx": 5,
-    "typical_p": 1.0,
-}
+EXTRAS = {"rid": "a", "request_id": "a", "provider": {"order": []}, "extra_body": {}, "num_ctx": 5, "typical_p": 1.0}
 
 
 @pytest.fixture
@@ -45,9 +38,7 @@ def sampled(router: RunningRouter) -> SamplingParams:
     return router.nodes["p0"].submits[-1].sampling
 
 
-def test_unknown_fields_are_ignored_and_named(
-    router: RunningRouter, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_fields_are_ignored_and_named(router: RunningRouter, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "router.access"):
         for answer in (router.complete(**EXTRAS, max_tokens=2), router.chat(**EXTRAS, max_tokens=2)):
             assert answer.status_code == 200
@@ -107,9 +98,7 @@ def test_the_model_need_not_be_named(start_router: StartRouter) -> None:
         ),
     ],
 )
-def test_the_other_names_of_structured_outputs(
-    router: RunningRouter, field: str, value: Any, grammar: str
-) -> None:
+def test_the_other_names_of_structured_outputs(router: RunningRouter, field: str, value: Any, grammar: str) -> None:
     for answer in (router.complete(**{field: value}), router.chat(**{field: value})):
         assert answer.status_code == 200, answer.text
         assert grammar in (sampled(router).grammar or "")
@@ -142,9 +131,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def any_path(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
     """A router that answers at every path."""
-    with bombarded(
-        model_folder, end_token, vectors=VectorModel(Pooling(PoolingKind.LAST), VECTOR_SIZE)
-    ) as router:
+    with bombarded(model_folder, end_token, vectors=VectorModel(Pooling(PoolingKind.LAST), VECTOR_SIZE)) as router:
         yield router
 
 
@@ -160,9 +147,7 @@ def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
 
     assert any_path.client.post(here.path, json=BODIES[here.path]).status_code == 200
     own = set(kind.__struct_fields__)
-    elsewhere = {
-        name for other in FIELDS.generating for name in other.request.__struct_fields__ if here.generates
-    }
+    elsewhere = {name for other in FIELDS.generating for name in other.request.__struct_fields__ if here.generates}
     for name in sorted((elsewhere | set(REFUSED) | set(here.refused)) - own):
         if name in ACCEPTED or name in here.accepted:
             continue
@@ -195,9 +180,7 @@ def test_a_field_that_would_change_the_answer_is_obeyed_or_refused(
         ("/v1/embeddings", {"normalize": False}, "length 1"),
     ),
 )
-def test_a_refusal_says_what_is_right(
-    any_path: RunningRouter, path: str, fields: dict[str, Any], instead: str
-) -> None:
+def test_a_refusal_says_what_is_right(any_path: RunningRouter, path: str, fields: dict[str, Any], instead: str) -> None:
     answer = any_path.client.post(path, json=BODIES[path] | fields)
     assert answer.status_code == 400
     assert instead in answer.json()["error"]["message"]
@@ -212,16 +195,12 @@ def test_a_refusal_says_what_is_right(
         ("/v1/embeddings", {"normalize": True, "embed_dtype": "float32"}),
     ),
 )  # fmt: skip
-def test_what_asks_for_what_is_so_anyway_is_taken(
-    any_path: RunningRouter, path: str, fields: dict[str, Any]
-) -> None:
+def test_what_asks_for_what_is_so_anyway_is_taken(any_path: RunningRouter, path: str, fields: dict[str, Any]) -> None:
     answer = any_path.client.post(path, json=BODIES[path] | fields)
     assert answer.status_code == 200, answer.text
 
 
-def test_the_special_tokens_that_a_template_lacks_can_be_asked_for(
-    router: RunningRouter, tokenizer: Tokenizer
-) -> None:
+def test_the_special_tokens_that_a_template_lacks_can_be_asked_for(router: RunningRouter, tokenizer: Tokenizer) -> None:
     assert router.chat(max_tokens=2).status_code == 200
     plain = router.nodes["p0"].submits[-1].prompt_token_ids
     text = tokenizer.decode(plain)
@@ -234,9 +213,7 @@ def test_tokens_can_be_shown_as_their_ids(router: RunningRouter) -> None:
     whole = router.complete(logprobs=1, **asked).json()["choices"][0]
     names = [f"token_id:{token}" for token in whole["token_ids"]]
     assert whole["logprobs"]["tokens"] == names
-    assert [name in best for name, best in zip(names, whole["logprobs"]["top_logprobs"], strict=True)] == [
-        True
-    ] * 4
+    assert [name in best for name, best in zip(names, whole["logprobs"]["top_logprobs"], strict=True)] == [True] * 4
     chat = router.chat(logprobs=True, top_logprobs=1, **asked).json()["choices"][0]
     shown = [one["token"] for one in chat["logprobs"]["content"]]
     assert shown == [f"token_id:{token}" for token in chat["token_ids"]]
@@ -346,9 +323,7 @@ def folder_with(model_folder: str, tmp_path: Path, **declared: Any) -> str:
     return str(tmp_path)
 
 
-def test_a_models_own_sampling_is_the_default(
-    start_router: StartRouter, model_folder: str, tmp_path: Path
-) -> None:
+def test_a_models_own_sampling_is_the_default(start_router: StartRouter, model_folder: str, tmp_path: Path) -> None:
     folder = folder_with(
         model_folder, tmp_path, temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1,
         max_new_tokens=9, do_sample=True,
@@ -369,21 +344,15 @@ def test_a_models_own_sampling_is_the_default(
     assert sampled(router).top_k == 0
 
 
-@pytest.mark.parametrize(
-    "declared", [{"temperature": -1}, {"top_k": "many"}, {"top_p": True}, {"top_k": 1.5}]
-)
-def test_a_models_own_sampling_that_cannot_be(
-    model_folder: str, tmp_path: Path, declared: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("declared", [{"temperature": -1}, {"top_k": "many"}, {"top_p": True}, {"top_k": 1.5}])
+def test_a_models_own_sampling_that_cannot_be(model_folder: str, tmp_path: Path, declared: dict[str, Any]) -> None:
     config = RouterConfig(folder_with(model_folder, tmp_path, **declared), "fake")
     with pytest.raises(ConfigurationError, match=next(iter(declared))):
         defaults_of(config)
 
 
 def test_null_and_off_values_mean_the_default(model_folder: str, tmp_path: Path) -> None:
-    config = RouterConfig(
-        folder_with(model_folder, tmp_path, temperature=None, top_k=-1, eos_token_id=2), "fake"
-    )
+    config = RouterConfig(folder_with(model_folder, tmp_path, temperature=None, top_k=-1, eos_token_id=2), "fake")
     assert defaults_of(config) == Defaults()
 
 

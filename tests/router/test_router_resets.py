@@ -57,22 +57,13 @@ class RealNode:
         self._channel = NumberedChannel("127.0.0.1", 77, name=node_id)
         mailbox: Mailbox[Item] = Mailbox()
         self.service = NodeService(
-            NodeConfig(node_id, Role.AGGREGATED),
-            77,
-            DecodeRules(Role.AGGREGATED),
-            engine,
-            mailbox,
-            self._channel,
+            NodeConfig(node_id, Role.AGGREGATED), 77, DecodeRules(Role.AGGREGATED), engine, mailbox, self._channel
         )
         self.service.start()
-        self._channel.listen(
-            self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced
-        )
+        self._channel.listen(self.service.receive, begun=self.service.line_begun, replaced=self.service.router_replaced)
         self.proxy = ResettingProxy(self._channel.endpoint, reset_after)
         self._channel.lines.endpoint = self.proxy.endpoint
-        self.info = NodeInfo(
-            node_id, Role.AGGREGATED, 77, self.proxy.endpoint, "", "fake", 2048, block_size=BLOCK_SIZE
-        )
+        self.info = NodeInfo(node_id, Role.AGGREGATED, 77, self.proxy.endpoint, "", "fake", 2048, block_size=BLOCK_SIZE)
 
     def kill(self) -> None:
         self.service.stop()
@@ -95,9 +86,7 @@ def proxied(start_router: StartRouter) -> Iterator[tuple[RunningRouter, RealNode
     inbox.close()
 
 
-def read(
-    router: RunningRouter, index: int, texts: dict[int, str], gaps: list[float], **fields: object
-) -> None:
+def read(router: RunningRouter, index: int, texts: dict[int, str], gaps: list[float], **fields: object) -> None:
     with router.stream(prompt="the fox " * (index + 1), max_tokens=TOKENS, **fields) as events:
         pieces, last = [], time.monotonic()
         while True:
@@ -126,8 +115,7 @@ def test_resets_cost_no_request_no_token_and_no_second_computation(
     texts: dict[int, str] = {}
     gaps: list[float] = []
     threads = [
-        threading.Thread(target=read, args=(router, index, texts, gaps), kwargs=fields)
-        for index in range(STREAMS)
+        threading.Thread(target=read, args=(router, index, texts, gaps), kwargs=fields) for index in range(STREAMS)
     ]
     for thread in threads:
         thread.start()
@@ -147,9 +135,7 @@ def test_resets_cost_no_request_no_token_and_no_second_computation(
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 2 * RESETS * BETWEEN_RESETS_S)
-def test_with_a_reset_every_few_seconds_no_stream_stands_still_for_two(
-    start_router: StartRouter,
-) -> None:
+def test_with_a_reset_every_few_seconds_no_stream_stands_still_for_two(start_router: StartRouter) -> None:
     """With the heartbeats that are the default, in both directions."""
     router = start_router(prefill=0, decode=0, heartbeat=Heartbeat())
     links = router.server.services.links

@@ -99,9 +99,7 @@ class Pool:
             sequence.is_read = True
             sequence.read.set()
 
-    async def ask(
-        self, tenant: str, tokens: int, *, cached: float = 0.0, first_by: float | None = None
-    ) -> None:
+    async def ask(self, tenant: str, tokens: int, *, cached: float = 0.0, first_by: float | None = None) -> None:
         """One request with a prompt of so many tokens, and an answer of one."""
         asked = AskedPlaces(1, tokens, float(tokens), first_by=first_by)
         slots = await self.admission.acquire(tenant, asked, 1e6)
@@ -162,9 +160,7 @@ class Sequence:
     seed=st.integers(0, 1000),
 )
 @on_virtual_time
-async def test_each_key_gets_its_part_of_what_is_computed(
-    weights: list[float], most: list[int], seed: int
-) -> None:
+async def test_each_key_gets_its_part_of_what_is_computed(weights: list[float], most: list[int], seed: int) -> None:
     """In any window in which all wait, up to one of the largest requests of each."""
     rng = random.Random(seed)
     names = "abc"[: len(weights)]
@@ -179,9 +175,7 @@ async def test_each_key_gets_its_part_of_what_is_computed(
     for begin, end in [(4.0, 12.0), *(sorted(rng.sample(range(4, 13), 2)) for _ in range(5))]:
         for one, weight_1, most_1 in zip(names, weights, most, strict=False):
             for other, weight_2, most_2 in zip(names, weights, most, strict=False):
-                apart = (
-                    pool.computed(one, begin, end) / weight_1 - pool.computed(other, begin, end) / weight_2
-                )
+                apart = pool.computed(one, begin, end) / weight_1 - pool.computed(other, begin, end) / weight_2
                 assert abs(apart) <= 2 * (most_1 / weight_1 + most_2 / weight_2)
 
 

@@ -116,16 +116,13 @@ def test_what_is_filed_is_what_is_there(views: list[NodeView], data: st.DataObje
 @given(VIEWS, st.integers(1, 4000), st.integers(0, 7))
 def test_the_least_wait_is_on_it(views: list[NodeView], tokens: int, turn: int) -> None:
     views = [
-        msgspec.structs.replace(each, status=msgspec.structs.replace(each.status, free_blocks=10**6))
-        for each in views
+        msgspec.structs.replace(each, status=msgspec.structs.replace(each.status, free_blocks=10**6)) for each in views
     ]
     shortlist, last = filed(views)
     request = RoutingRequest(tokens, 100, turn=turn)
     few = shortlist.of(PolicyName.LEAST_WAIT, request, Nothing(), None)
     for pool in (Role.PREFILL, Role.DECODE):
-        among_all = [
-            each for each in last.values() if (each.info.role is Role.PREFILL) == (pool is Role.PREFILL)
-        ]
+        among_all = [each for each in last.values() if (each.info.role is Role.PREFILL) == (pool is Role.PREFILL)]
         listed = few.prefill if pool is Role.PREFILL else few.decode
         if not among_all:
             assert not listed
@@ -149,9 +146,7 @@ def test_sessions_and_turns_go_where_they_would_among_all(
     shortlist, _ = filed([*views, view("p0"), view("d0")])
     request = RoutingRequest(100, 100, session=session, turn=turn)
     policy = make_policy(name, LocalPrefill.NEVER)
-    assert policy(shortlist.of(name, request, Nothing(), None), request) == policy(
-        shortlist.every_node(None), request
-    )
+    assert policy(shortlist.of(name, request, Nothing(), None), request) == policy(shortlist.every_node(None), request)
 
 
 def test_slower_nodes_are_on_it_unless_faster_ones_have_nothing_to_do() -> None:
@@ -178,9 +173,7 @@ def test_a_node_with_room_is_on_it_however_busy_it_is() -> None:
 
 
 def test_where_kv_arrived_wrong_every_prefill_node_is_ranked() -> None:
-    shortlist, _ = filed(
-        [*(view(f"p{i}") for i in range(40)), view("d0", left_out=[f"p{i}" for i in range(39)])]
-    )
+    shortlist, _ = filed([*(view(f"p{i}") for i in range(40)), view("d0", left_out=[f"p{i}" for i in range(39)])])
     few = shortlist.of(PolicyName.LEAST_WAIT, RoutingRequest(1000, 10), Nothing(), None)
     decision = make_policy(PolicyName.LEAST_WAIT, LocalPrefill.NEVER)(few, RoutingRequest(1000, 10))
     assert decision.prefill is not None
@@ -237,9 +230,7 @@ def test_loading_from_a_tier_is_expected_to_take_what_it_took() -> None:
     chooser = Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER, 1000)
     hashes = PromptHashes(list(range(320)), None)
     packed = array("Q", hashes.of(BLOCK)).tobytes()
-    for number, changes in enumerate(
-        ([], [CacheChange("GPU", True, packed[:40]), CacheChange("CPU", True, packed)])
-    ):
+    for number, changes in enumerate(([], [CacheChange("GPU", True, packed[:40]), CacheChange("CPU", True, packed)])):
         assert chooser.on_cache_news(CacheNews("p0", 1, number, changes))
     _, request = chooser._known(RoutingRequest(321, 10), "", hashes)
     assert request.cached == {"p0": 320}

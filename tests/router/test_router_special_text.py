@@ -43,13 +43,7 @@ def test_a_prompt_of_completions_may_have_them(router: RunningRouter, tokenizer:
 def test_ordinary_messages_have_the_tokens_that_the_template_alone_gives(
     router: RunningRouter, tokenizer: Tokenizer
 ) -> None:
-    for content in (
-        "the quick brown fox",
-        " a < b | c > d ",
-        "start end pad",
-        "naïve\n\n<start> |end|",
-        "\u2060",
-    ):
+    for content in ("the quick brown fox", " a < b | c > d ", "start end pad", "naïve\n\n<start> |end|", "\u2060"):
         rendered = f"<|start|>user\n{content}<|end|>\n<|start|>assistant\n"
         assert prompt_of(router, messages=[{"role": "user", "content": content}]) == tokenizer.encode(
             rendered, special=False

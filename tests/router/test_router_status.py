@@ -40,12 +40,7 @@ def test_cluster_shows_every_node(start_router: StartRouter) -> None:
     assert str(router.nodes["p0"].info.epoch) not in str(body)
     assert prefill["free_blocks"] == 70
     assert prefill["total_blocks"] == 1000
-    assert (prefill["running"], prefill["waiting"], prefill["transfers"], prefill["held_blocks"]) == (
-        3,
-        2,
-        1,
-        9,
-    )
+    assert (prefill["running"], prefill["waiting"], prefill["transfers"], prefill["held_blocks"]) == (3, 2, 1, 9)
     assert prefill["counters"]["steps"] == 5
     assert prefill["counters"]["transfers_finished"] == {"sent": 4}
     assert 0 <= prefill["status_age_s"] < 5
@@ -82,9 +77,7 @@ def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> No
         status_fields={"tiers": [TierStatus("cpu", 1, 8, 100, 64, 0, 0, 7)]},
     )
     router.complete(max_tokens=4)
-    router.wait_for(
-        lambda: router.metric("tandem_node_output_tokens_total", node="d0", role="decode") == 11, "here"
-    )
+    router.wait_for(lambda: router.metric("tandem_node_output_tokens_total", node="d0", role="decode") == 11, "here")
     answer = router.client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     shown = [line for line in answer.text.splitlines() if not line.startswith("#")]
@@ -141,9 +134,7 @@ def test_health_says_why_not(start_router: StartRouter) -> None:
         ({"status_fields": {"step_age_s": 1000.0}}, "has not completed a step"),
     ],
 )
-def test_a_node_that_gets_nothing_new(
-    start_router: StartRouter, behaviour: dict[str, object], reason: str
-) -> None:
+def test_a_node_that_gets_nothing_new(start_router: StartRouter, behaviour: dict[str, object], reason: str) -> None:
     router = start_router(prefill=0, decode=1)
     router.nodes["d0"].set(**behaviour)
     router.wait_for(lambda: not router.in_view(), "out of view")
@@ -184,9 +175,7 @@ def test_a_request_id_is_kept_or_made(start_router: StartRouter) -> None:
         assert re.fullmatch(r"[0-9a-f]{32}", made)
 
 
-def test_a_path_cannot_forge_a_line_of_the_log(
-    start_router: StartRouter, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_path_cannot_forge_a_line_of_the_log(start_router: StartRouter, caplog: pytest.LogCaptureFixture) -> None:
     router = start_router()
     with caplog.at_level("INFO", logger="router.access"):
         router.client.get("/x%0Aforged")
@@ -255,16 +244,10 @@ def test_web_pages_may_ask_only_where_it_is_allowed(start_router: StartRouter) -
 
     asked = {"origin": "https://ours", "access-control-request-method": "POST"}
     closed = start_router()
-    assert (
-        "access-control-allow-origin"
-        not in closed.client.get("/health", headers={"origin": "https://ours"}).headers
-    )
+    assert "access-control-allow-origin" not in closed.client.get("/health", headers={"origin": "https://ours"}).headers
     assert closed.client.options("/v1/completions", headers=asked).status_code == 405
     opened = start_router(cors_origins=("https://ours",), api_keys=(ApiKey("a", "k"),))
     preflight = opened.client.options("/v1/completions", headers=asked)
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://ours"
-    assert (
-        opened.client.options("/v1/completions", headers=asked | {"origin": "https://else"}).status_code
-        == 400
-    )
+    assert opened.client.options("/v1/completions", headers=asked | {"origin": "https://else"}).status_code == 400

@@ -91,9 +91,7 @@ def test_a_client_does_not_set_the_grammar_librarys_options(router: RunningRoute
         ({"grammar": 'start: "a" rest\nrest: /[0-9]+/'}, "a17", "17"),
     ],
 )
-def test_other_forms(
-    router: RunningRouter, follows: Follows, wanted: dict[str, Any], good: str, bad: str
-) -> None:
+def test_other_forms(router: RunningRouter, follows: Follows, wanted: dict[str, Any], good: str, bad: str) -> None:
     assert router.complete(structured_outputs=wanted, max_tokens=3).status_code == 200
     assert follows(good)
     assert not follows(bad)
@@ -107,9 +105,7 @@ def test_without_one_there_is_none(router: RunningRouter, follows: Follows) -> N
 
 
 def test_what_is_wrong_with_a_schema_is_said(router: RunningRouter) -> None:
-    error = router.chat(
-        response_format=format_of({"type": "array", "items": {}, "uniqueItems": True})
-    ).json()["error"]
+    error = router.chat(response_format=format_of({"type": "array", "items": {}, "uniqueItems": True})).json()["error"]
     assert error["param"] == "response_format.json_schema.schema"
     assert "uniqueItems" in error["message"]
     pattern = router.chat(response_format=format_of({"type": "string", "pattern": "("})).json()["error"]

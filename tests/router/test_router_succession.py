@@ -76,9 +76,7 @@ def test_under_load_nothing_fails(start_router: StartRouter) -> None:
         assert second.url == first.url
         assert first.call(first.server.leave(PATIENCE_S))
         before = second.metric("tandem_prompt_tokens_total")
-        second.wait_for(
-            lambda: second.metric("tandem_prompt_tokens_total") > before, "the new one answers alone"
-        )
+        second.wait_for(lambda: second.metric("tandem_prompt_tokens_total") > before, "the new one answers alone")
     assert failures == []
     assert (first.connections(), first.idle()) == (0, True)
 
@@ -159,9 +157,7 @@ def test_who_knows_the_address_from_two_moves_ago_is_answered_too(start_router: 
         third = successor_of(second, start_router, port=free_port())
         assert second.call(second.server.leave(PATIENCE_S))
         before = third.metric("tandem_prompt_tokens_total")
-        third.wait_for(
-            lambda: third.metric("tandem_prompt_tokens_total") > before, "the third one answers alone"
-        )
+        third.wait_for(lambda: third.metric("tandem_prompt_tokens_total") > before, "the third one answers alone")
     assert failures == []
     assert len({first.url, second.url, third.url}) == 3
 
@@ -224,7 +220,5 @@ def test_another_users_process_gets_no_socket(start_router: StartRouter) -> None
         "s = socket.socket(socket.AF_UNIX); s.settimeout(20); s.connect('\\0' + sys.argv[1])\n"
         "print(len(socket.recv_fds(s, 1, 1)[1]))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", ask, name], capture_output=True, text=True, timeout=60, check=True
-    )
+    found = subprocess.run([sys.executable, "-c", ask, name], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "0"

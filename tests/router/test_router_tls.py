@@ -118,10 +118,7 @@ def test_a_handshake_without_an_end_has_the_time_of_a_header(router: RunningRout
 
 def test_a_refused_body_is_answered_before_the_connection_ends(router: RunningRouter) -> None:
     with router.client.stream(
-        "POST",
-        "/v1/nothing",
-        content=(b"x" * 1000 for _ in range(300)),
-        headers={"content-type": "application/json"},
+        "POST", "/v1/nothing", content=(b"x" * 1000 for _ in range(300)), headers={"content-type": "application/json"}
     ) as answer:
         answer.read()
         assert answer.status_code == 404
@@ -134,9 +131,7 @@ def test_a_new_certificate_is_shown_without_a_restart(
     (node,) = router.nodes.values()
     node.set(pause_at=3)
     with router.client.stream(
-        "POST",
-        "/v1/completions",
-        json={"model": "fake", "prompt": "the fox", "max_tokens": 8, "stream": True},
+        "POST", "/v1/completions", json={"model": "fake", "prompt": "the fox", "max_tokens": 8, "stream": True}
     ) as answer:
         lines = answer.iter_lines()
         next(lines)
@@ -190,10 +185,7 @@ def locked(pair: Pair, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("begins", "ends", "sentence"),
-    [
-        ("20200101000000Z", "20200301000000Z", "has expired"),
-        ("29990101000000Z", "29990301000000Z", "is not valid yet"),
-    ],
+    [("20200101000000Z", "20200301000000Z", "has expired"), ("29990101000000Z", "29990301000000Z", "is not valid yet")],
 )
 def test_a_certificate_that_clients_refuse_is_found_before_anything_starts(
     first: Pair, tmp_path: Path, begins: str, ends: str, sentence: str
@@ -247,9 +239,7 @@ def test_the_settings_make_a_router_that_the_commands_reach_over_tls(
         assert (status, "its authority's file in SSL_CERT_FILE" in told) == (1, True), told
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"), [("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")]
-)
+@pytest.mark.parametrize(("given", "missing"), [("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")])
 def test_one_of_the_two_is_not_enough(given: str, missing: str) -> None:
     with pytest.raises(ConfigurationError, match=f"router.{missing} must be set, because router.{given} is"):
         RouterConfig(tokenizer_path="x", model_name="x", **{given: "a file"})

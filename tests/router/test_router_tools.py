@@ -44,11 +44,7 @@ def test_a_call_through_the_official_client(
     assert deltas[-1].finish_reason == "tool_calls"
 
     answered = [*messages, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
-    assert (
-        client.chat.completions.create(model="fake", messages=answered, tools=tools)
-        .choices[0]
-        .message.tool_calls
-    )
+    assert client.chat.completions.create(model="fake", messages=answered, tools=tools).choices[0].message.tool_calls
 
 
 def test_without_tools_or_with_none_of_them_a_call_is_text(
@@ -77,9 +73,7 @@ def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
         streamed = router.chat(**asked, stream=True).text
         assert "tool_call>" not in streamed
         deltas = [
-            json.loads(line[6:])["choices"][0]["delta"]
-            for line in streamed.splitlines()
-            if line[:7] == "data: {"
+            json.loads(line[6:])["choices"][0]["delta"] for line in streamed.splitlines() if line[:7] == "data: {"
         ]
         assert not "".join(delta.get("content") or "" for delta in deltas)
 

@@ -39,9 +39,7 @@ def router(start_router: StartRouter) -> RunningRouter:
 
 
 def test_what_a_message_needs_is_read_off_the_fields_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        versions, "SINCE", {"SamplingParams.min_tokens": 7, "TurnEnded": 8, "Submit.media": 9}
-    )
+    monkeypatch.setattr(versions, "SINCE", {"SamplingParams.min_tokens": 7, "TurnEnded": 8, "Submit.media": 9})
     assert needed_version(submit()) == 0
     assert needed_version(submit(min_tokens=0)) == 0, "a default is left out"
     assert needed_version(submit(min_tokens=1)) == 7

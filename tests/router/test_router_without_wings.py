@@ -56,11 +56,7 @@ def test_tensors_are_refused(start_router: StartRouter) -> None:
     assert answer.json()["error"]["param"] == "prompt_embeds"
 
 
-@pytest.mark.parametrize(
-    "settings", [{"tool_format": ToolFormat.HERMES}, {"reasoning_format": ReasoningName.THINK}]
-)
-def test_a_format_that_is_not_there_is_no_setting(
-    start_router: StartRouter, settings: dict[str, object]
-) -> None:
+@pytest.mark.parametrize("settings", [{"tool_format": ToolFormat.HERMES}, {"reasoning_format": ReasoningName.THINK}])
+def test_a_format_that_is_not_there_is_no_setting(start_router: StartRouter, settings: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="has no api/formats"):
         start_router(**settings)

@@ -157,9 +157,7 @@ class Replacing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorded = self.newest = (
-            0  # the version that a node gets before it is announced; the one being given out
-        )
+        self.recorded = self.newest = 0  # the version that a node gets before it is announced; the one being given out
         self.nodes = [Node(info("p0", role=Role.PREFILL), "0"), Node(info("d0"), "0")]
         self.came = 0
         self.routers = [router(*self.nodes), router(*self.nodes)]
@@ -217,9 +215,9 @@ class Replacing(RuleBasedStateMachine):
             assert version is not None, "the name is unknown"
             lacking = [node for node in self.nodes if not node.has(version)]
             assert len(lacking) < len(self.nodes)
-            assert all(
-                node.joined_with is not None and node.joined_with < int(version) for node in lacking
-            ), "only a node that joined with earlier weights may lack it"
+            assert all(node.joined_with is not None and node.joined_with < int(version) for node in lacking), (
+                "only a node that joined with earlier weights may lack it"
+            )
             assert int(version) >= self.shown[place], "it went back"
             self.shown[place] = int(version)
             if not self.lacking:

@@ -55,9 +55,7 @@ def served(
             Span(phase, -2.0 - turn, -1.0 - turn, 100, 100 * (batch - 1))
             for phase in (TracePhase.STEP, TracePhase.PREFILL)
         ]
-        requests += [
-            a_request(f"write-{turn}-{number}", 100, "decode", [*first, *writing]) for number in range(batch)
-        ]
+        requests += [a_request(f"write-{turn}-{number}", 100, "decode", [*first, *writing]) for number in range(batch)]
     return requests
 
 
@@ -82,8 +80,7 @@ def written(beside: BesideCost, batch: int, begin: float, end: float, reading: l
         if any(span.start <= then and then + seconds * beside.decode <= span.end for span in reading):
             seconds *= beside.decode
         spans += [
-            Span(phase, then, min(then + seconds, end), 1, batch - 1)
-            for phase in (TracePhase.STEP, TracePhase.DECODE)
+            Span(phase, then, min(then + seconds, end), 1, batch - 1) for phase in (TracePhase.STEP, TracePhase.DECODE)
         ]
         then += seconds
         context += 1
@@ -114,9 +111,7 @@ def test_what_shared_machines_cost_is_found(batch: int, busy: float) -> None:
 
 @pytest.mark.parametrize("busy", [0.6, 1.0])
 @pytest.mark.parametrize(("noise", "slow"), [(0.1, 0.0), (0.03, 0.2)])
-def test_it_is_found_on_a_machine_that_is_now_faster_and_now_slower(
-    busy: float, noise: float, slow: float
-) -> None:
+def test_it_is_found_on_a_machine_that_is_now_faster_and_now_slower(busy: float, noise: float, slow: float) -> None:
     true = BesideCost(1.2, 0.005, 1.15)
     found = in_traffic(ALONE, served(true, a_mix(30), 2, busy, noise=noise, slow=slow))
     for length in (128, 256, 512, 1024):

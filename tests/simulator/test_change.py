@@ -29,9 +29,7 @@ def rows(seed: int, rate: float = 9.0, count: int = 60) -> list[TraceRow]:
 
 
 def slower(costs: CostModel, prefill: float, decode: float) -> CostModel:
-    return msgspec.structs.replace(
-        costs, prefill=costs.prefill.times(prefill), decode=costs.decode.times(decode)
-    )
+    return msgspec.structs.replace(costs, prefill=costs.prefill.times(prefill), decode=costs.decode.times(decode))
 
 
 def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tuple[Change, list[float]]:
@@ -51,11 +49,7 @@ def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tupl
 
 def test_a_node_more_is_said_to_bring_what_it_brings() -> None:
     change, _ = said(1, 2)
-    assert (change.now, change.then, change.requests) == (
-        "1 prefill, 1 decode",
-        "2 prefill, 1 decode",
-        60,
-    )
+    assert (change.now, change.then, change.requests) == ("1 prefill, 1 decode", "2 prefill, 1 decode", 60)
     first = change.expected[1]
     assert first.what == "first token, p90"
     here = measured(a_setup(rows(1)))
@@ -90,8 +84,7 @@ def router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     setup = a_setup(rows(1))
     body = msgspec.json.encode(state(measured(setup), "prefill", "decode"))
     monkeypatch.setattr(
-        "tandem.simulator.change_command.ApiClient",
-        lambda url, key: _Client(httpx.Response(200, content=body)),
+        "tandem.simulator.change_command.ApiClient", lambda url, key: _Client(httpx.Response(200, content=body))
     )
     (tmp_path / "node.json").write_bytes(msgspec.json.encode(node_costs()))
 

@@ -50,9 +50,7 @@ class Agents(_Simulation):
         times = AnswerTimes(self._loop.time(), len(submit.prompt_token_ids))
         self._outcome.live.setdefault(submit.request_id, times)
 
-    async def turn(
-        self, prompt: list[int], name: int, called: list[str], *, is_last_step: bool = False
-    ) -> list[int]:
+    async def turn(self, prompt: list[int], name: int, called: list[str], *, is_last_step: bool = False) -> list[int]:
         sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, seed=name)
         spec = SequenceSpec(
             "turn",

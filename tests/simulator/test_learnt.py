@@ -63,9 +63,7 @@ def test_each_role_has_the_costs_of_its_nodes() -> None:
     pairs = 300 * 100 + 300 * 301 / 2
     between = prefill.step_s([(256, 100)]), prefill.step_s([(512, 100)])
     assert between[0] < READS.prompt_s(300, pairs) * 2 / 3 < between[1]
-    assert prefill.step_s([(512, 100)]) == pytest.approx(
-        READS.prompt_s(512, 512 * 100 + 512 * 513 / 2) * 2 / 3
-    )
+    assert prefill.step_s([(512, 100)]) == pytest.approx(READS.prompt_s(512, 512 * 100 + 512 * 513 / 2) * 2 / 3)
     assert decode.step_s([], 8, 8 * 500.0) == pytest.approx(WRITES.rows_s(8, 8 * 500))
     # A step that does both reads the weights once.
     both = costs[Role.AGGREGATED].step_s([(128, 0)], 8, 8 * 500.0)

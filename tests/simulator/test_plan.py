@@ -114,9 +114,7 @@ def test_widths_are_compared_and_each_rank_has_its_price() -> None:
     given = PoolsConfig(decode=PoolConfig(nodes=None, max=9, scheduler={"max_num_seqs": 8}))
     pools = layout.pools(given)
     assert (pools.prefill.nodes, pools.prefill.tensor_parallel) == (1, 2)
-    assert pools.decode == PoolConfig(nodes=6, scheduler={"max_num_seqs": 8}), (
-        "what the pool sets for itself stays"
-    )
+    assert pools.decode == PoolConfig(nodes=6, scheduler={"max_num_seqs": 8}), "what the pool sets for itself stays"
 
 
 def test_a_width_that_must_cost_more_is_not_tried() -> None:
@@ -163,9 +161,7 @@ def test_the_command_plans_and_draws(folder: Path, capsys: pytest.CaptureFixture
     assert len(circles) == 2 + len(whole), "one for each, and two that explain the colours"
 
 
-@pytest.mark.parametrize(
-    "command", [["plan", *PRICES, "--most-nodes", "4"], ["simulate"]], ids=lambda it: it[0]
-)
+@pytest.mark.parametrize("command", [["plan", *PRICES, "--most-nodes", "4"], ["simulate"]], ids=lambda it: it[0])
 def test_the_example_works_at_once_and_is_called_one(
     folder: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
@@ -200,18 +196,7 @@ def test_the_command_compares_widths(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "traffic",
     [
-        [
-            "--trace",
-            "trace",
-            "--requests",
-            "2",
-            "--trace-speed",
-            "2",
-            "--trace-scale",
-            "0.5",
-            "--copies",
-            "2",
-        ],
+        ["--trace", "trace", "--requests", "2", "--trace-speed", "2", "--trace-scale", "0.5", "--copies", "2"],
         [
             "--rate",
             "2",
@@ -242,13 +227,7 @@ def test_the_command_plans_for_any_traffic_with_costs_of_each_role(
 def test_the_command_says_what_to_take(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", "node.json", *TRAFFIC, *PRICES, "--most-nodes", "8"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "take ",
-        "in tandem.yaml: pools: {",
-        "an hour",
-        "what gives way first",
-        "clusters were simulated",
-    ):
+    for words in ("take ", "in tandem.yaml: pools: {", "an hour", "what gives way first", "clusters were simulated"):
         assert words in said
 
 
@@ -270,9 +249,7 @@ def test_what_cannot_be_meant_is_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "prices", ["prefill=0,decode=1", "prefill=-2", "router=1", "prefill=cheap", "prefill=inf"]
-)
+@pytest.mark.parametrize("prices", ["prefill=0,decode=1", "prefill=-2", "router=1", "prefill=cheap", "prefill=inf"])
 def test_prices_are_numbers_above_0(folder: Path, capsys: pytest.CaptureFixture[str], prices: str) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--costs", "node.json", *TRAFFIC, "--cost", prices])

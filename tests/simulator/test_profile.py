@@ -78,14 +78,10 @@ class TracedCluster:
         self.reads = tokens == 2
         self.cached[tuple(prompt[:64])] = len(prompt) // 16 * 16
         if body["stream"]:
-            return httpx.Response(
-                200, text=f'data: {{"id": "{name}"}}\n\ndata: {{"id": "{name}"}}\n\ndata: [DONE]\n\n'
-            )
+            return httpx.Response(200, text=f'data: {{"id": "{name}"}}\n\ndata: {{"id": "{name}"}}\n\ndata: [DONE]\n\n')
         return httpx.Response(200, json={"id": name})
 
-    def trace(
-        self, name: str, prompt: list[int], known: int, tokens: int, beside: bool, came: float
-    ) -> TraceRecord:
+    def trace(self, name: str, prompt: list[int], known: int, tokens: int, beside: bool, came: float) -> TraceRecord:
         now = came + TRUE.request.arrive_s
         split = len(self.roles) == 2
         reading: list[Span] = []
@@ -104,25 +100,7 @@ class TracedCluster:
         moved = TransferRecord("r", "sent", int(len(prompt) * TRUE.kv_bytes_per_token), 1) if split else None
         parts = [part(self.roles[-1], reading, moved), part(self.roles[0], writing, None)]
         return TraceRecord(
-            name,
-            "c",
-            "t",
-            "s",
-            None,
-            "",
-            "",
-            "m",
-            came,
-            0.0,
-            now,
-            200,
-            len(prompt),
-            tokens,
-            [],
-            [],
-            [],
-            parts,
-            [],
+            name, "c", "t", "s", None, "", "", "m", came, 0.0, now, 200, len(prompt), tokens, [], [], [], parts, []
         )
 
 
@@ -231,13 +209,9 @@ def test_answers_that_never_run_together_are_an_error_that_says_so() -> None:
         asyncio.run(measured("decode", "prefill", alone=10_000))
 
 
-@pytest.mark.parametrize(
-    "roles", [(), ("decode",), ("decode", "decode", "prefill"), ("aggregated", "prefill")]
-)
+@pytest.mark.parametrize("roles", [(), ("decode",), ("decode", "decode", "prefill"), ("aggregated", "prefill")])
 def test_a_cluster_with_more_than_one_node_of_a_role_is_not_profiled(roles: tuple[str, ...]) -> None:
-    with pytest.raises(
-        ConfigurationError, match="one aggregated node, or of one prefill node and one decode"
-    ):
+    with pytest.raises(ConfigurationError, match="one aggregated node, or of one prefill node and one decode"):
         asyncio.run(measured(*roles))
 
 
@@ -247,9 +221,7 @@ def test_the_width_of_the_nodes_is_in_the_costs() -> None:
 
 def test_nodes_of_two_widths_are_not_profiled_together() -> None:
     """One file is of one kind of node: the costs of two kinds would be mixed in it."""
-    with pytest.raises(
-        ConfigurationError, match="nodes of one width, not of TP 1 and TP 2: each width has a file"
-    ):
+    with pytest.raises(ConfigurationError, match="nodes of one width, not of TP 1 and TP 2: each width has a file"):
         asyncio.run(measured("decode", "prefill", widths=(1, 2)))
 
 

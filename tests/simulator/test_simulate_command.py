@@ -43,33 +43,14 @@ def test_it_shows_what_users_would_feel(costs: Path, capsys: pytest.CaptureFixtu
     ]  # fmt: skip
     assert main(["simulate", "--costs", str(costs), *given]) == 0
     said = capsys.readouterr().out
-    for words in (
-        "time to first token",
-        "prefill-1",
-        "20 of 20 requests served",
-        "100.0% of the requests had",
-    ):
+    for words in ("time to first token", "prefill-1", "20 of 20 requests served", "100.0% of the requests had"):
         assert words in said
 
 
 def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for _ in range(2):
-        main(
-            [
-                "simulate",
-                "--costs",
-                str(costs),
-                "--rate",
-                "3",
-                "--duration",
-                "9",
-                "--spread",
-                "0.5",
-                "-o",
-                "json",
-            ]
-        )
+        main(["simulate", "--costs", str(costs), "--rate", "3", "--duration", "9", "--spread", "0.5", "-o", "json"])
         said.append(json.loads(capsys.readouterr().out)["report"])
     assert said[0] == said[1]
 
@@ -89,10 +70,7 @@ def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.Capt
         (["--trace", "nowhere.jsonl"], "--trace nowhere.jsonl cannot be read"),
         (["--trace", "node.json"], "node.json, line 1"),
         (["--rate", "1", "--decode-costs", "nowhere.json"], "nowhere.json cannot be read"),
-        (
-            ["--rate", "1", "--decode-costs", "broken.json"],
-            "broken.json is no file that `tandem profile` writes",
-        ),
+        (["--rate", "1", "--decode-costs", "broken.json"], "broken.json is no file that `tandem profile` writes"),
     ],
 )
 def test_what_cannot_be_meant_is_one_sentence(
@@ -119,18 +97,14 @@ def test_what_cannot_be_meant_is_one_sentence(
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no requests"),
     ],
 )
-def test_a_broken_trace_is_one_sentence(
-    costs: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
-) -> None:
+def test_a_broken_trace_is_one_sentence(costs: Path, capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
     assert main(["simulate", "--costs", str(costs), "--trace", write(costs.parent, line)]) == 1
     said = capsys.readouterr().err
     assert words in said
     assert len(said.strip().splitlines()) == 1
 
 
-def test_the_first_requests_of_a_trace_are_played_step_by_step(
-    costs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_requests_of_a_trace_are_played_step_by_step(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(costs.parent, MOONCAKE * 3)
     given = ["--requests", "2", "--step-by-step", "--prefill-costs", str(costs), "-o", "json"]
     assert main(["simulate", "--costs", str(costs), "--trace", file, *given]) == 0
@@ -160,9 +134,7 @@ def test_a_trace_is_played_faster_longer_and_by_more(costs: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan"])
-def test_help_names_no_flag_that_means_nothing_there(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_names_no_flag_that_means_nothing_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     said = capsys.readouterr().out

@@ -50,9 +50,7 @@ def test_prompts_are_read_on_one_node_and_answered_on_the_other() -> None:
 
 def test_nodes_of_one_machine_slow_each_other() -> None:
     """While the prompt of the second request is read, the first one's answer is written."""
-    costs = msgspec.structs.replace(
-        node_costs(), beside=BesideCost(prefill=1.8, prefill_step_s=0.01, decode=1.5)
-    )
+    costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=1.8, prefill_step_s=0.01, decode=1.5))
     rows = apart([(0.0, 16, 400), (1.0, 1024, 1)])
     apart_s, together_s = dict[int, float](), dict[int, float]()
     for one_machine, found in ((False, apart_s), (True, together_s)):
@@ -67,9 +65,7 @@ def test_nodes_of_one_machine_slow_each_other() -> None:
 def test_a_node_that_computes_alone_is_as_fast_on_a_shared_machine() -> None:
     costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=2.0, decode=1.5))
     rows = apart([(0.0, 512, 20), (5.0, 100, 5)])
-    together, alone = (
-        simulate(a_setup(rows, costs=costs, one_machine=one_machine)) for one_machine in (True, False)
-    )
+    together, alone = (simulate(a_setup(rows, costs=costs, one_machine=one_machine)) for one_machine in (True, False))
     assert together == alone
 
 
@@ -129,10 +125,7 @@ def test_machines_that_are_all_taken_let_no_pool_grow() -> None:
     assert sum(load.role == "prefill" for load in report.nodes) == 1
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [((0, 0, 0), "at least 1 node"), ((1, 0, 0), "without a decode node")],
-)
+@pytest.mark.parametrize(("sizes", "words"), [((0, 0, 0), "at least 1 node"), ((1, 0, 0), "without a decode node")])
 def test_a_cluster_that_answers_nothing_is_refused(sizes: tuple[int, int, int], words: str) -> None:
     prefill, decode, aggregated = sizes
     with pytest.raises(ConfigurationError, match=words):

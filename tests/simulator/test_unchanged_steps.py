@@ -56,14 +56,7 @@ def all_of(scheduler: Scheduler) -> object:
     cache, pool = state.cache, state.cache.pool
     return (
         [
-            (
-                r.request_id,
-                r.status,
-                r.num_computed_tokens,
-                r.num_tokens,
-                r.all_token_ids,
-                r.allocation_horizon,
-            )
+            (r.request_id, r.status, r.num_computed_tokens, r.num_tokens, r.all_token_ids, r.allocation_horizon)
             for r in state.running
         ],
         [cache.block_ids(name) for name in state.requests],
@@ -78,20 +71,14 @@ def all_of(scheduler: Scheduler) -> object:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    requests=st.lists(
-        st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6
-    ),
+    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6),
     at_once=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     num_blocks=st.integers(12, 120),
     window=st.sampled_from([None, 6]),
     caching=st.booleans(),
 )
 def test_a_scheduler_is_left_as_by_single_steps(
-    requests: list[tuple[int, int, int]],
-    at_once: list[int],
-    num_blocks: int,
-    window: int | None,
-    caching: bool,
+    requests: list[tuple[int, int, int]], at_once: list[int], num_blocks: int, window: int | None, caching: bool
 ) -> None:
     together, alone = (a_scheduler(num_blocks, window, caching) for _ in range(2))
     for scheduler in (together, alone):
@@ -119,9 +106,7 @@ def test_a_scheduler_is_left_as_by_single_steps(
     steps=st.integers(1, 2500),
     places=st.lists(st.floats(0, 1), min_size=1, max_size=5),
 )
-def test_a_run_of_steps_takes_what_its_steps_take(
-    size: int, context: int, steps: int, places: list[float]
-) -> None:
+def test_a_run_of_steps_takes_what_its_steps_take(size: int, context: int, steps: int, places: list[float]) -> None:
     costs = node_costs()
     run = DecodeRun(costs, size, context * size, steps)
     ends = [0.0]
@@ -137,10 +122,7 @@ def test_a_run_of_steps_takes_what_its_steps_take(
 
 SOME_ROWS = st.lists(
     st.tuples(
-        st.integers(0, 3_000_000),
-        st.integers(1, 900),
-        st.integers(1, 300),
-        st.lists(st.integers(0, 3), max_size=20),
+        st.integers(0, 3_000_000), st.integers(1, 900), st.integers(1, 300), st.lists(st.integers(0, 3), max_size=20)
     ),
     min_size=1,
     max_size=12,
@@ -172,10 +154,7 @@ def test_no_step_within_a_size_and_a_context_takes_longer_than_the_most(
     one_machine=st.booleans(),
 )
 def test_a_cluster_answers_as_by_single_steps(
-    rows: list[tuple[int, int, int, list[int]]],
-    nodes: tuple[int, int, int],
-    blocks: int,
-    one_machine: bool,
+    rows: list[tuple[int, int, int, list[int]]], nodes: tuple[int, int, int], blocks: int, one_machine: bool
 ) -> None:
     """Whole results: the router receives the same messages, so that everything after it is the same, too."""
     traffic = sorted(

@@ -62,11 +62,7 @@ def test_the_cluster_as_it_was_is_found_again_and_others_are_as_simulated() -> N
     assert would.requests == len(ROWS)
     assert would.first_token_error == pytest.approx(0.0, abs=1e-3)
     assert would.total_error == pytest.approx(0.0, abs=1e-3)
-    assert [other.what for other in would.others] == [
-        "aggregated",
-        "one more prefill node",
-        "one more decode node",
-    ]
+    assert [other.what for other in would.others] == ["aggregated", "one more prefill node", "one more decode node"]
     (there,) = (account for account in measured(more) if account.request_id == "r9")
     (found,) = (account for account in accounts if account.request_id == "r9")
     assert would.others[1].first_token_s == pytest.approx(there.prefill_s - found.prefill_s, abs=1e-3)
@@ -92,10 +88,7 @@ def test_an_aggregated_cluster_is_compared_with_two_roles() -> None:
 
 @pytest.mark.parametrize(
     ("change", "name", "reason"),
-    [
-        ({}, "r99", "is not among the last 200 requests"),
-        ({"finish": "abort"}, "r3", "was not answered to its end"),
-    ],
+    [({}, "r99", "is not among the last 200 requests"), ({"finish": "abort"}, "r3", "was not answered to its end")],
 )
 def test_where_nothing_can_be_said_the_reason_is(change: dict[str, object], name: str, reason: str) -> None:
     setup = a_setup(ROWS)

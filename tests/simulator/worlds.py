@@ -85,12 +85,7 @@ def a_setup(
     )
     costs = costs or node_costs()
     return SimulationSetup(
-        config,
-        dict.fromkeys(Role, costs),
-        PlayedTraffic(rows, 16),
-        slo,
-        by_steps=by_steps,
-        one_machine=one_machine,
+        config, dict.fromkeys(Role, costs), PlayedTraffic(rows, 16), slo, by_steps=by_steps, one_machine=one_machine
     )
 
 

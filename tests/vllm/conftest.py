@@ -57,9 +57,7 @@ def write_model(folder: Path, model: Any, config: Any, **settings: Any) -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
         CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False),
     )
     backend.save(str(folder / "tokenizer.json"))
     words = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
@@ -102,9 +100,7 @@ def engine(tiny_model: Path) -> Iterator[Any]:
     from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
     from tandem.engine.vllm.wing import make
 
-    model = ModelConfig(
-        path=str(tiny_model), dtype="float32", device="cpu", engine="vllm", engine_args=dict(ARGS)
-    )
+    model = ModelConfig(path=str(tiny_model), dtype="float32", device="cpu", engine="vllm", engine_args=dict(ARGS))
     config = EngineConfig(
         model=model,
         cache=CacheConfig(memory_bytes=64 << 20),
@@ -115,9 +111,7 @@ def engine(tiny_model: Path) -> Iterator[Any]:
     made.shutdown()
 
 
-def serve_vllm(
-    model: Path, path: Path, pools: Sequence[str], *flags: str
-) -> Iterator[tuple[Serve, httpx.Client]]:
+def serve_vllm(model: Path, path: Path, pools: Sequence[str], *flags: str) -> Iterator[tuple[Serve, httpx.Client]]:
     """Serves the model with nodes in vLLM's environment."""
     (path / "tandem").symlink_to(Path(__file__).parents[2] / "tandem")
     settings = [f"pools.{pool}.env={{PYTHONPATH: {path}}}" for pool in pools]
@@ -141,14 +135,10 @@ def nodes(client: httpx.Client) -> list[dict[str, Any]]:
 
 
 def is_at_rest(found: list[dict[str, Any]]) -> bool:
-    return not any(
-        node["running"] or node["waiting"] or node["free_blocks"] != node["total_blocks"] for node in found
-    )
+    return not any(node["running"] or node["waiting"] or node["free_blocks"] != node["total_blocks"] for node in found)
 
 
-def until(
-    client: httpx.Client, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0
-) -> None:
+def until(client: httpx.Client, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition(found := nodes(client)):
         assert time.monotonic() < deadline, found

@@ -68,10 +68,7 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 25
 def test_its_greedy_answers_are_those_of_vllm_alone(engine: Any, tiny_model: Any) -> None:
     prompts = [prompt(length, seed) for seed in (1, 2) for length in LENGTHS]
     expected = answers_alone(tiny_model, prompts, 12)
-    found = run(
-        engine,
-        *(request(f"r{i}", tokens, max_tokens=12, ignore_eos=True) for i, tokens in enumerate(prompts)),
-    )
+    found = run(engine, *(request(f"r{i}", tokens, max_tokens=12, ignore_eos=True) for i, tokens in enumerate(prompts)))
     assert [tokens_of(found[f"r{i}"]) for i in range(len(prompts))] == expected
     assert all(chunks[-1].finish is FinishReason.LENGTH for chunks in found.values())
     assert is_at_rest(engine)
@@ -156,10 +153,7 @@ def test_logprobs_come_with_every_token(engine: Any) -> None:
 def test_a_seed_gives_the_same_answer_again(engine: Any) -> None:
     found = run(
         engine,
-        *(
-            request(name, prompt(50, 7), temperature=1.5, seed=seed)
-            for name, seed in (("a", 5), ("b", 5), ("c", 6))
-        ),
+        *(request(name, prompt(50, 7), temperature=1.5, seed=seed) for name, seed in (("a", 5), ("b", 5), ("c", 6))),
     )
     assert tokens_of(found["a"]) == tokens_of(found["b"]) != tokens_of(found["c"])
 
@@ -167,9 +161,7 @@ def test_a_seed_gives_the_same_answer_again(engine: Any) -> None:
 def test_a_sampled_answer_goes_on_where_it_was_with_its_noise(engine: Any) -> None:
     sampled = {"temperature": 1.2, "seed": 9, "max_tokens": 20, "ignore_eos": True, "top_p": 0.95}
     whole = tokens_of(run(engine, request("a", prompt(600, 7), **sampled))["a"])
-    assert (
-        tokens_of(run(engine, request("b", prompt(600, 7), brought=whole[:8], **sampled))["b"]) == whole[8:]
-    )
+    assert tokens_of(run(engine, request("b", prompt(600, 7), brought=whole[:8], **sampled))["b"]) == whole[8:]
     company = [request(f"c{i}", prompt(300 + i, i), temperature=1.0, seed=i) for i in range(6)]
     assert tokens_of(run(engine, request("d", prompt(600, 7), **sampled), *company)["d"]) == whole
 
@@ -180,17 +172,14 @@ def test_an_answer_follows_its_grammar_also_after_a_move(engine: Any) -> None:
     whole = tokens_of(chunks)
     assert (chunks[-1].finish, chunks[-1].stop_token) == (FinishReason.STOP, 1)
     moved = run(
-        engine,
-        request("b", prompt(30, 8), brought=whole[:4], eos=frozenset([1]), max_tokens=30, grammar=grammar),
+        engine, request("b", prompt(30, 8), brought=whole[:4], eos=frozenset([1]), max_tokens=30, grammar=grammar)
     )["b"]
     assert tokens_of(moved) == whole[4:]
 
 
 def test_a_grammar_that_is_none_fails_its_request_alone(engine: Any) -> None:
     found = run(
-        engine,
-        request("bad", prompt(30, 8), grammar="start: nothing_of_that_name"),
-        request("good", prompt(30, 8)),
+        engine, request("bad", prompt(30, 8), grammar="start: nothing_of_that_name"), request("good", prompt(30, 8))
     )
     assert found["bad"][-1].error is not None
     assert found["bad"][-1].error.code == "invalid_request"
@@ -210,9 +199,7 @@ def test_more_than_its_cache_holds_is_preempted_and_answered(engine: Any) -> Non
     requests = {f"p{i}": prompt(1400, 20 + i) for i in range(12)}
     alone = {name: tokens_of(run(engine, request(name, tokens, max_tokens=60, ignore_eos=True))[name]) for name, tokens in list(requests.items())[:3]}  # fmt: skip
     engine.reset_prefix_cache()
-    found = run(
-        engine, *(request(name, tokens, max_tokens=60, ignore_eos=True) for name, tokens in requests.items())
-    )
+    found = run(engine, *(request(name, tokens, max_tokens=60, ignore_eos=True) for name, tokens in requests.items()))
     assert {name: tokens_of(found[name]) for name in alone} == alone
     assert is_at_rest(engine)
 
@@ -220,9 +207,7 @@ def test_more_than_its_cache_holds_is_preempted_and_answered(engine: Any) -> Non
 def test_a_repetition_ends_the_answer(engine: Any) -> None:
     bias = {7: 100.0}
     wanted = RepetitionDetection(max_pattern_size=2, min_count=4)
-    chunks = run(
-        engine, request("a", prompt(20), max_tokens=50, logit_bias=bias, repetition_detection=wanted)
-    )["a"]
+    chunks = run(engine, request("a", prompt(20), max_tokens=50, logit_bias=bias, repetition_detection=wanted))["a"]
     assert tokens_of(chunks) == [7] * 4
     assert chunks[-1].finish is FinishReason.STOP
 

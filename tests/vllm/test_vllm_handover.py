@@ -35,9 +35,7 @@ PROMPTS = [prompt(length, seed) for seed in (3, 4, 5) for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Serve, httpx.Client]]:
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve, httpx.Client]]:
     # Short prompts go over, too: otherwise a decode node computes them itself. A decode node has blocks for one request of the longest
     # context, so that many which write long answers take each other's.
     flags = (
@@ -63,18 +61,14 @@ def count(found: list[dict[str, Any]], name: str) -> int:
     return sum(node["counters"][name] for node in found)
 
 
-def test_sixty_answers_are_those_of_vllm_alone(
-    served: tuple[Serve, httpx.Client], expected: list[list[int]]
-) -> None:
+def test_sixty_answers_are_those_of_vllm_alone(served: tuple[Serve, httpx.Client], expected: list[list[int]]) -> None:
     _, client = served
     found = [ask(client, tokens)["choices"][0]["token_ids"] for tokens in PROMPTS]
     assert found == expected
     until(client, lambda now: is_at_rest(now) and received(now) >= len(PROMPTS))
     now = nodes(client)
     assert count(now, "loads_failed") == 0
-    assert count(now, "prompt_tokens_received") > 3 * max(LENGTHS) * 0.9, (
-        "shorter prompts share their beginning"
-    )
+    assert count(now, "prompt_tokens_received") > 3 * max(LENGTHS) * 0.9, "shorter prompts share their beginning"
     assert all(not node["counters"]["transfer_refusals"] for node in now)
 
 
@@ -91,9 +85,7 @@ def test_many_at_once_are_those_too(served: tuple[Serve, httpx.Client], expected
     until(client, is_at_rest)
 
 
-def test_requests_that_lose_their_blocks_to_others_go_on(
-    tiny_model: Path, served: tuple[Serve, httpx.Client]
-) -> None:
+def test_requests_that_lose_their_blocks_to_others_go_on(tiny_model: Path, served: tuple[Serve, httpx.Client]) -> None:
     """A decode node computes a preempted request again, prompt and first token of the prefill node included."""
     _, client = served
     prompts = [prompt(300, seed) for seed in range(40, 54)]
@@ -128,10 +120,7 @@ def test_grammars_and_logprobs_go_over(served: tuple[Serve, httpx.Client]) -> No
         "temperature": 0,
         "max_tokens": 60,
     }
-    shaped = {
-        **question,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
-    }
+    shaped = {**question, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     said = client.post("/v1/chat/completions", json=shaped).json()["choices"][0]["message"]["content"]
     assert json.loads(said)["a"] in ("b", "c")
     listed = ask(client, PROMPTS[10], logprobs=2, max_tokens=5)["choices"][0]["logprobs"]["token_logprobs"]
@@ -151,13 +140,7 @@ def test_a_sampled_answer_does_not_depend_on_where_it_is_made(served: tuple[Serv
 def test_clients_that_leave_in_each_phase_give_every_block_back(served: tuple[Serve, httpx.Client]) -> None:
     _, client = served
     for seed, wait in ((31, 0), (32, 0), (33, 1), (34, 5), (35, 5)):
-        body = {
-            "model": "tiny",
-            "prompt": prompt(2500, seed),
-            "max_tokens": 1000,
-            "stream": True,
-            "ignore_eos": True,
-        }
+        body = {"model": "tiny", "prompt": prompt(2500, seed), "max_tokens": 1000, "stream": True, "ignore_eos": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             for _ in range(wait):

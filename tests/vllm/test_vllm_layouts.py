@@ -13,16 +13,7 @@ import httpx
 import pytest
 
 from tests.integration.cluster_lab import Serve
-from tests.vllm.conftest import (
-    NEEDS_PYTHON,
-    answers_alone,
-    is_at_rest,
-    nodes,
-    prompt,
-    serve_vllm,
-    until,
-    write_model,
-)
+from tests.vllm.conftest import NEEDS_PYTHON, answers_alone, is_at_rest, nodes, prompt, serve_vllm, until, write_model
 
 pytestmark = [NEEDS_PYTHON, pytest.mark.timeout(900)]
 TOKENS = 16
@@ -36,7 +27,9 @@ class Kind(NamedTuple):
     shape: dict[str, Any]
     flags: tuple[str, ...] = ()
     alone: Mapping[str, Any] = MappingProxyType({})
-    in_company: bool = True  # vLLM's own answers do not depend on what else it computes, as those to the last two kinds do on CPUs
+    in_company: bool = (
+        True  # vLLM's own answers do not depend on what else it computes, as those to the last two kinds do on CPUs
+    )
 
 
 KINDS = {
@@ -84,16 +77,12 @@ def model(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(
-    kind: Kind, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Serve, httpx.Client]]:
+def served(kind: Kind, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve, httpx.Client]]:
     flags = ("--prefill", "1", "--decode", "1", "--set", "router.local_prefill=never", *kind.flags)
     yield from serve_vllm(model, tmp_path_factory.mktemp("path"), ("prefill", "decode"), *flags)
 
 
-def test_answers_are_those_of_vllm_by_itself(
-    kind: Kind, model: Path, served: tuple[Serve, httpx.Client]
-) -> None:
+def test_answers_are_those_of_vllm_by_itself(kind: Kind, model: Path, served: tuple[Serve, httpx.Client]) -> None:
     _, client = served
     expected = answers_alone(model, PROMPTS, TOKENS, **kind.alone)
 

@@ -30,9 +30,7 @@ TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def served(
-    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Serve, httpx.Client]]:
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve, httpx.Client]]:
     yield from serve_vllm(tiny_model, tmp_path_factory.mktemp("path"), ("aggregated",), "--aggregated", "2")
 
 
@@ -51,9 +49,7 @@ def asked(tokens: list[int], **others: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_greedy_answers_are_those_of_vllm_alone(
-    served: tuple[Serve, httpx.Client], expected: list[list[int]]
-) -> None:
+def test_greedy_answers_are_those_of_vllm_alone(served: tuple[Serve, httpx.Client], expected: list[list[int]]) -> None:
     _, client = served
     answers = [client.post("/v1/completions", json=asked(tokens)).json() for tokens in PROMPTS]
     assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
@@ -62,27 +58,17 @@ def test_greedy_answers_are_those_of_vllm_alone(
 
 def test_chats_stop_strings_and_schemas_are_answered(served: tuple[Serve, httpx.Client]) -> None:
     _, client = served
-    question = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "hello"}],
-        "temperature": 0,
-        "max_tokens": 60,
-    }
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 60}
     schema = {
         "type": "object",
         "properties": {"a": {"enum": ["b", "c"]}},
         "required": ["a"],
         "additionalProperties": False,
     }
-    shaped = {
-        **question,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
-    }
+    shaped = {**question, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
     answer = client.post("/v1/chat/completions", json=shaped).json()["choices"][0]
     assert json.loads(answer["message"]["content"])["a"] in ("b", "c")
-    text = client.post("/v1/completions", json=asked(PROMPTS[2], return_token_ids=False)).json()["choices"][
-        0
-    ]["text"]
+    text = client.post("/v1/completions", json=asked(PROMPTS[2], return_token_ids=False)).json()["choices"][0]["text"]
     stop = text[len(text) // 2 :][:2]
     stopped = client.post("/v1/completions", json=asked(PROMPTS[2], stop=[stop])).json()["choices"][0]
     assert (stopped["finish_reason"], stopped["text"]) == ("stop", text[: text.index(stop)])

@@ -60,11 +60,7 @@ def described() -> Description:
     structs: dict[str, Any] = {}
     enums: dict[str, Any] = {}
     channels = {name: sorted(_members(channel, structs, enums)) for name, channel in CHANNELS.items()}
-    return {
-        "channels": channels,
-        "structs": dict(sorted(structs.items())),
-        "enums": dict(sorted(enums.items())),
-    }
+    return {"channels": channels, "structs": dict(sorted(structs.items())), "enums": dict(sorted(enums.items()))}
 
 
 def kept(version: int) -> Description:
@@ -181,9 +177,7 @@ def _breaks_of(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             found.append(f"the field {name} has no default any more")
         elif before["omits_defaults"] and field.get("default") != now.get("default"):
             found.append(f"the field {name} is left out when it has its default, which is another one now")
-    found += [
-        f"the new field {name} has no default" for name, field in fields.items() if "default" not in field
-    ]
+    found += [f"the new field {name} has no default" for name, field in fields.items() if "default" not in field]
     names = [field["name"] for field in before["fields"]]
     if before["is_list"] and [field["name"] for field in after["fields"]][: len(names)] != names:
         found.append("it is a list, so new fields come last")

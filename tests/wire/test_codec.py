@@ -26,9 +26,7 @@ def test_every_message_arrives_as_it_was_sent(channel: Any, data: st.DataObject)
 
 @pytest.mark.parametrize("channel", CHANNELS, ids=["to node", "to router", "handoff", "node info"])
 @given(data=st.data())
-def test_a_damaged_frame_is_refused_or_a_message_never_anything_else(
-    channel: Any, data: st.DataObject
-) -> None:
+def test_a_damaged_frame_is_refused_or_a_message_never_anything_else(channel: Any, data: st.DataObject) -> None:
     frame = bytearray(msgspec.msgpack.encode(data.draw(values_of(channel))))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(frame) - 1))
@@ -50,9 +48,7 @@ def test_a_message_of_another_channel_is_refused() -> None:
 
 def test_what_a_node_does_not_know_is_refused_not_ignored() -> None:
     """A router that is newer than a node must not have a request run without what it asked for."""
-    submit = msgspec.to_builtins(
-        Submit("r", "tcp://x:1", 1.0, prompt_token_ids=[1], sampling=SamplingParams())
-    )
+    submit = msgspec.to_builtins(Submit("r", "tcp://x:1", 1.0, prompt_token_ids=[1], sampling=SamplingParams()))
     submit["sampling"]["unheard_of"] = 1
     with pytest.raises(msgspec.ValidationError, match="unheard_of"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=ToNode)

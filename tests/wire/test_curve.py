@@ -61,9 +61,7 @@ def outbox() -> Iterator[Outbox]:
 class Caller:
     """A PUSH socket of another process, with its keys or without any, and what becomes of its connections."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ProcessKeys | None
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ProcessKeys | None) -> None:
         self._socket = context.socket(zmq.PUSH)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | ENDED)
         host, port = address_of(endpoint)
@@ -103,12 +101,7 @@ def test_a_process_hears_itself(inbox: Inbox[Any], outbox: Outbox, heard: Heard)
 
 @pytest.mark.parametrize("has_keys", [False, True], ids=["without a key", "with a key that is not admitted"])
 def test_a_stranger_gets_nothing(
-    impatient: None,
-    inbox: Inbox[Any],
-    outbox: Outbox,
-    heard: Heard,
-    call: Call,
-    has_keys: bool,
+    impatient: None, inbox: Inbox[Any], outbox: Outbox, heard: Heard, call: Call, has_keys: bool
 ) -> None:
     stranger = call(inbox.endpoint, ProcessKeys() if has_keys else None)
     stranger.say("stranger")
@@ -118,9 +111,7 @@ def test_a_stranger_gets_nothing(
     assert inbox.malformed == 0
 
 
-def test_one_that_becomes_a_member_a_moment_later_is_heard(
-    inbox: Inbox[Any], heard: Heard, call: Call
-) -> None:
+def test_one_that_becomes_a_member_a_moment_later_is_heard(inbox: Inbox[Any], heard: Heard, call: Call) -> None:
     """Its key may be on its way while it speaks: its connection waits for that, and need not be made again."""
     keys = ProcessKeys()
     early = call(inbox.endpoint, keys)

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from tandem.base.errors import NodeLost
 from tandem.wire.lines import RETRY_S, Letter, LetterToNode, LetterToRouter, Lines, Resend
 from tandem.wire.nodes import NodeState, Role
-from tandem.wire.requests import (
-    Cancel,
-    NodeCounters,
-    NodeStatus,
-    Ping,
-    TokenBatch,
-    TokenChunk,
-)
+from tandem.wire.requests import Cancel, NodeCounters, NodeStatus, Ping, TokenBatch, TokenChunk
 
 HEARTBEAT_S = 0.25
 

@@ -38,8 +38,7 @@ def test_an_address_that_refuses_is_known_to_be_dead_and_one_that_accepts_is_not
 
 
 @pytest.mark.parametrize(
-    "endpoint",
-    ["tcp://some-host-name:80", "tcp://", "nonsense", "tcp://[::1", "tcp://1.2.3.4:x", "tcp://1.2.3.4:80"],
+    "endpoint", ["tcp://some-host-name:80", "tcp://", "nonsense", "tcp://[::1", "tcp://1.2.3.4:x", "tcp://1.2.3.4:80"]
 )
 def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endpoint: str) -> None:
     probe = ListenerProbe()
@@ -63,9 +62,7 @@ def test_an_address_is_asked_whatever_number_the_connection_gets() -> None:
 
 def test_a_stopped_process_still_listens() -> None:
     """Its kernel accepts for it: it is not taken for gone, however long it stands still."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=_listen, args=(port := _free_port(),), daemon=True
-    )
+    process = multiprocessing.get_context("spawn").Process(target=_listen, args=(port := _free_port(),), daemon=True)
     process.start()
     try:
         probe = ListenerProbe()

@@ -230,9 +230,7 @@ def test_what_was_sent_while_the_other_was_away_arrives_when_it_is_back(outbox: 
         second.close()
 
 
-def test_one_endpoint_too_many_is_lost_and_the_others_go_on(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_endpoint_too_many_is_lost_and_the_others_go_on(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sockets of a process count: here the inbox's three, the authenticator's three, and one more."""
     monkeypatch.setattr(sockets, "MAX_SOCKETS", 7)
     monkeypatch.setattr(sockets, "shared", sockets.ProcessSockets())
@@ -343,9 +341,7 @@ def test_closing_lets_what_was_just_sent_leave(inbox: Inbox[Any], heard: Heard) 
     assert heard.wait(1) == [Ping("last words")]
 
 
-def test_an_inbox_that_does_not_listen_yet_keeps_what_comes_and_can_be_closed(
-    heard: Heard, outbox: Outbox
-) -> None:
+def test_an_inbox_that_does_not_listen_yet_keeps_what_comes_and_can_be_closed(heard: Heard, outbox: Outbox) -> None:
     late: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="late", listens=False)
     outbox.send(late.endpoint, Ping("early"))
     late.listen()

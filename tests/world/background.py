@@ -43,9 +43,7 @@ class Background:
             return None
         return KeptAnswer(f"answer-{label}", b"what a response is made of")
 
-    def reads(
-        self, task: asyncio.Task[None], router: WorldRouter, spec: SequenceSpec, right: list[int]
-    ) -> None:
+    def reads(self, task: asyncio.Task[None], router: WorldRouter, spec: SequenceSpec, right: list[int]) -> None:
         """This task reads the answer at this router, until the router ends."""
         if spec.keep is not None:
             self._reading[task] = router, spec, right
@@ -127,16 +125,12 @@ class Background:
         schedule.kill_router(router)
         generation.cancel()
         if rng.random() < 0.5:
-            await self._stop_all(
-                SILENCE_S
-            )  # every node has taken the router for lost before the answer is whole
+            await self._stop_all(SILENCE_S)  # every node has taken the router for lost before the answer is whole
         try:
             async with asyncio.timeout(FOUND_S):
                 is_read = await self._follow(await self._another(), spec, schedule.right(prompt, LONGEST))
         except TimeoutError:
             is_read = False
         if not is_read:
-            schedule.broken(
-                f"a kept answer was not read to its end within {FOUND_S:.0f} s after its router ended"
-            )
+            schedule.broken(f"a kept answer was not read to its end within {FOUND_S:.0f} s after its router ended")
         schedule.look()

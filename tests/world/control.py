@@ -106,11 +106,7 @@ class _Broken(Exception):
 
 
 def run(
-    seed: int,
-    *,
-    with_faults: bool = True,
-    without: Collection[str] = (),
-    on_message: OnMessage | None = None,
+    seed: int, *, with_faults: bool = True, without: Collection[str] = (), on_message: OnMessage | None = None
 ) -> Outcome:
     """`without`: what the seed's schedule has and this one leaves out: orders (o1, o2 ...), faults (f1 ...), machines (m2 ...), deaths of
     controllers at one of their steps (c1 ...), bad luck of processes that start (NAME.1 ...), and DOWN."""
@@ -212,12 +208,7 @@ class _Order:
 
 class Schedule:
     def __init__(
-        self,
-        loop: VirtualLoop,
-        rng: random.Random,
-        outcome: Outcome,
-        with_faults: bool,
-        without: frozenset[str],
+        self, loop: VirtualLoop, rng: random.Random, outcome: Outcome, with_faults: bool, without: frozenset[str]
     ) -> None:
         self.loop, self.rng, self.outcome = loop, rng, outcome
         self.with_faults, self.without = with_faults, without
@@ -301,10 +292,7 @@ class Schedule:
             decode = PoolConfig(nodes=None)
         return TandemConfig(
             router=RouterConfig(
-                tokenizer_path="model",
-                model_name="fake",
-                max_failovers=100 * GOOD,
-                processes=rng.choice([1, 1, 2]),
+                tokenizer_path="model", model_name="fake", max_failovers=100 * GOOD, processes=rng.choice([1, 1, 2])
             ),
             scheduler=replace(TandemConfig().scheduler, max_num_seqs=100 * GOOD),
             pools=PoolsConfig(prefill=PoolConfig(nodes=rng.randint(0, 2)), decode=decode),
@@ -350,9 +338,7 @@ class Schedule:
         if not self.ray.head_is_there.is_set():  # Ray starts nothing without its control store
             self.loop.call_later(0.5, self._start_controller)
             return
-        if self.has_ended or (
-            self.process is not None and self.process.is_alive and not self.process.is_stopped
-        ):
+        if self.has_ended or (self.process is not None and self.process.is_alive and not self.process.is_stopped):
             return
         self.newest += 1
         process = self.process = ControllerProcess(self.ray, self.newest)
@@ -382,9 +368,7 @@ class Schedule:
         actor.start_s = rng.uniform(1.0, 8.0) if isinstance(actor, NodeActor) else rng.uniform(0.5, 3.0)
         actor.work_s = rng.choice([0.0, 0.5, 4.0, 15.0])
         setting = (
-            actor.config.engine.scheduler.max_num_seqs
-            if isinstance(actor, NodeActor)
-            else actor.config.max_failovers
+            actor.config.engine.scheduler.max_num_seqs if isinstance(actor, NodeActor) else actor.config.max_failovers
         )
         kind = setting // 100
         if kind == REFUSED_AT_START:
@@ -467,11 +451,7 @@ class Schedule:
                 self.broken("a rollout that is taken back goes on")
             if old.sizes != new.sizes and not self.orders:
                 self.broken(f"without an order the sizes become {_sizes(new)} during a rollout")
-        if (
-            new.rollout is not None
-            and new.rollout.going_back
-            and not (old.rollout and old.rollout.going_back)
-        ):
+        if new.rollout is not None and new.rollout.going_back and not (old.rollout and old.rollout.going_back):
             self._check_reason(new.rollout.going_back)
 
     def _check_reason(self, why: str) -> None:
@@ -519,11 +499,7 @@ class Schedule:
             if isinstance(actor, NodeActor) and (actor.machine, actor.slot) == (new.machine, new.slot)
         ]
         for host in self.ray.machines:
-            if (
-                host.name == new.machine
-                and host.slots is not None
-                and len(here) > host.slots.get(new.slot, 0)
-            ):
+            if host.name == new.machine and host.slots is not None and len(here) > host.slots.get(new.slot, 0):
                 self.broken(f"{host.name} has no room for {', '.join(map(str, here))}")
 
     def _check_members(self, router: RouterActor, process: ControllerProcess, before: list[NodeInfo]) -> None:
@@ -557,9 +533,7 @@ class Schedule:
 
     # ── orders ──
 
-    async def _ordered(
-        self, order: _Order, call: Callable[[ControllerHost], Coroutine[Any, Any, Any]]
-    ) -> bool:
+    async def _ordered(self, order: _Order, call: Callable[[ControllerHost], Coroutine[Any, Any, Any]]) -> bool:
         """Gives an order to the controller, as a command does. Returns whether it was confirmed."""
         process, host = self.process, self.host
         if process is None or host is None or not process.is_alive:
@@ -634,9 +608,7 @@ class Schedule:
             await self._ordered(_Order("go back"), _sent(GoBackOrder()))
         elif kind == "pause":
             name = rng.choice([*names, "prefill", "decode"])
-            await self._ordered(
-                _Order(f"pause {name}", lambda kept: name in kept.paused), _sent(PauseOrder([name]))
-            )
+            await self._ordered(_Order(f"pause {name}", lambda kept: name in kept.paused), _sent(PauseOrder([name])))
         elif kind == "resume":
             await self._ordered(_Order("resume", lambda kept: not kept.paused), _sent(ResumeOrder()))
         elif kind == "reset":
@@ -653,9 +625,7 @@ class Schedule:
         return await self._ordered(
             _Order(
                 f"scale {', '.join(f'{role.value}={size}' for role, size in sizes.items())}",
-                None
-                if self._is_scaled
-                else lambda kept: all(kept.sizes[role] == size for role, size in sizes.items()),
+                None if self._is_scaled else lambda kept: all(kept.sizes[role] == size for role, size in sizes.items()),
             ),
             _sent(ScaleOrder(sizes)),
         )
@@ -673,9 +643,7 @@ class Schedule:
             config = replace(config, model=replace(config.model, path=f"{owner}model-{number}"))
         if what == "sizes" or rng.random() < 0.3:
             pools = config.pools
-            config = replace(
-                config, pools=replace(pools, prefill=replace(pools.prefill, nodes=rng.randint(0, 3)))
-            )
+            config = replace(config, pools=replace(pools, prefill=replace(pools.prefill, nodes=rng.randint(0, 3))))
         if what == "at once":
             config = replace(config, slo=replace(config.slo, ttft_s=rng.choice([1.0, 2.0, 3.0])))
         if self._is_scaled and rng.random() < 0.5:  # users come and go during a rollout, too
@@ -751,17 +719,12 @@ class Schedule:
         elif kind == "late":
             self._for(lasts, "calls are late", lambda: setattr(self.ray, "late", 0.3), self._in_time)
         elif kind == "head":
-            self._for(
-                lasts, "the control store is away", self.ray.head_is_there.clear, self.ray.head_is_there.set
-            )
+            self._for(lasts, "the control store is away", self.ray.head_is_there.clear, self.ray.head_is_there.set)
         elif kind == "full":
             self._for(lasts, "the store is full", lambda: self._full(True), lambda: self._full(False))
         elif kind == "answers":
             self._for(
-                lasts,
-                "the store's answers get lost",
-                lambda: self._lose_answers(0.3),
-                lambda: self._lose_answers(0.0),
+                lasts, "the store's answers get lost", lambda: self._lose_answers(0.3), lambda: self._lose_answers(0.0)
             )
             # What an order was refused for then must not stay in the record.
             self.loop.call_later(lasts * rng.uniform(0.6, 1.0), self._begin, self._order, rng)
@@ -777,9 +740,7 @@ class Schedule:
         elif kind == "unseen" and self.has_places:
             machine = rng.choice(self.ray.machines).name
             self._blame_machine(machine)
-            self._for(
-                lasts, f"{machine} is not seen", lambda: self._unsee(machine), lambda: self._see(machine)
-            )
+            self._for(lasts, f"{machine} is not seen", lambda: self._unsee(machine), lambda: self._see(machine))
         elif kind == "machine" and len(self.ray.machines) > 1:
             machine = rng.choice(self.ray.machines[1:]).name
             self._blame_machine(machine)
@@ -890,23 +851,18 @@ class Schedule:
             self._plan(rng.uniform(0.0, FAULTS_S), "f", self._load)
         ends = rng.random() < 0.12 and self._has(DOWN)
         if ends:
-            self.loop.call_later(
-                rng.uniform(0.3, 1.0) * FAULTS_S, lambda: self.loop.create_task(self._down())
-            )
+            self.loop.call_later(rng.uniform(0.3, 1.0) * FAULTS_S, lambda: self.loop.create_task(self._down()))
         served = False
         while self.loop.time() < end:
             await asyncio.sleep(1.0)
             self._look()
-            served = served or any(
-                isinstance(actor, RouterActor) and actor.accepts for actor in self.ray.living()
-            )
+            served = served or any(isinstance(actor, RouterActor) and actor.accepts for actor in self.ray.living())
             if served and self.loop.time() > 30.0:
                 self._check_service()
         self._heal()
         if ends:
             await self._until(
-                lambda: self.has_ended or bool(self.host and self.host._stage is ClusterStage.STOPPED),
-                "the end",
+                lambda: self.has_ended or bool(self.host and self.host._stage is ClusterStage.STOPPED), "the end"
             )
             if left := [str(actor) for actor in self.ray.living()]:
                 raise _Broken(f"the deployment has ended, and {', '.join(left)} runs")
@@ -927,10 +883,7 @@ class Schedule:
 
     async def _down(self) -> None:
         """As the command: the controller ends what it knows, then the command ends the controller and what is left."""
-        ended, process = (
-            await self._ordered(_Order("down"), lambda host: host.end("tandem down")),
-            self.process,
-        )
+        ended, process = (await self._ordered(_Order("down"), lambda host: host.end("tandem down")), self.process)
         if ended and process is not None and self.ray.head_is_there.is_set():
             self.clear_away(process)
         if not self.has_ended:
@@ -989,10 +942,7 @@ class Schedule:
     def _wrong_nodes(self, kept: ClusterState) -> str:
         config = kept.revision.config or self.config
         for role in ROLES:
-            staying, wanted = (
-                kept.staying(role),
-                plan.wanted_size(kept, self.ray.machines, role, config.pools),
-            )
+            staying, wanted = (kept.staying(role), plan.wanted_size(kept, self.ray.machines, role, config.pools))
             if len(staying) != wanted:
                 return f"{role.value} has {len(staying)} nodes, and should have {wanted}"
         if waiting := [record.node_id for record in kept.nodes if record.placement is None]:

@@ -219,38 +219,14 @@ def _role_not_recorded(right: Any) -> Any:
 
 
 CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = {
-    "recorded-after-the-act": (
-        "what is done is recorded later",
-        (Reconciler, "keep", _recorded_after_the_act),
-    ),
-    "refused-record-stays": (
-        "an order that was refused is carried out",
-        (Reconciler, "keep", _refused_record_stays),
-    ),
-    "judged-by-clients": (
-        "clients' errors take a rollout back",
-        (watch, "_why_failed", _judged_by_clients_errors),
-    ),
-    "nodes-never-judged": (
-        "bad nodes never take a rollout back",
-        (watch, "_why_failed", _never_judged),
-    ),
-    "routers-never-judged": (
-        "bad routers never take it back",
-        (watch, "_why_failed_router", _never_judged),
-    ),
-    "departures-forgotten": (
-        "what drained goes on after a restart",
-        (Reconciler, "take_over", _departures_forgotten),
-    ),
-    "rollout-forgotten": (
-        "a rollout stops with its controller",
-        (Reconciler, "_begin_rollout", _rollout_forgotten),
-    ),
-    "drained-starts-again": (
-        "a drained node is started again",
-        (Fleet, "end_node", _drained_node_starts_again),
-    ),
+    "recorded-after-the-act": ("what is done is recorded later", (Reconciler, "keep", _recorded_after_the_act)),
+    "refused-record-stays": ("an order that was refused is carried out", (Reconciler, "keep", _refused_record_stays)),
+    "judged-by-clients": ("clients' errors take a rollout back", (watch, "_why_failed", _judged_by_clients_errors)),
+    "nodes-never-judged": ("bad nodes never take a rollout back", (watch, "_why_failed", _never_judged)),
+    "routers-never-judged": ("bad routers never take it back", (watch, "_why_failed_router", _never_judged)),
+    "departures-forgotten": ("what drained goes on after a restart", (Reconciler, "take_over", _departures_forgotten)),
+    "rollout-forgotten": ("a rollout stops with its controller", (Reconciler, "_begin_rollout", _rollout_forgotten)),
+    "drained-starts-again": ("a drained node is started again", (Fleet, "end_node", _drained_node_starts_again)),
     "scaled-during-rollout": (
         "pools are resized by load in a rollout",
         (ScalingPools, "_scaled", _scaled_during_a_rollout),
@@ -260,27 +236,18 @@ CONTROL_MUTANTS: dict[str, tuple[str, tuple[Any, str, Callable[[Any], Any]]]] = 
         (Reconciler, "change_config", _sizes_kept_before_the_model_is_known),
     ),
     "two-rollouts": ("a second apply is taken in a rollout", (Controller, "apply", _second_apply_taken)),
-    "last-node-goes": (
-        "a rollout takes the last node that decodes",
-        (steps, "most_unavailable", _last_node_may_go),
-    ),
+    "last-node-goes": ("a rollout takes the last node that decodes", (steps, "most_unavailable", _last_node_may_go)),
     "half-a-rollout": ("a rollout ends with old nodes", (steps, "next_step", _old_ones_stay)),
     "only-new-router-unjudged": (
         "the old router ends by itself",
         (wing, "rollout_facts", _only_places_with_old_routers_judged),
     ),
     "ids-given-again": ("an id is given twice", (ClusterState, "with_new_node", _ids_given_again)),
-    "unseen-is-gone": (
-        "a machine that Ray does not see is given up",
-        (Fleet, "may_serve_on", _machine_gone_at_once),
-    ),
+    "unseen-is-gone": ("a machine that Ray does not see is given up", (Fleet, "may_serve_on", _machine_gone_at_once)),
     "never-withdrawn": ("routers keep nodes that have ended", (Membership, "withdraw", _withdrawn_late)),
     "pauses-not-told": ("routers do not hear of a pause", (Membership, "pause", _pauses_not_told)),
     "no-door": ("a new router does not get the socket", (RouterSupervisor, "_open_door", _without_a_door)),
-    "departure-unrecorded": (
-        "what has left stays in the record",
-        (Departures, "_until_kept", _departed_not_recorded),
-    ),
+    "departure-unrecorded": ("what has left stays in the record", (Departures, "_until_kept", _departed_not_recorded)),
     "two-controllers": (
         "a controller that was replaced wakes up and records",
         (Turn, "_check", lambda right: lambda self, kept: None),

@@ -312,12 +312,7 @@ class SimulatedLauncher:
         self._ray, self._process, self._stop_s = ray, process, stop_s
 
     def launch_node(
-        self,
-        config: NodeConfig,
-        host: Host,
-        slot: Role,
-        needs: Mapping[str, float],
-        beside: Sequence[Host] = (),
+        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
     ) -> NodeHandleOf:
         def create() -> NodeActor:
             return NodeActor(self._ray, config, host.name, slot)
@@ -325,13 +320,9 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return _without_role(running.config) == _without_role(config)
 
-        return NodeHandleOf(
-            self._ray, self._process, config.node_id, host.name, is_wanted, create, self._stop_s
-        )
+        return NodeHandleOf(self._ray, self._process, config.node_id, host.name, is_wanted, create, self._stop_s)
 
-    def launch_router(
-        self, name: str, config: RouterConfig, host: Host | None, door: str = ""
-    ) -> RouterHandleOf:
+    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> RouterHandleOf:
         machine = self._ray.machines[0].name if host is None else host.name
 
         def create() -> RouterActor:
@@ -536,23 +527,17 @@ class RouterActor(Actor):
             and other.has_started
         ]
         if others and door not in [other.info.door for other in others]:
-            raise ConfigurationError(
-                f"router.port: cannot listen on {self.config.port}: Address already in use"
-            )
+            raise ConfigurationError(f"router.port: cannot listen on {self.config.port}: Address already in use")
 
     def set_members(self, members: list[NodeInfo], paused: Sequence[str]) -> RouterQueue:
         self.members, self.paused, self.accepts = members, list(paused), not self.has_left
-        return RouterQueue(
-            accepts=self.accepts, is_ending=self.is_ending, answers=self.replies, errors=self.errors
-        )
+        return RouterQueue(accepts=self.accepts, is_ending=self.is_ending, answers=self.replies, errors=self.errors)
 
     def sightings(self) -> list[NodeSighting]:
         return [self._sighting(info) for info in self.members]
 
     def _sighting(self, info: NodeInfo) -> NodeSighting:
-        nodes = [
-            actor for actor in self.ray.all if isinstance(actor, NodeActor) and actor.info.epoch == info.epoch
-        ]
+        nodes = [actor for actor in self.ray.all if isinstance(actor, NodeActor) and actor.info.epoch == info.epoch]
         silent_s = nodes[0].silent_s if nodes else SILENT_S
         state = nodes[0].state if nodes else None
         return NodeSighting(info.node_id, info.epoch, silent_s, state, 0.0)
@@ -611,9 +596,7 @@ class HandleOf:
         await self.process.step()
         return actor
 
-    async def _until_reached(
-        self, actor: Actor, work: Callable[[], Awaitable[T]], answer_s: float | None = None
-    ) -> T:
+    async def _until_reached(self, actor: Actor, work: Callable[[], Awaitable[T]], answer_s: float | None = None) -> T:
         while True:
             try:
                 return await asyncio.wait_for(self.call(actor, work), answer_s)
@@ -757,9 +740,7 @@ class NodeHandleOf(HandleOf):
 
         return await self.act("reset", reset)
 
-    async def set_adapters(
-        self, wanted: Mapping[str, str], timeout_s: float, report: Report
-    ) -> dict[str, str]:
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float, report: Report) -> dict[str, str]:
         async def told(actor: Any) -> dict[str, str]:
             await asyncio.sleep(0.2)
             actor.adapters = dict(wanted)
@@ -788,11 +769,7 @@ class RouterHandleOf(HandleOf):
         return (self.door,)
 
     async def set_members(
-        self,
-        members: list[NodeInfo],
-        paused: Sequence[str],
-        desks: Mapping[str, str],
-        pools: Sequence[PoolReport],
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str], pools: Sequence[PoolReport]
     ) -> RouterQueue:
         return await self.act(
             "set members", lambda actor: _result_of(lambda router: router.set_members(members, paused), actor)

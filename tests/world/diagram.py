@@ -89,9 +89,7 @@ class Diagram:
             label = f"{message.kind} {about}".strip() + (f" ×{message.count}" if message.count > 1 else "")
             rows.append((round(message.at, 3), 1, _arrow(columns, message.source, message.target, label)))
         head = " " * 9 + "".join(name.center(_WIDTH) for name in columns)
-        return "\n".join(
-            [head, *(f"{at:8.3f} {text}" for at, _, text in sorted(rows, key=lambda row: row[:2]))]
-        )
+        return "\n".join([head, *(f"{at:8.3f} {text}" for at, _, text in sorted(rows, key=lambda row: row[:2]))])
 
 
 def _arrow(columns: list[str], source: str, target: str, label: str) -> str:

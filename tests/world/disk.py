@@ -58,9 +58,7 @@ class WorldDisk:
         self._whole: dict[Path, bytes] = {}
         self.is_calm = False  # every call succeeds
         self._calls_left: int | None = None  # until the process ends, in a call
-        self._late: list[Callable[[], None]] | None = (
-            None  # takes the writes of a store, which happen while it lasts
-        )
+        self._late: list[Callable[[], None]] | None = None  # takes the writes of a store, which happen while it lasts
 
     # ── what a process that copies needs beyond `Files` ──
 

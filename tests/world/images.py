@@ -74,11 +74,7 @@ class WorldTower:
     def encode(self, inputs: Sequence[EncoderInput]) -> list[PromptEmbeds]:
         self._took(self.takes_s * len(inputs))
         return [
-            PromptEmbeds(
-                "float32",
-                ROW_SIZE,
-                np.array(rows_of(one.file, one.part, one.length), np.uint64).tobytes(),
-            )
+            PromptEmbeds("float32", ROW_SIZE, np.array(rows_of(one.file, one.part, one.length), np.uint64).tobytes())
             for one in inputs
         ]
 
@@ -121,9 +117,7 @@ class _Outbox:
 class _Inbox:
     died = None
 
-    def __init__(
-        self, network: Network, process: Process, kind: Any, on_message: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, network: Network, process: Process, kind: Any, on_message: Callable[[Any], None]) -> None:
         self.malformed = 0
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
         self._on_message = on_message

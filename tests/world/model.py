@@ -99,9 +99,7 @@ class WorldModel:
         """`has_states`: other layers keep a recurrent state of all tokens, on which the next token depends, too."""
         # A token has one number for each layer, as key and once more as value
         self.kv_cache = torch.zeros(num_blocks, LAYERS, 2, 1, block_size, 2, dtype=torch.float32)
-        self._cells: np.ndarray = (
-            self.kv_cache.numpy().view(np.uint64).reshape(num_blocks, LAYERS, 2, block_size)
-        )
+        self._cells: np.ndarray = self.kv_cache.numpy().view(np.uint64).reshape(num_blocks, LAYERS, 2, block_size)
         self._block_size = block_size
         self._took = took
         self._rows: dict[str, _Row] = {}
@@ -242,9 +240,7 @@ class WorldModel:
         if not len(there):
             return 0
         keys = there[:, 0, 0]
-        parts = (np.arange(LAYERS, dtype=np.uint64)[:, None] * np.uint64(2) + np.arange(2, dtype=np.uint64))[
-            None
-        ]
+        parts = (np.arange(LAYERS, dtype=np.uint64)[:, None] * np.uint64(2) + np.arange(2, dtype=np.uint64))[None]
         torn = (there != keys[:, None, None] + parts).any(axis=(1, 2))
         total = int(keys.sum(dtype=np.uint64))
         return (total + int(torn.sum()) * _SALT) & _MASK

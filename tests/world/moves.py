@@ -162,9 +162,7 @@ class WorldTransport(Transport):
 
     def reopen(self) -> CacheMemory | None:
         self._ways.append(self._ways[-1] + 1)
-        return msgspec.structs.replace(
-            self._memory, agent_metadata=f"{self.memory_name}#{self._ways[-1]}".encode()
-        )
+        return msgspec.structs.replace(self._memory, agent_metadata=f"{self.memory_name}#{self._ways[-1]}".encode())
 
     def close_earlier(self) -> bool:
         del self._ways[:-1]

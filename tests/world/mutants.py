@@ -92,9 +92,7 @@ def _cached_before_it_came(right: Any) -> Any:
     def allocate(self: KVCacheManager, request: Any, num_new_tokens: int, **given: Any) -> Any:
         blocks = right(self, request, num_new_tokens, **given)
         if blocks is not None and given.get("delay_caching"):
-            self.coordinator.cache_full_blocks(
-                request, given["num_hit_tokens"] + given["num_external_tokens"]
-            )
+            self.coordinator.cache_full_blocks(request, given["num_hit_tokens"] + given["num_external_tokens"])
         return blocks
 
     return allocate

@@ -49,13 +49,9 @@ class Network:
         self.cut: set[tuple[str, str]] = set()  # (from, to): machines between which nothing passes this way
         self._open: dict[str, _Open] = {}
         self._machine_at: dict[str, str] = {}
-        self._last: dict[
-            tuple[str, str], float
-        ] = {}  # when the last frame from one process to an endpoint arrives
+        self._last: dict[tuple[str, str], float] = {}  # when the last frame from one process to an endpoint arrives
         self._ports = itertools.count(10_000)
-        self._heard: set[tuple[int, str]] = (
-            set()
-        )  # connections that were made: a process's number, and an endpoint
+        self._heard: set[tuple[int, str]] = set()  # connections that were made: a process's number, and an endpoint
         self._held: dict[
             int, deque[tuple[Process, str, bytes]]
         ] = {}  # what came from strangers, by the number of whose it is
@@ -154,11 +150,7 @@ class WorldChannel:
     died = None
 
     def __init__(
-        self,
-        network: Network,
-        process: Process,
-        on_message: Callable[[Any], None],
-        messages: Any = HandoffMessage,
+        self, network: Network, process: Process, on_message: Callable[[Any], None], messages: Any = HandoffMessage
     ) -> None:
         self._network, self._process = network, process
         self.malformed = 0

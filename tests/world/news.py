@@ -14,12 +14,7 @@ class WorldNews(CacheNewsSender):
     """Takes the turns of the sender's thread on the world's clock."""
 
     def __init__(
-        self,
-        process: Process,
-        node_id: str,
-        epoch: int,
-        block_size: int,
-        tell: Callable[[str, CacheNews], None],
+        self, process: Process, node_id: str, epoch: int, block_size: int, tell: Callable[[str, CacheNews], None]
     ) -> None:
         super().__init__(node_id, epoch, NamedBlocks(block_size, 0), tell)
         self._process = process

@@ -175,9 +175,7 @@ class WorldNode:
         if role is not Role.AGGREGATED:
             transport = WorldTransport(fabric, process)
             half = WatchedHalf(BLOCK_SIZE, model.info.state_blocks)
-            fabric.num_free_among[transport.memory_name] = lambda blocks: half.tables.pool.num_free_among(
-                blocks
-            )
+            fabric.num_free_among[transport.memory_name] = lambda blocks: half.tables.pool.num_free_among(blocks)
             worker = WorkerHalf(
                 context,
                 transport,
@@ -201,9 +199,7 @@ class WorldNode:
             rng,
             lambda blocks: self.scheduler.state.cache.pool.num_free_among(blocks),
             fabric.on_broken,
-            lambda context: WorldExchange(
-                context, network, fabric, process, self.tiers.await_no_copy, sharing.stall_s
-            ),
+            lambda context: WorldExchange(context, network, fabric, process, self.tiers.await_no_copy, sharing.stall_s),
         )
         if len(self.tiers.halves) > 1:
             parts.append(joined(self.tiers.halves, longest=True))
@@ -224,13 +220,7 @@ class WorldNode:
             clock=self._step_clock,
             reads_images=reads_images,
         )
-        self.engine = Engine(
-            self.scheduler,
-            model,
-            self.worker,
-            ahead=ahead,
-            clock=self._step_clock,
-        )
+        self.engine = Engine(self.scheduler, model, self.worker, ahead=ahead, clock=self._step_clock)
         self.canary = CanaryChecks(self.scheduler, model, transfer.canary_share)
         if transfer.canary_share and role is Role.DECODE:
             self.engine.idle_check = self.canary
@@ -246,9 +236,7 @@ class WorldNode:
             mailbox,
             self.line,
             process.clock,
-            news=(lambda tell, _: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell))
-            if has_news
-            else None,
+            news=(lambda tell, _: WorldNews(process, process.name, epoch, BLOCK_SIZE, tell)) if has_news else None,
             wings=[AskingWing(network, process, lambda: self.step_s)] if reads_images else (),
         )
         self.line.deliver = self.service.receive

@@ -89,9 +89,7 @@ class WorldRouter:
             open_outbox=lambda: _Outbox(network, process),
             clock=process.clock,
         )
-        self.chooser = chooser = Chooser(
-            self.pool, config.policy, config.local_prefill, config.limits.cached_blocks
-        )
+        self.chooser = chooser = Chooser(self.pool, config.policy, config.local_prefill, config.limits.cached_blocks)
         self.dispatcher = Dispatcher(config, links, self.pool, chooser, RouterMetrics(MODEL), process.clock)
         self.recalls = self.dispatcher.followed = Recalls(config, links, self.pool)
         links.listen(

@@ -312,9 +312,7 @@ class Schedule:
     def _tell_keys(self, within_s: float) -> None:
         """Each process is told whom to admit: those that live then."""
         for process in self.processes:
-            process.later(
-                self._admitting.uniform(0.0, within_s), lambda process=process: self._admit(process)
-            )
+            process.later(self._admitting.uniform(0.0, within_s), lambda process=process: self._admit(process))
 
     def _admit(self, process: Process) -> None:
         process.keys.admit(other.keys.public for other in self.processes)
@@ -380,21 +378,15 @@ class Schedule:
         """The right answer to what is read."""
         return answer_to(read, num_tokens, adapter, has_states=self.features.has_states)
 
-    def _ask(
-        self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool
-    ) -> asyncio.Task[None]:
+    def _ask(self, router: WorldRouter, *, within_s: float, must_succeed: bool, gives_up: bool) -> asyncio.Task[None]:
         self.outcome.requests += 1
         label = f"r{self.outcome.requests}"
         spec, right = self._spec(label, within_s, router)
-        self.note(
-            f"{label} at {router.process.name}: {len(spec.facts.prompt_token_ids)} tokens, {len(right)} wanted"
-        )
+        self.note(f"{label} at {router.process.name}: {len(spec.facts.prompt_token_ids)} tokens, {len(right)} wanted")
         task = self.loop.create_task(self._client(router, spec, right, must_succeed))
         self.add_client(task, router, spec, right)
         if gives_up and spec.keep is None:
-            self.loop.call_later(
-                self.rng.choice([0.01, 0.1, 3.0]) * self.rng.random(), self._give_up, task, label
-            )
+            self.loop.call_later(self.rng.choice([0.01, 0.1, 3.0]) * self.rng.random(), self._give_up, task, label)
         return task
 
     @property
@@ -422,9 +414,7 @@ class Schedule:
         self.add_client(task, router, spec, right)
         return task
 
-    def add_client(
-        self, task: asyncio.Task[Any], router: WorldRouter, spec: SequenceSpec, right: list[int]
-    ) -> None:
+    def add_client(self, task: asyncio.Task[Any], router: WorldRouter, spec: SequenceSpec, right: list[int]) -> None:
         """The task reads an answer at this router."""
         self._clients[task] = router
         task.add_done_callback(lambda task: self._clients.pop(task, None))
@@ -439,9 +429,7 @@ class Schedule:
             self.note(f"{label}: its client goes away")
             task.cancel()
 
-    async def _client(
-        self, router: WorldRouter, spec: SequenceSpec, right: list[int], must_succeed: bool
-    ) -> None:
+    async def _client(self, router: WorldRouter, spec: SequenceSpec, right: list[int], must_succeed: bool) -> None:
         label, error, asked_at = spec.label, None, self.loop.time()
         tenant = self.rng.choice(["x", "y"])
         try:
@@ -464,22 +452,16 @@ class Schedule:
             if error is not None:
                 self._on_error(router, spec, error, must_succeed)
             elif list(life.ledger.tokens) != right and not self.wrong_kv.explains(label, asked_at):
-                self.broken(
-                    f"{label}: ended as {life.finish} after {len(life.ledger.tokens)} of {len(right)} tokens"
-                )
+                self.broken(f"{label}: ended as {life.finish} after {len(life.ledger.tokens)} of {len(right)} tokens")
             else:
                 generation.turn_ended(self.features.called())
                 self.outcome.answered += 1
-                self.note(
-                    f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else "")
-                )
+                self.note(f"{label} is answered" + (f", {life.failovers} failovers" if life.failovers else ""))
         finally:
             self.outcome.names |= dict.fromkeys(life.request_ids, label)
             generation.cancel()
 
-    def _on_error(
-        self, router: WorldRouter, spec: SequenceSpec, error: TandemError, must_succeed: bool
-    ) -> None:
+    def _on_error(self, router: WorldRouter, spec: SequenceSpec, error: TandemError, must_succeed: bool) -> None:
         name = type(error).__name__
         self.outcome.errors[name] = self.outcome.errors.get(name, 0) + 1
         self.note(f"{spec.label}: {name}: {error}")
@@ -632,8 +614,7 @@ class Schedule:
             if node.process.machine == away.process.machine and not node.has_room_for_any
         ]
         return any(
-            node.role is not Role.PREFILL and node is not away and node not in shut_in
-            for node in self.nodes.values()
+            node.role is not Role.PREFILL and node is not away and node not in shut_in for node in self.nodes.values()
         )
 
     # ── the course ──
@@ -750,9 +731,7 @@ class Schedule:
                 return
             if self.loop.time() > until:
                 left = "; ".join(node.left_over() for node in busy)
-                places = ", ".join(
-                    f"{router.process.name} holds {router.dispatcher.held} places" for router in held
-                )
+                places = ", ".join(f"{router.process.name} holds {router.dispatcher.held} places" for router in held)
                 raise _Broken(
                     f"not quiet {QUIET_S:.0f} s after all faults: {left}; {places}; {len(self._clients)} clients wait"
                 )

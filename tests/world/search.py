@@ -40,12 +40,8 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=1 << 40, help="the most schedules")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    parser.add_argument(
-        "--found", action="store_true", help="the seeds that were ever found to break a promise"
-    )
-    parser.add_argument(
-        "--resume", type=Path, help="go on after the seeds of this file, and keep the sums in it"
-    )
+    parser.add_argument("--found", action="store_true", help="the seeds that were ever found to break a promise")
+    parser.add_argument("--resume", type=Path, help="go on after the seeds of this file, and keep the sums in it")
     parser.add_argument("--history", action="store_true", help="print what happened")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--worlds", nargs="*", choices=WORLDS, default=[*WORLDS])
@@ -69,9 +65,7 @@ def main() -> int:
     return 1 if sums.broken else 0
 
 
-def _outcomes(
-    seeds: Iterable[int], processes: int, worlds: Sequence[str], *, with_faults: bool
-) -> Iterator[Outcome]:
+def _outcomes(seeds: Iterable[int], processes: int, worlds: Sequence[str], *, with_faults: bool) -> Iterator[Outcome]:
     """The outcomes of the seeds, of several processes in whatever order they come."""
     if processes == 1:
         for seed in seeds:
@@ -81,9 +75,7 @@ def _outcomes(
     done: Queue[Outcome | None] = context.Queue(4 * processes)
     workers = [
         context.Process(
-            target=_work,
-            args=(itertools.islice(seeds, i, None, processes), worlds, with_faults, done),
-            daemon=True,
+            target=_work, args=(itertools.islice(seeds, i, None, processes), worlds, with_faults, done), daemon=True
         )
         for i in range(processes)
     ]
@@ -98,9 +90,7 @@ def _outcomes(
             worker.terminate()
 
 
-def _work(
-    seeds: Iterable[int], worlds: Sequence[str], with_faults: bool, done: Queue[Outcome | None]
-) -> None:
+def _work(seeds: Iterable[int], worlds: Sequence[str], with_faults: bool, done: Queue[Outcome | None]) -> None:
     for seed in seeds:
         for outcome in run(seed, worlds, with_faults=with_faults):
             done.put(outcome)

@@ -51,9 +51,7 @@ class Sharing:
         if not self.spreads or len(nodes) > 3:
             return nodes
         role = nodes[0][1]
-        return [(f"{role.value}-{i}", role) for i in range(2)] + [
-            node for node in nodes if node[1] is not role
-        ]
+        return [(f"{role.value}-{i}", role) for i in range(2)] + [node for node in nodes if node[1] is not role]
 
     def context(self, context: ConnectorContext) -> ConnectorContext:
         if not self.exists:

@@ -100,9 +100,7 @@ def _distrusted_is_cached(right: Any) -> Any:
 
 
 def _found_while_written(right: Any) -> Any:
-    return lambda self, keys: sum(
-        1 for _ in itertools.takewhile(lambda key: self.policy.get(key) is not None, keys)
-    )
+    return lambda self, keys: sum(1 for _ in itertools.takewhile(lambda key: self.policy.get(key) is not None, keys))
 
 
 def _loaded_while_written(right: Any) -> Any:
@@ -283,10 +281,7 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         ),
     ),
     "torn-chunk-read": ("half of a write is read as a whole", ((SlotFile, "read", _torn_chunk_read),)),
-    "old-key-read": (
-        "vLLM #52234: another prompt's KV is taken for this one's",
-        ((SlotFile, "read", _old_key_read),),
-    ),
+    "old-key-read": ("vLLM #52234: another prompt's KV is taken for this one's", ((SlotFile, "read", _old_key_read),)),
     "freed-under-a-load": (
         "SGLang #24527, in a tier: an aborted request's blocks are used while its load is under way",
         ((TierScheduler, "request_finished", _freed_under(Load)),),
@@ -315,10 +310,7 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         "SGLang #18701: what was not stored keeps its place for ever",
         ((SlotManager, "complete_store", _ended_store_not_booked),),
     ),
-    "pin-never-ends": (
-        "an agent's blocks are never given back",
-        ((Pins, "overdue", _pin_never_ends),),
-    ),
+    "pin-never-ends": ("an agent's blocks are never given back", ((Pins, "overdue", _pin_never_ends),)),
     "load-not-void-after-reset": (
         "a load that was under way at the reset is used",
         ((TierScheduler, "reset_cache", _load_not_void_after_reset),),
@@ -331,14 +323,8 @@ TIER_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
         "nodes go on with what they copied from a tier whose node distrusts it",
         ((TierSharing, "_hear", _copies_not_distrusted),),
     ),
-    "lent-slot-taken": (
-        "a chunk is evicted while another node reads it",
-        ((ChunkLender, "answer", _lent_slot_taken),),
-    ),
-    "late-reading-used": (
-        "a copy that came after its lease is used",
-        ((Exchange, "read", _late_reading_used),),
-    ),
+    "lent-slot-taken": ("a chunk is evicted while another node reads it", ((ChunkLender, "answer", _lent_slot_taken),)),
+    "late-reading-used": ("a copy that came after its lease is used", ((Exchange, "read", _late_reading_used),)),
     "ended-under-a-move": (
         "vLLM #53095, between tiers: the room of a failed copy is used while a move still writes there",
         ((Exchange, "_break", _ended_under_a_move),),

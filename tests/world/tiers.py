@@ -272,9 +272,7 @@ class NodeTiers:
             if tier.sharing is not None:
                 tier.sharing.turn()  # an idle node takes none, so that what it lent is still lent
             if any(_slots(tier).busy):
-                self._on_broken(
-                    f"slots of the {tier.spec.name} tier of {self._process.name} are never let go"
-                )
+                self._on_broken(f"slots of the {tier.spec.name} tier of {self._process.name} are never let go")
 
     @property
     def copied_bytes(self) -> int:

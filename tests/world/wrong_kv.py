@@ -155,9 +155,7 @@ class WrongKV:
             request = Request(
                 "looked-up",
                 RequestFacts(
-                    prompt_token_ids=asked.prompt,
-                    sampling=SamplingParams(max_tokens=1),
-                    cache_salt=asked.salt,
+                    prompt_token_ids=asked.prompt, sampling=SamplingParams(max_tokens=1), cache_salt=asked.salt
                 ),
                 block_hasher=node.scheduler.block_hasher,
             )

@@ -72,14 +72,11 @@ class LoadMeter:
             queue_s=waiting / (rate * len(statuses)) if rate else 0.0,
             busy=_mean(work.busy for work in works),
             blocks=_mean(
-                1 - (status.room_blocks + status.idle_blocks) / max(1, status.total_blocks)
-                for status in statuses
+                1 - (status.room_blocks + status.idle_blocks) / max(1, status.total_blocks) for status in statuses
             ),
             step_s=_mean(stepping),
             written_per_s=sum(work.written_per_s for work in works),
-            wait_s=0.0
-            if not role.writes_answers
-            else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
+            wait_s=0.0 if not role.writes_answers else max(router_wait_s, _mean(map(_wait_for_room, statuses))),
         )
 
     def _work(self, now: float, status: NodeStatus) -> _Work | None:

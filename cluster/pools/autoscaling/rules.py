@@ -118,9 +118,7 @@ def decide(
         return None
     since = changed_at + config.settle_s
     fresh = {pool.role: [load for load in history.get(pool.role, ()) if load.at >= since] for pool in pools}
-    growths = [
-        growth for pool in pools if (growth := _growth(now, pool, fresh[pool.role], slo, config)) is not None
-    ]
+    growths = [growth for pool in pools if (growth := _growth(now, pool, fresh[pool.role], slo, config)) is not None]
     if growths:
         return max(growths, key=lambda growth: growth[0])[1]
     for pool in pools:
@@ -147,9 +145,7 @@ def at_its_limit(
     return f"{name}: {pool.wanted} are too few, and pools.{name}.max allows no more: {_why(loads[-1], slo)}"
 
 
-def _breaking(
-    now: float, loads: Sequence[PoolLoad], slo: SloConfig, config: AutoscalingConfig
-) -> Sequence[PoolLoad]:
+def _breaking(now: float, loads: Sequence[PoolLoad], slo: SloConfig, config: AutoscalingConfig) -> Sequence[PoolLoad]:
     """Returns the recent looks if most of them found a target missed; else []."""
     recent = _last(loads, now, config.grow_after_s, config.period_s)
     return recent if sum(_pressure(load, slo) > 1 for load in recent) >= MOST_OF * len(recent) else []

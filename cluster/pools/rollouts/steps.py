@@ -12,7 +12,9 @@ from tandem.cluster.pools.plan import RetireNode, SetRouter, new_router, retire_
 from tandem.cluster.pools.state import ClusterState, NodeRecord
 from tandem.wire.nodes import Role
 
-NO_MACHINE = "no machine has what a node needs with the new configuration (pools.{0}.resources, pools.{0}.label_selector)"
+NO_MACHINE = (
+    "no machine has what a node needs with the new configuration (pools.{0}.resources, pools.{0}.label_selector)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,7 @@ def _of_routers(config: TandemConfig, state: ClusterState, facts: RolloutFacts) 
 
 
 def _in_pool(
-    config: RolloutConfig,
-    pools: PoolsConfig,
-    state: ClusterState,
-    facts: RolloutFacts,
-    role: Role,
+    config: RolloutConfig, pools: PoolsConfig, state: ClusterState, facts: RolloutFacts, role: Role
 ) -> RetireNode | Wait | None:
     hosts = facts.known.hosts
     wanted = wanted_size(state, hosts, role, pools)

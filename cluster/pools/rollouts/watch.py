@@ -104,9 +104,7 @@ def _why_failed_router(router: RouterFacts) -> str:
     if router.keeps_failing:
         return f"it is {router.phase.value}: {router.detail}"
     if _too_many(router.load.errors, router.load.answers):
-        return (
-            f"{router.load.errors} of its {router.load.answers} responses were errors that it caused itself"
-        )
+        return f"{router.load.errors} of its {router.load.answers} responses were errors that it caused itself"
     return ""
 
 

@@ -40,9 +40,7 @@ class RollingOut:
     async def _look(self) -> None:
         pools = self._pools
         async with pools.writing():
-            if (
-                pools.state.rollout is None or not pools.has_looked
-            ):  # routers that serve may not be launched yet
+            if pools.state.rollout is None or not pools.has_looked:  # routers that serve may not be launched yet
                 return
             config, before = pools.fleet.config, pools.fleet.config_of(pools.state.rollout.before.number)
             facts = rollout_facts(pools.config, config, before, pools.state, pools.facts(), self._unfit_since)

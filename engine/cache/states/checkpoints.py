@@ -33,11 +33,7 @@ class Checkpoints:
     """See engine.cache.wings.StateCheckpoints."""
 
     def __init__(
-        self,
-        managers: Sequence[GroupManager],
-        states: StateManager,
-        min_tokens: int,
-        num_lookahead_tokens: int = 0,
+        self, managers: Sequence[GroupManager], states: StateManager, min_tokens: int, num_lookahead_tokens: int = 0
     ) -> None:
         """`min_tokens` is the fewest tokens that a checkpoint must save a later prompt."""
         self._states = states
@@ -104,10 +100,7 @@ class Checkpoints:
         return min(num_new, place - num_computed) if place > num_computed else num_new
 
     def keep(
-        self,
-        requests: dict[str, Request],
-        num_scheduled: dict[str, int],
-        connector: SchedulerConnector | None = None,
+        self, requests: dict[str, Request], num_scheduled: dict[str, int], connector: SchedulerConnector | None = None
     ) -> None:
         for request_id in [name for name in self._ends if name in num_scheduled]:
             request, ends = requests[request_id], self._ends[request_id]

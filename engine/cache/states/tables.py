@@ -216,6 +216,4 @@ class StateManager(StateTables):
     def check_table(self, request: Request) -> None:
         count = len(self.tables[request.request_id])
         if count != self._count:
-            raise InternalError(
-                f"{request!r} has {count} of {self._count} blocks of states in group {self.index}"
-            )
+            raise InternalError(f"{request!r} has {count} of {self._count} blocks of states in group {self.index}")

@@ -117,10 +117,7 @@ class PagedStep:
         if reads.blocks is None:
             own = slice(reads.end - reads.num_keys, reads.end)
             return key[:, own].unsqueeze(0), value[:, own].unsqueeze(0)
-        return (
-            self._kept.read(layer, 0, reads, key),
-            self._kept.read(layer, 1, reads, value),
-        )
+        return (self._kept.read(layer, 0, reads, key), self._kept.read(layer, 1, reads, value))
 
 
 class GatheredCache:
@@ -262,25 +259,17 @@ class GatheredCache:
                 continue
             size = self.plan.block_size
             table = batch.block_tables[group][request : request + 1, oldest // size : last // size + 1]
-            reads.append(
-                Reads(start, end, 1, end - start, self.rows_of(table), oldest % size, num_keys, mask, False)
-            )
+            reads.append(Reads(start, end, 1, end - start, self.rows_of(table), oldest % size, num_keys, mask, False))
         return reads
 
     def reads_of_all(self, batch: Batch, group: int, request: int) -> tuple[Reads, torch.Tensor]:
         """The reads of all a request's rows together, and the mask of the keys that each row may see."""
         start, end = (int(n) for n in batch.host_query_start[request : request + 2])
-        context, kept, size = (
-            int(batch.host_context_lens[request]),
-            self.plan.groups[group],
-            self.plan.block_size,
-        )
+        context, kept, size = (int(batch.host_context_lens[request]), self.plan.groups[group], self.plan.block_size)
         first = context - (end - start)
         oldest = max(0, kept.first_read(first))
         table = batch.block_tables[group][request : request + 1, oldest // size : (context - 1) // size + 1]
-        reads = Reads(
-            start, end, 1, end - start, self.rows_of(table), oldest % size, context - oldest, None, False
-        )
+        reads = Reads(start, end, 1, end - start, self.rows_of(table), oldest % size, context - oldest, None, False)
         return reads, self._band(first, context - 1, oldest, kept)
 
     def _band(self, first: int, last: int, oldest: int, kept: KVCacheGroup) -> torch.Tensor:

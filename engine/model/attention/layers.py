@@ -169,14 +169,7 @@ def plan_cache(
             part = members[first::pieces]
             for slot, index in enumerate(part):
                 group_of[index], slot_of[index] = len(groups), slot
-            groups.append(
-                KVCacheGroup(
-                    kind=kind,
-                    block_size=block_size,
-                    layers=tuple(part),
-                    window=window,
-                )
-            )
+            groups.append(KVCacheGroup(kind=kind, block_size=block_size, layers=tuple(part), window=window))
     for layer in layers:
         if layer.reads_of is not None:
             group_of[layer.index], slot_of[layer.index] = group_of[layer.reads_of], slot_of[layer.reads_of]
@@ -194,9 +187,7 @@ def plan_cache(
     )
 
 
-def _with_states(
-    plan: CachePlan | None, block_size: int, states: KeptStates, dtype: torch.dtype
-) -> CachePlan:
+def _with_states(plan: CachePlan | None, block_size: int, states: KeptStates, dtype: torch.dtype) -> CachePlan:
     """The plan of a model without attention: a block holds one request's states."""
     if plan is None:
         plan = CachePlan(

@@ -19,18 +19,7 @@ if TYPE_CHECKING:
     from tandem.engine.model.parts import RunnerPart
 
 # Each is compared with transformers' own answers by tests/engine/model/test_crossed.py.
-TYPES = (
-    "bart",
-    "blenderbot",
-    "blenderbot-small",
-    "marian",
-    "mbart",
-    "mt5",
-    "pegasus",
-    "plbart",
-    "t5",
-    "umt5",
-)
+TYPES = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "mt5", "pegasus", "plbart", "t5", "umt5")
 
 
 def capability(loading: ModelLoad) -> Capability | None:

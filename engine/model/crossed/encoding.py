@@ -29,9 +29,7 @@ class EncodedPrompts(RunnerPart):
     def clear(self, row: int) -> None:
         self._kept.pop(row, None)
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         lengths = requests.num_prompt_tokens[scheduled.rows].astype(np.int64) - self._opening
         contexts = batch.host_context_lens
         first = contexts - np.diff(batch.host_query_start)
@@ -41,15 +39,12 @@ class EncodedPrompts(RunnerPart):
             made = self._kept.pop(row, None)
             if made is None:
                 made = encoded(
-                    self._model,
-                    to_device(requests.tokens[row, :length].astype(np.int64), batch.token_ids.device),
+                    self._model, to_device(requests.tokens[row, :length].astype(np.int64), batch.token_ids.device)
                 )
             if contexts[index] < length:
                 self._kept[row] = made
             states.append(made[int(first[index]) : int(contexts[index])])
-        return dataclasses.replace(
-            batch, encoder_lens=lengths, encoder_states=torch.cat(states) if states else None
-        )
+        return dataclasses.replace(batch, encoder_lens=lengths, encoder_states=torch.cat(states) if states else None)
 
 
 def encoded(model: Any, token_ids: torch.Tensor) -> torch.Tensor:

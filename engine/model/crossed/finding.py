@@ -12,13 +12,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.attention.interface import (
-    PAGED,
-    PROBED,
-    attend_by,
-    attention_options,
-    attention_through,
-)
+from tandem.engine.model.attention.interface import PAGED, PROBED, attend_by, attention_options, attention_through
 from tandem.engine.model.attention.layers import AttentionLayer, plan_cache
 from tandem.engine.model.batching import RequestRows, StepOnDevice, build_batch
 from tandem.engine.model.caches import OwnCache, attending_layer, cache_parameter
@@ -89,13 +83,7 @@ class _Recorder:
         self.caches: tuple[OwnCache, ...] = ()
 
     def attention(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         of = next((cache for cache in self.caches if cache.attending is not None), None)
         if of is not None:  # None: the encoder attends
@@ -141,9 +129,7 @@ def _difference(found: CrossedModel, expected: dict[str, torch.Tensor]) -> float
         places = batch.host.positions - batch.encoder_lens[whose]
         wanted = np.flatnonzero(places >= 0)
         batch = dataclasses.replace(
-            batch,
-            logit_rows=to_device(wanted, device),
-            host=dataclasses.replace(batch.host, logit_rows=wanted),
+            batch, logit_rows=to_device(wanted, device), host=dataclasses.replace(batch.host, logit_rows=wanted)
         )
         logits = forward(batch, None).float()
         for ours, row in zip(logits, wanted.tolist(), strict=True):

@@ -100,9 +100,7 @@ class CrossedForward:
             for layer in self._layers:
                 of_layer: Any = crossing.layers[layer.index]
                 of_layer.keys, of_layer.values = (
-                    torch.zeros(
-                        1, layer.num_kv_heads, 0, dim, dtype=self._model.dtype, device=self._model.device
-                    )
+                    torch.zeros(1, layer.num_kv_heads, 0, dim, dtype=self._model.dtype, device=self._model.device)
                     for dim in (layer.key_dim, layer.value_dim)
                 )
                 cache.is_updated[layer.index] = True
@@ -146,9 +144,7 @@ class _DecoderRows:
 class _Step:
     """One step's attention of both kinds."""
 
-    def __init__(
-        self, kept: GatheredCache, batch: Batch, rows: _DecoderRows, hooks: LayerHooks | None
-    ) -> None:
+    def __init__(self, kept: GatheredCache, batch: Batch, rows: _DecoderRows, hooks: LayerHooks | None) -> None:
         self._kept, self._hooks, self._rows = kept, hooks, rows
         device, size = kept.tensor.device, kept.plan.block_size
         slots = batch.slot_mapping[0]
@@ -240,8 +236,6 @@ def _reads_of(
         if causal:
             asks = torch.arange(high - count, high, device=table.device)[:, None]
             mask = torch.arange(low, high, device=table.device)[None] <= asks
-        reads.append(
-            Reads(start, start + count, 1, count, blocks, low % size, high - low, mask, causal=False)
-        )
+        reads.append(Reads(start, start + count, 1, count, blocks, low % size, high - low, mask, causal=False))
         start += count
     return reads

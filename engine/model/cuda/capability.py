@@ -53,9 +53,7 @@ class OnCuda(Capability):
         if not self._exact:
             return
         if left := take_rest(model, DevicePieces(exact=True)):
-            raise self._refusal(
-                f"torch would compute {left[0]}, and chooses an order of sums by the step's size"
-            )
+            raise self._refusal(f"torch would compute {left[0]}, and chooses an order of sums by the step's size")
 
     def attention(self, of: ToAttend) -> PagedAttention | None:
         from tandem.engine.model.cuda.flashinfer import find_library

@@ -18,13 +18,7 @@ import numpy as np
 import torch
 
 from tandem.base.errors import InternalError
-from tandem.engine.model.cuda.decode_inputs import (
-    DecodeInputs,
-    as_rows,
-    bucket_of,
-    table_width,
-    token_buckets,
-)
+from tandem.engine.model.cuda.decode_inputs import DecodeInputs, as_rows, bucket_of, table_width, token_buckets
 from tandem.engine.model.cuda.fixed import FixedAttention, recordable
 from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.runner import Batch, HostBatch, LayerHooks
@@ -103,19 +97,12 @@ class GraphForward(Protocol):
     def hidden(self) -> torch.Tensor: ...
 
     def __call__(self, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor: ...
-    def compute(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep
-    ) -> torch.Tensor: ...
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor: ...
 
 
 class _Recording:
     def __init__(
-        self,
-        inputs: DecodeInputs,
-        fixed: FixedAttention,
-        forward: GraphForward,
-        record: Record,
-        results: _Results,
+        self, inputs: DecodeInputs, fixed: FixedAttention, forward: GraphForward, record: Record, results: _Results
     ) -> None:
         self.inputs, self._fixed = inputs, fixed
         self._fixed.prepare(None)

@@ -35,9 +35,7 @@ class DecodeInputs:
     so they must be numbers.
     """
 
-    def __init__(
-        self, size: int, columns: int, num_groups: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, size: int, columns: int, num_groups: int, block_size: int, device: torch.device) -> None:
         self.size = size
         self.columns = columns  # the width of the block tables; 0 without them
         self.num_groups = num_groups

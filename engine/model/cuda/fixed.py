@@ -6,13 +6,7 @@ from typing import Protocol, cast
 
 import torch
 
-from tandem.engine.model.attention.gathered import (
-    GatheredAttention,
-    GatheredCache,
-    GroupReads,
-    PagedStep,
-    Reads,
-)
+from tandem.engine.model.attention.gathered import GatheredAttention, GatheredCache, GroupReads, PagedStep, Reads
 from tandem.engine.model.attention.interface import AttentionStep, PagedAttention
 from tandem.engine.model.cuda.decode_inputs import DecodeInputs
 from tandem.engine.model.runner import HostBatch

@@ -74,9 +74,7 @@ def bytes_of_pages(layers: tuple[AttentionLayer, ...], rows: int, max_model_len:
     return len(kinds) * 4 * rows * (-(-max_model_len // block_size) + 1)
 
 
-def shared_pages(
-    buffers: dict[int, torch.Tensor], kind: int, count: int, device: torch.device
-) -> torch.Tensor:
+def shared_pages(buffers: dict[int, torch.Tensor], kind: int, count: int, device: torch.device) -> torch.Tensor:
     """A buffer for the pages of recorded steps, which all recordings of a kind share: each replay lists its own first. The largest
     recording comes first; one that used a smaller buffer keeps that alive."""
     if kind not in buffers or buffers[kind].numel() < count:
@@ -175,9 +173,7 @@ class FlashInferAttention:
         self._plans_taken: torch.cuda.Event | None = None
 
     def _wrapper(self, kernels: str, **options: Any) -> Any:
-        return self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "HND", backend=kernels, **options
-        )
+        return self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=kernels, **options)
 
     def begin(self, batch: Batch) -> _Step:
         if batch.host is None:
@@ -209,9 +205,7 @@ class FlashInferAttention:
         wrappers = []
         for index in range(len(self.kinds)):
             pages = shared_pages(self._page_buffers, index, inputs.size * (self._max_pages + 1), device)
-            numbers = [
-                torch.zeros(inputs.size + more, dtype=torch.int32, device=device) for more in (1, 1, 0)
-            ]
+            numbers = [torch.zeros(inputs.size + more, dtype=torch.int32, device=device) for more in (1, 1, 0)]
             wrappers.append(
                 self._wrapper(
                     _EVERYWHERE,
@@ -290,9 +284,7 @@ class FlashInferAttention:
         for request, context in enumerate(host.context_lens.tolist()):
             rows = slice(*host.query_start[request : request + 2].tolist())
             pages = torch.from_numpy(host.block_tables[kind.group][request]).to(asked.device)
-            key, value = (
-                view[pages].float().transpose(0, 1).flatten(1, 2)[None, :, :context] for view in views
-            )
+            key, value = (view[pages].float().transpose(0, 1).flatten(1, 2)[None, :, :context] for view in views)
             there = torch.arange(context, device=asked.device)
             asks = torch.from_numpy(host.positions[rows]).to(asked.device)[:, None]
             seen = (there <= asks) & (there > asks - (kind.window or context + 1))
@@ -365,9 +357,7 @@ class _Step:
         if (how.scale, how.softcap) != (kind.scale, kind.softcap) or how.sinks is not None:
             raise InternalError(f"layer {layer} attends otherwise than when it was probed")
         views = attention.views(layer)
-        asked = rotate_and_write(
-            query, key, value, how.rotary, self._slots[kind.group], *views, pads=self._pads
-        )
+        asked = rotate_and_write(query, key, value, how.rotary, self._slots[kind.group], *views, pads=self._pads)
         out = torch.empty_like(asked)  # without it the library allocates a tensor and fills it with zeros
         for wrappers, rows in self._parts:
             wrappers[attention.kind_of_layer[layer]].run(asked[rows], views, out=out[rows])

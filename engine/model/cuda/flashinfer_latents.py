@@ -71,9 +71,7 @@ class FlashInferLatents:
         for layer in layers:
             if layer.scale is None or layer.latent is None:
                 raise InternalError(f"layer {layer.index} was not probed")
-            kind = _Kind(
-                plan.group_of_layer[layer.index], layer.num_query_heads, *layer.latent, scale=layer.scale
-            )
+            kind = _Kind(plan.group_of_layer[layer.index], layer.num_query_heads, *layer.latent, scale=layer.scale)
             if kind not in self.kinds:
                 self.kinds.append(kind)
             self.kind_of_layer[layer.index] = self.kinds.index(kind)
@@ -193,14 +191,11 @@ class _FixedSteps:
     def prepare(self, host: HostBatch | None) -> None:
         attention, size = self._attention, self._inputs.size
         pages = [
-            None if host is None else attention.pages_of(host, kind, len(host.context_lens))
-            for kind in attention.kinds
+            None if host is None else attention.pages_of(host, kind, len(host.context_lens)) for kind in attention.kinds
         ]
         attention.plan_all(self._wrappers, [padded(of_kind, size) for of_kind in pages])
 
     def begin(self) -> PagedStep:
         inputs, size = self._inputs, self._attention.plan.block_size
-        groups = [
-            GroupReads(slots // size, slots % size, [], inputs.padding) for slots in inputs.slot_mapping
-        ]
+        groups = [GroupReads(slots // size, slots % size, [], inputs.padding) for slots in inputs.slot_mapping]
         return self._attention.step(groups, self._wrappers, inputs.size)

@@ -94,8 +94,7 @@ def _merged(matrices: Sequence[Matrix]) -> tuple[torch.Tensor, torch.Tensor | No
     if all(matrix.bias is None for matrix in matrices):
         return weight, None
     biases = [
-        matrix.weight.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias
-        for matrix in matrices
+        matrix.weight.new_zeros(matrix.weight.shape[0]) if matrix.bias is None else matrix.bias for matrix in matrices
     ]
     return weight, torch.cat(biases)
 

@@ -52,9 +52,7 @@ def specs(
         if latents:
             jit = importlib.import_module("flashinfer.jit")
             element = dtype
-            jit.gen_batch_mla_module(
-                "fa2", element, element, element, torch.int32, 512, 64, False
-            ).build_and_load()
+            jit.gen_batch_mla_module("fa2", element, element, element, torch.int32, 512, 64, False).build_and_load()
         if fp8_weights and hopper:
             gemm = importlib.import_module("flashinfer.gemm.gemm_base")
             gemm.gen_fp8_blockscale_gemm_sm90_module().build_and_load()
@@ -88,16 +86,12 @@ class _Unloaded:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="prebuild", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "head_dims", nargs="*", type=int, metavar="HEAD_DIM", help="64 and 128 if none is given"
-    )
+    parser.add_argument("head_dims", nargs="*", type=int, metavar="HEAD_DIM", help="64 and 128 if none is given")
     parser.add_argument("--windows", action="store_true", help="also layers with a sliding window")
     parser.add_argument("--softcaps", action="store_true", help="also layers that cap their scores")
     parser.add_argument("--fp8", action="store_true", help="also for cache.dtype: fp8")
     parser.add_argument("--latents", action="store_true", help="also DeepSeek's latent attention")
-    parser.add_argument(
-        "--fp8-weights", action="store_true", help="also products with FP8 in blocks, on Hopper"
-    )
+    parser.add_argument("--fp8-weights", action="store_true", help="also products with FP8 in blocks, on Hopper")
     options = vars(parser.parse_args())
     wanted = specs(options.pop("head_dims") or HEAD_DIMS, **options)
     began = time.monotonic()

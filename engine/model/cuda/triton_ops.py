@@ -17,9 +17,7 @@ from tandem.engine.model.pieces import Activation, Rotary, activate, rms_norm, r
 
 _LIBRARY: Any = torch.library.Library("tandem", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float offset, float eps) -> Tensor")
-_LIBRARY.define(
-    "add_rms_norm(Tensor x, Tensor y, Tensor(a!) total, Tensor weight, float offset, float eps) -> Tensor"
-)
+_LIBRARY.define("add_rms_norm(Tensor x, Tensor y, Tensor(a!) total, Tensor weight, float offset, float eps) -> Tensor")
 _LIBRARY.define("gated(Tensor x, str activation) -> Tensor")
 _LIBRARY.define("product_by_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.define(
@@ -175,9 +173,7 @@ def _turning_kernel() -> Any:
         first = tl.load(at, mask=there, other=0.0).to(tl.float32)
         second = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
         if NORMS:
-            scale = 1.0 / tl.sqrt(
-                (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps
-            )
+            scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / (2 * HALF) + eps)
             if head < HEADS:  # noqa: SIM108 - in Triton's own language
                 weight = query_norm + columns
             else:
@@ -276,13 +272,9 @@ def kernels() -> Any:
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, k, DEPTH):
             at = start + inner
-            left = tl.load(
-                x + row[:, None] * k + at[None], mask=(row < rows)[:, None] & (at < k)[None], other=0.0
-            )
+            left = tl.load(x + row[:, None] * k + at[None], mask=(row < rows)[:, None] & (at < k)[None], other=0.0)
             right = tl.load(
-                weight + column[None] * k + at[:, None],
-                mask=(column < n)[None] & (at < k)[:, None],
-                other=0.0,
+                weight + column[None] * k + at[:, None], mask=(column < n)[None] & (at < k)[:, None], other=0.0
             )
             total = tl.dot(left, right, total)
         if BIAS:
@@ -312,9 +304,7 @@ def _launch_norm(x: torch.Tensor, weight: torch.Tensor, offset: float, eps: floa
         outer = x.stride(-3) if x.dim() > 2 else 0
     rows = x.numel() // n
     if rows:
-        found.norm_rows[(rows,)](
-            x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK=found.power(n)
-        )
+        found.norm_rows[(rows,)](x, weight, out, outer, inner, per_outer, n, offset, eps, BLOCK=found.power(n))
     return out
 
 

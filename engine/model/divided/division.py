@@ -80,9 +80,7 @@ def part_of(batch: Batch, runs: list[Run]) -> Batch:
     """The batch of these rows. A run is a request to it: the two of one prompt have the same blocks, and end at different tokens."""
     host = batch.host
     if host is None or host.logit_rows is None or batch.hidden_rows is not None:
-        raise InternalError(
-            "a batch that was made by hand, or of which hidden states are asked for, cannot be divided"
-        )
+        raise InternalError("a batch that was made by hand, or of which hidden states are asked for, cannot be divided")
     rows, requests = rows_of(runs), [run.request for run in runs]
     query_start = np.cumsum([0, *(run.end - run.start for run in runs)], dtype=np.int32)
     positions = host.positions[rows]

@@ -136,9 +136,7 @@ class CpuPieces:
         def run(x: torch.Tensor) -> torch.Tensor:
             rows = in_rows(x, width)
             out = torch.empty(rows.shape, dtype=rows.dtype)
-            tape.call(
-                native, (self.handle, number, byref(described(rows)), byref(described(out))), (rows, out)
-            )
+            tape.call(native, (self.handle, number, byref(described(rows)), byref(described(out))), (rows, out))
             return out.view(x.shape)
 
         return run

@@ -127,15 +127,11 @@ def _heads(states: torch.Tensor) -> library.Heads:
     head_stride, row_stride, inner = states.stride()
     if inner != 1:
         raise InternalError("heads whose elements are not side by side")
-    return library.Heads(
-        states.data_ptr(), row_stride, head_stride, states.shape[0], library.DTYPES[states.dtype]
-    )
+    return library.Heads(states.data_ptr(), row_stride, head_stride, states.shape[0], library.DTYPES[states.dtype])
 
 
 def _angles(cosines: torch.Tensor, sines: torch.Tensor) -> ctypes.Structure:
     """[T, D] each."""
     if cosines.stride() != sines.stride() or cosines.stride(1) != 1 or cosines.dtype != sines.dtype:
         raise InternalError("cosines and sines that do not lie alike")
-    return library.RotaryRows(
-        cosines.data_ptr(), sines.data_ptr(), cosines.stride(0), library.DTYPES[cosines.dtype]
-    )
+    return library.RotaryRows(cosines.data_ptr(), sines.data_ptr(), cosines.stride(0), library.DTYPES[cosines.dtype])

@@ -188,12 +188,7 @@ class _Seen:
         positions = torch.arange(_TOKENS, device=device)[None]
 
         def attention(
-            module: nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            _mask: object,
-            **kwargs: Any,
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: object, **kwargs: Any
         ) -> tuple[torch.Tensor, None]:
             on_attention(module, query, key)
             rotary = take_rotary(query, key)
@@ -307,9 +302,7 @@ def _best_of(errors: list[float], tolerance: float) -> int | None:
     return order[0] if len(order) == 1 or errors[order[1]] > 2 * errors[order[0]] else None
 
 
-def _by_formula(
-    x: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, activation: Activation
-) -> torch.Tensor:
+def _by_formula(x: torch.Tensor, gate: Matrix, up: Matrix, down: Matrix, activation: Activation) -> torch.Tensor:
     return _apply(down, activate(_apply(gate, x), activation) * _apply(up, x))
 
 
@@ -337,18 +330,14 @@ def _norm_in(module: nn.Module, given: _Given) -> _Found | None:
     if next(module.children(), None) is not None or len(weights) != 1 or weights[0].dim() != 1:
         return None
     weight, width = weights[0], given.x.shape[-1]
-    eps = next(
-        (getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)),
-        0.0,
-    )
+    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)), 0.0)
     if weight.shape[0] != width or not isinstance(eps, float) or given.x.shape != given.out.shape:
         return None
     wide = copy.deepcopy(module).float()
     for offset in (0.0, 1.0):
         # Small inputs show the value of epsilon.
         if all(
-            agrees(rms_norm(x, weight, offset, eps), wide(x), EXACT)
-            for x in (given.x.float(), given.x.float() * 1e-3)
+            agrees(rms_norm(x, weight, offset, eps), wide(x), EXACT) for x in (given.x.float(), given.x.float() * 1e-3)
         ):
             return _as_norm(Norm(weight.data, offset, eps))
     return None
@@ -359,12 +348,7 @@ def _as_norm(norm: Norm) -> _Found:
 
 
 def _take_products(
-    seen: _Seen,
-    pieces: Pieces,
-    consumed: set[nn.Module],
-    fused: Fused,
-    adapted: UpdatedLayers | None,
-    in_parts: bool,
+    seen: _Seen, pieces: Pieces, consumed: set[nn.Module], fused: Fused, adapted: UpdatedLayers | None, in_parts: bool
 ) -> None:
     parents: dict[nn.Module, nn.Module] = {}
     for parent in seen._model.modules():
@@ -384,9 +368,7 @@ def _take_products(
             continue
         known = [one for linear in linears if (one := seen.of(linear)) is not None]
         # A rank's own results, before the layers' hooks join them with the other ranks'.
-        results = [
-            linear.forward(one.x) if in_parts else one.out for linear, one in zip(linears, known, strict=True)
-        ]
+        results = [linear.forward(one.x) if in_parts else one.out for linear, one in zip(linears, known, strict=True)]
         shared = SharedProduct(piece, [out.shape[-1] for out in results])
         parts = [shared.part(index) for index in range(len(linears))] if len(linears) > 1 else [piece]
         if not all(agrees(part(one.x), out) for part, one, out in zip(parts, known, results, strict=True)):

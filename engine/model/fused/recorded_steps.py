@@ -104,9 +104,7 @@ class RecordedSteps:
         self._recorded[kind] = recorded
         return logits
 
-    def _prove(
-        self, kind: _Kind, recorded: _Recorded, batch: Batch, hooks: LayerHooks | None
-    ) -> torch.Tensor:
+    def _prove(self, kind: _Kind, recorded: _Recorded, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
         logits = self._forward(batch, hooks)
         recorded.proofs += 1
         if not torch.equal(recorded.run(batch).nan_to_num(), logits.nan_to_num()):

@@ -18,12 +18,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 def _putting_off(query_norm: Norm | None, key_norm: Norm | None) -> Callable[..., Any]:
     def put_off(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-        *_: Any,
-        **__: Any,
+        query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         put_off_rotary(query, key, Rotary(cosines[0], sines[0], query_norm, key_norm))
         return query, key

@@ -27,9 +27,7 @@ class SumWatch(TorchFunctionMode):
             self._sums.append((*args, made))
         return made
 
-    def put_off(
-        self, made_by: Iterable[tuple[nn.Module, torch.Tensor]], normed: Iterable[torch.Tensor]
-    ) -> int:
+    def put_off(self, made_by: Iterable[tuple[nn.Module, torch.Tensor]], normed: Iterable[torch.Tensor]) -> int:
         """`made_by` are the modules that ran and what they gave, in the order in which they ended; `normed` is what norms got that can add
         up. Returns how many modules' results wait."""
         order = {id(result): (number, module) for number, (module, result) in enumerate(made_by)}

@@ -76,9 +76,7 @@ class Tape:
         for again in self._calls:
             again()
 
-    def note(
-        self, function: Callable[..., int], arguments: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]
-    ) -> None:
+    def note(self, function: Callable[..., int], arguments: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         def again() -> None:
             status = function(*arguments)
             if status != 0:
@@ -121,8 +119,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for t in tree_leaves(result)
         ]
         changes = any(
-            argument.alias_info is not None and argument.alias_info.is_write
-            for argument in func._schema.arguments
+            argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments
         )
         made = [t for t in fresh if t is not None]
         self._tape.keep(*made)

@@ -52,9 +52,7 @@ class Metadata:
         """All values whose keys begin with this one, by the rest of the key; with "" all of the architecture."""
         start = f"{self._prefix}{key}." if key else self._prefix
         return {
-            name.removeprefix(start): value
-            for name, value in self._header.values.items()
-            if name.startswith(start)
+            name.removeprefix(start): value for name, value in self._header.values.items() if name.startswith(start)
         }
 
     @property
@@ -189,11 +187,7 @@ def misfit(name: str) -> ConfigurationError:
 
 def places(tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors that need a place in the model. The others changed its rotary embedding."""
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in (FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
-    }
+    return {name: tensor for name, tensor in tensors.items() if name not in (FACTORS, _LONG_FACTORS, _SHORT_FACTORS)}
 
 
 def refuse_rest(name: str, tensors: dict[str, Any], taken: int, config: Any) -> None:

@@ -33,10 +33,7 @@ def plain_config(metadata: Metadata) -> PlainConfig | None:
     try:
         hidden, heads = said["embedding_length"], said["attention.head_count"]
         head_dim = said.get("attention.key_length", said.get("rope.dimension_count", hidden // heads))
-        alike = {
-            head_dim,
-            *(said.get(key, head_dim) for key in ("attention.value_length", "rope.dimension_count")),
-        }
+        alike = {head_dim, *(said.get(key, head_dim) for key in ("attention.value_length", "rope.dimension_count"))}
         if len(alike) > 1 or head_dim != (_QWEN3_HEAD if kind == "qwen3" else hidden // heads):
             return None
         return PlainConfig(

@@ -35,9 +35,7 @@ class WrittenStates(Capability):
         from tandem.engine.model.observed import ObservedLayers
 
         self._experts = RoutedExperts(model)
-        self._observed = ObservedLayers(
-            self._loading.source.name, model, self._loading.model.hidden_states_layers
-        )
+        self._observed = ObservedLayers(self._loading.source.name, model, self._loading.model.hidden_states_layers)
 
     def start(self, num_blocks: int, shape: ForwardShape) -> Sequence[RunnerPart]:
         from tandem.engine.model.hidden_states.prompts import HiddenStates

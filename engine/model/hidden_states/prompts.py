@@ -63,12 +63,7 @@ class HiddenStates(RunnerPart):
         self._prompts.pop(row, None)
 
     def computed(
-        self,
-        batch: Batch,
-        scheduled: ScheduledTokens,
-        requests: RequestRows,
-        started: StepOnDevice,
-        forward: Forward,
+        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice, forward: Forward
     ) -> None:
         if not self._names:
             return
@@ -84,9 +79,7 @@ class HiddenStates(RunnerPart):
             if prompt is None or first >= whole:
                 continue  # another node has computed the prompt, or the file is written
             if first != prompt.tokens:
-                raise InternalError(
-                    f"{prompt.tokens} tokens of a prompt are noted, and it goes on at {first}"
-                )
+                raise InternalError(f"{prompt.tokens} tokens of a prompt are noted, and it goes on at {first}")
             prompt.tokens = min(context, whole)
             last = begin + prompt.tokens - first
             prompt.pieces.append(self._observed.rows(begin, last))
@@ -97,10 +90,7 @@ class HiddenStates(RunnerPart):
                 self._files.write(self._names[row], self._tensors(requests.tokens[row, :whole], prompt))
 
     def _tensors(self, tokens: npt.NDArray[np.int32], prompt: _Prompt) -> dict[str, torch.Tensor]:
-        tensors = {
-            "token_ids": torch.from_numpy(tokens.astype("int64")),
-            "hidden_states": torch.cat(prompt.pieces),
-        }
+        tensors = {"token_ids": torch.from_numpy(tokens.astype("int64")), "hidden_states": torch.cat(prompt.pieces)}
         if prompt.experts:
             tensors["routed_experts"] = torch.cat(prompt.experts)
             tensors["routed_layers"] = torch.tensor(self._experts.layers)

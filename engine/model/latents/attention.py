@@ -44,9 +44,7 @@ class Expansion(msgspec.Struct, frozen=True):
         up: Any = getattr(module, EXPANDS, None)
         heads, key_dim, value_dim = key.shape[1], key.shape[3] - dims[1], value.shape[3]
         plain = (
-            isinstance(up, torch.nn.Linear)
-            and getattr(up, "bias", None) is None
-            and up.weight.dtype == latent.dtype
+            isinstance(up, torch.nn.Linear) and getattr(up, "bias", None) is None and up.weight.dtype == latent.dtype
         )
         if not plain or tuple(up.weight.shape) != (heads * (key_dim + value_dim), dims[0]):
             return cls(module, module.expand_kv, *dims)

@@ -63,7 +63,9 @@ class PeftConfig(msgspec.Struct, frozen=True):
         if self.use_dora:
             return "it uses DoRA (use_dora): merge it into the model's weights"
         if self.bias != "none" or self.lora_bias:
-            return "it changes biases (bias, lora_bias): train it with bias 'none', or merge it into the model's weights"
+            return (
+                "it changes biases (bias, lora_bias): train it with bias 'none', or merge it into the model's weights"
+            )
         if self.modules_to_save:
             return (
                 f"it holds whole modules (modules_to_save: {', '.join(self.modules_to_save[:4])}): train it without them, "
@@ -153,14 +155,9 @@ def read_adapter(
     try:
         pairs = _pairs(about, tensors)
         _check_layers(about, config, pairs, layers, unfit)
-        updates = {
-            layer: _update(about, layer, pairs[layer], layers[layer], config, dtype)
-            for layer in sorted(pairs)
-        }
+        updates = {layer: _update(about, layer, pairs[layer], layers[layer], config, dtype) for layer in sorted(pairs)}
     except re.error as error:
-        raise ConfigurationError(
-            f"{about}: a pattern in {CONFIG_FILE} is no regular expression: {error}"
-        ) from error
+        raise ConfigurationError(f"{about}: a pattern in {CONFIG_FILE} is no regular expression: {error}") from error
     digest = hashlib.sha256(hashlib.sha256(config_bytes).digest() + hashlib.sha256(weights).digest())
     return Adapter(name, digest.hexdigest(), updates)
 
@@ -194,9 +191,7 @@ def _read_weights(about: str, folder: Path) -> bytes:
             ) from error
         raise ConfigurationError(f"{about} lacks {WEIGHTS_FILE}") from error
     except OSError as error:
-        raise ConfigurationError(
-            f"{about}: {WEIGHTS_FILE} cannot be read: {error.strerror or error}"
-        ) from error
+        raise ConfigurationError(f"{about}: {WEIGHTS_FILE} cannot be read: {error.strerror or error}") from error
 
 
 def _pairs(about: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -216,18 +211,13 @@ def _pairs(about: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[st
     halves = [layer for layer, sides in pairs.items() if len(sides) != 2]
     if halves or not pairs:
         raise ConfigurationError(
-            f"{about}: {WEIGHTS_FILE} "
-            + (f"lacks one half of {_some(halves)}" if halves else "holds no updates")
+            f"{about}: {WEIGHTS_FILE} " + (f"lacks one half of {_some(halves)}" if halves else "holds no updates")
         )
     return pairs
 
 
 def _check_layers(
-    about: str,
-    config: PeftConfig,
-    pairs: Collection[str],
-    layers: Collection[str],
-    unfit: Mapping[str, str],
+    about: str, config: PeftConfig, pairs: Collection[str], layers: Collection[str], unfit: Mapping[str, str]
 ) -> None:
     for layer in sorted(pairs):
         if layer in unfit:

@@ -80,12 +80,7 @@ def _with_updates(
 
 
 def find_layers(
-    model: nn.Module,
-    run: Callable[[int], Any],
-    *,
-    slots: int,
-    rank: int,
-    kernels: RowKernels | None = None,
+    model: nn.Module, run: Callable[[int], Any], *, slots: int, rank: int, kernels: RowKernels | None = None
 ) -> AdaptedLayers:
     """Finds each linear layer that computes all of a step's rows in the step's order. `run` computes a step of the given number of tokens,
     with logits for the last one only. The layers add nothing before `take_place`, so fused pieces may replace some of them before that

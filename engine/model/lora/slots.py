@@ -59,9 +59,7 @@ class AdapterSlots:
 
     def read(self, name: str, folder: Path) -> Adapter:
         layers = self._layers
-        return read_adapter(
-            name, folder, layers.shapes, layers.unfit, max_rank=layers.rank, dtype=self._like.dtype
-        )
+        return read_adapter(name, folder, layers.shapes, layers.unfit, max_rank=layers.rank, dtype=self._like.dtype)
 
     def serve(self, read: Iterable[Adapter], kept: Collection[str] = (), now: float = 0.0) -> None:
         served = {name: digest for name, digest in self.served.items() if name in kept}
@@ -117,9 +115,7 @@ class AdapterSlots:
         if now >= self._look_at:
             self._look_at = now + LOOK_AT_MEMORY_S
             # Together they may take as much memory as they leave free.
-            if unused and self._free_memory() < sum(
-                self._adapters[each].num_bytes for each in self._replaced
-            ):
+            if unused and self._free_memory() < sum(self._adapters[each].num_bytes for each in self._replaced):
                 leaving.add(unused[0])
         return leaving
 
@@ -140,9 +136,7 @@ class AdapterSlots:
         else:
             oldest = next((each for each in self._slots if each not in wanted), None)
             if oldest is None:
-                raise InternalError(
-                    f"a step has {len(wanted)} adapters, and there are {self._layers.slots} slots"
-                )
+                raise InternalError(f"a step has {len(wanted)} adapters, and there are {self._layers.slots} slots")
             slot = self._slots.pop(oldest)
         adapter = self._adapters[identity]
         for name, layer in self._layers.layers.items():
@@ -162,9 +156,7 @@ class AdaptedRequests(RunnerPart):
     def clear(self, row: int) -> None:
         self._wanted.pop(row, None)
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         if not self._wanted:
             return batch
         rows = scheduled.rows.tolist()
@@ -172,12 +164,8 @@ class AdaptedRequests(RunnerPart):
         if not wanted:
             return batch
         slots = self._slots.place(wanted)
-        of_request = np.array(
-            [slots[self._wanted[row]] if row in self._wanted else -1 for row in rows], np.int64
-        )
+        of_request = np.array([slots[self._wanted[row]] if row in self._wanted else -1 for row in rows], np.int64)
         of_token = np.repeat(of_request, np.diff(scheduled.query_start))
         return dataclasses.replace(
-            batch,
-            adapter_slots=to_device(of_token, batch.token_ids.device),
-            adapter_slots_used=max(slots.values()) + 1,
+            batch, adapter_slots=to_device(of_token, batch.token_ids.device), adapter_slots_used=max(slots.values()) + 1
         )

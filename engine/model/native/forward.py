@@ -18,13 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.leftovers import refuse_leftovers
-from tandem.engine.model.native.architecture import (
-    Architecture,
-    describe,
-    head_size,
-    refusal,
-    rope_parameters,
-)
+from tandem.engine.model.native.architecture import Architecture, describe, head_size, refusal, rope_parameters
 from tandem.engine.model.native.blocks import StoredBlocks
 from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.kernels import library
@@ -95,9 +89,7 @@ class Checkpoint:
         return frozenset(self._left)
 
 
-def load_weights(
-    model: int, architecture: Architecture, take: Take, progress: Callable[[float], None]
-) -> Weights:
+def load_weights(model: int, architecture: Architecture, take: Take, progress: Callable[[float], None]) -> Weights:
     """Packs all weights. Returns the embedding, which the library reads in place: the caller must keep it alive."""
     native = library.load()
     a = architecture
@@ -243,9 +235,7 @@ class NativeLlamaForward:
             qk_norm=a.qk_norm,
             eps=a.eps,
         )
-        made = native.tandem_create(
-            spec, (c_int32 * len(cores))(*cores), len(cores), instruction_set.encode()
-        )
+        made = native.tandem_create(spec, (c_int32 * len(cores))(*cores), len(cores), instruction_set.encode())
         if made is None:
             raise ConfigurationError(f"the native model cannot be made: {library.last_error()}")
         self._model: int = made
@@ -381,14 +371,10 @@ class NativeLlamaForward:
                 torch.searchsorted(wanted, rows) for rows in (batch.logit_rows, batch.hidden_rows)
             )
             checked(
-                native.tandem_logits_of(
-                    model, logit_places.data_ptr(), len(logit_places), logits.data_ptr(), vocab
-                )
+                native.tandem_logits_of(model, logit_places.data_ptr(), len(logit_places), logits.data_ptr(), vocab)
             )
             checked(
-                native.tandem_hidden_of(
-                    model, hidden_places.data_ptr(), len(hidden_places), found.data_ptr(), hidden
-                )
+                native.tandem_hidden_of(model, hidden_places.data_ptr(), len(hidden_places), found.data_ptr(), hidden)
             )
             self._hidden = found
         del step, given
@@ -427,10 +413,7 @@ class NativeLlamaForward:
         frequencies: list[float] = inverse_frequencies.float().tolist()
         checked(
             self._native.tandem_set_rotary(
-                self._model,
-                (ctypes.c_float * len(frequencies))(*frequencies),
-                len(frequencies),
-                float(scaling),
+                self._model, (ctypes.c_float * len(frequencies))(*frequencies), len(frequencies), float(scaling)
             )
         )
 
@@ -473,9 +456,7 @@ def step_batch(
         block_table_strides=(c_int64 * groups)(*(table.stride(0) for table in tables)),
         logit_rows=rows.data_ptr(),
         num_logit_rows=rows.shape[0],
-        given_rows=batch.image_rows.data_ptr()
-        if given is not None and batch.image_rows is not None
-        else None,
+        given_rows=batch.image_rows.data_ptr() if given is not None and batch.image_rows is not None else None,
         given=given.data_ptr() if given is not None else None,
         num_given_rows=given.shape[0] if given is not None else 0,
     )

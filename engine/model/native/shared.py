@@ -89,11 +89,7 @@ def _name(content: str, loading: ModelLoad, config: Any) -> str:
     digest = hashlib.sha256(digest_of(library.path()).encode())
     for file in sorted(_CODE.rglob("*.py")):
         digest.update(file.read_bytes())
-    computed = (
-        describe(config),
-        str(loading.dtype),
-        library.instruction_set(loading.dtype),
-    )
+    computed = (describe(config), str(loading.dtype), library.instruction_set(loading.dtype))
     digest.update(msgspec.json.encode(computed))
     return f"{content[:24]}-{digest.hexdigest()[:24]}"
 

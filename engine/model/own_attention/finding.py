@@ -9,14 +9,7 @@ import torch
 
 from tandem.engine.model.attention.layers import AttentionLayer
 from tandem.engine.model.caches import NotingCache
-from tandem.engine.model.own_attention.step import (
-    MASK,
-    OwnLayer,
-    Sums,
-    WrappedLayers,
-    among_picked,
-    places_for,
-)
+from tandem.engine.model.own_attention.step import MASK, OwnLayer, Sums, WrappedLayers, among_picked, places_for
 from tandem.engine.model.own_layers import INDEXED, SUMMING
 
 __all__ = ["among_picked", "find", "layers"]

@@ -147,20 +147,15 @@ class OwnStep:
         rows = [part.end - part.start for part in self._parts]
         if all(isinstance(v, torch.Tensor) and v.ndim == 3 and not v.is_floating_point() for v in values):
             width = max(v.shape[2] for v in values)
-            values = tuple(
-                torch.cat([v, v[..., :1].expand(*v.shape[:2], width - v.shape[2])], 2) for v in values
-            )
+            values = tuple(torch.cat([v, v[..., :1].expand(*v.shape[:2], width - v.shape[2])], 2) for v in values)
         alike = (
-            all(isinstance(v, torch.Tensor) and v.ndim >= 2 for v in values)
-            and len({v.shape[2:] for v in values}) == 1
+            all(isinstance(v, torch.Tensor) and v.ndim >= 2 for v in values) and len({v.shape[2:] for v in values}) == 1
         )
         if alike and [tuple(v.shape[:2]) for v in values] == [(1, count) for count in rows]:
             return torch.cat(values, dim=1)
         return values[-1]
 
-    def exchange(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def exchange(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         latent = self._latent[layer]
         if self._sums[layer] is not None:
             read = self._exchanged(layer, key[0])
@@ -247,12 +242,7 @@ class WrappedLayers(dict[int, OwnLayer]):
 
     @contextmanager
     def request_by_request(
-        self,
-        attention: PagedAttention,
-        batch: Batch,
-        hooks: LayerHooks | None,
-        cache: StepCache,
-        dtype: torch.dtype,
+        self, attention: PagedAttention, batch: Batch, hooks: LayerHooks | None, cache: StepCache, dtype: torch.dtype
     ) -> Iterator[None]:
         if not isinstance(attention, GatheredAttention):
             raise InternalError("layers that attend by their own code read what is gathered")

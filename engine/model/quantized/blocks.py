@@ -104,9 +104,7 @@ class BlockLinear(KernelLinear):
         return BlockRows(self._rows.numpy(), self._kind)
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(
-            rows, library.widen(self.blocks(), rows.dtype) if self._weight is None else self._weight
-        )
+        return F.linear(rows, library.widen(self.blocks(), rows.dtype) if self._weight is None else self._weight)
 
     def widen(self) -> None:
         if self._rows.numel():  # otherwise a piece has it

@@ -100,12 +100,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, int, nn.Module]]:
 def reads(model: nn.Module) -> Callable[[str], bool]:
     """Tells of one of the checkpoint's tensors whether `put_back` reads it. Transformers names tensors as it would have joined them."""
     unread = unread_in(model)
-    places = {
-        (layer, *place)
-        for name, layer, _ in _modules(model)
-        if name in unread
-        for place in unread[name].places
-    }
+    places = {(layer, *place) for name, layer, _ in _modules(model) if name in unread for place in unread[name].places}
 
     def is_read(key: str) -> bool:
         parent, _, name = key.rpartition(".")
@@ -129,9 +124,7 @@ def take_out(model: nn.Module, checkpoint: QuantizedCheckpoint) -> None:
             continue  # experts that are modules of their own are linear layers like others
         both, down = (module._parameters.get(part) for part in (GATE_AND_UP, DOWN))
         if both is None or down is None or not _are_as_expected(module, both.shape, down.shape):
-            raise ValueError(
-                f"the experts of {name} are quantized, and joined in a way that Tandem does not know"
-            )
+            raise ValueError(f"the experts of {name} are quantized, and joined in a way that Tandem does not know")
         unread = UnreadExperts(places, checkpoint, both.shape)
         wanted = {(expert, kind) for expert in range(unread.experts) for kind in range(3)}
         if missing := sorted({str(expert) for expert, _ in wanted - places.keys()}):
@@ -140,9 +133,7 @@ def take_out(model: nn.Module, checkpoint: QuantizedCheckpoint) -> None:
             )
         if beyond := places.keys() - wanted:
             held = 1 + max(expert for expert, _ in beyond)
-            raise ValueError(
-                f"{name} has {unread.experts} experts by the configuration, and {held} in the checkpoint"
-            )
+            raise ValueError(f"{name} has {unread.experts} experts by the configuration, and {held} in the checkpoint")
         del module._parameters[GATE_AND_UP], module._parameters[DOWN]
         module.__dict__["unread_experts"] = unread
         module.__dict__["_is_hf_initialized"] = True  # transformers has nothing to fill

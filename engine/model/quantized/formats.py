@@ -160,16 +160,12 @@ def kind_of(tensors: Mapping[str, TensorFacts | torch.Tensor], method: str) -> K
         kind = {torch.float8_e4m3fn: Kind.FP8, torch.int8: Kind.INT8}.get(tensors["weight"].dtype)
     names = set(tensors).difference(_ASIDE)
     if kind is None or not _NEEDED[kind] <= names <= _NEEDED[kind] | _ALLOWED[kind]:
-        of = ", ".join(
-            f"{part} ({str(tensors[part].dtype).removeprefix('torch.')})" for part in sorted(names)
-        )
+        of = ", ".join(f"{part} ({str(tensors[part].dtype).removeprefix('torch.')})" for part in sorted(names))
         raise ValueError(f"quantized in a way that is not known here: {of}")
     return kind
 
 
-def sizes_of(
-    kind: Kind, tensors: Mapping[str, TensorFacts | torch.Tensor], bits: int
-) -> tuple[int, int] | None:
+def sizes_of(kind: Kind, tensors: Mapping[str, TensorFacts | torch.Tensor], bits: int) -> tuple[int, int] | None:
     """(outputs, inputs); None if only a tensor's content tells them."""
     if kind in (Kind.FP8, Kind.INT8):
         outputs, inputs = tensors["weight"].shape
@@ -233,12 +229,7 @@ def codes_of(
         scales = scales.reshape(1, 1).expand(tensors["weight"].shape[0], 1) if scales.numel() == 1 else scales
         scales = scales.reshape(-1, 1) if scales.dim() == 1 else scales
         zeros = tensors.get("weight_zero_point")
-        return (
-            tensors["weight"].int(),
-            None if zeros is None else zeros.int().reshape(scales.shape),
-            scales,
-            None,
-        )
+        return (tensors["weight"].int(), None if zeros is None else zeros.int().reshape(scales.shape), scales, None)
     if kind is Kind.PACKED:
         outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
         packed, scales = tensors["weight_packed"], tensors["weight_scale"]
@@ -252,9 +243,7 @@ def codes_of(
     if kind is Kind.AWQ:
         order = torch.tensor(_AWQ_ORDER, device=tensors["qweight"].device).argsort()
         codes, zeros = (
-            _unpacked(tensors[part], bits)
-            .view(tensors[part].shape[0], -1, 32 // bits)[:, :, order]
-            .flatten(1)
+            _unpacked(tensors[part], bits).view(tensors[part].shape[0], -1, 32 // bits)[:, :, order].flatten(1)
             for part in ("qweight", "qzeros")
         )
         return codes.t(), zeros.t(), tensors["scales"].t(), None

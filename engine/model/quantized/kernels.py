@@ -152,9 +152,7 @@ def _biases(layers: Sequence[KernelLinear]) -> torch.Tensor | None:
     given = [layer.bias for layer in layers if layer.bias is not None]
     if not given:
         return None
-    return torch.cat(
-        [given[0].new_zeros(layer.outputs) if layer.bias is None else layer.bias for layer in layers]
-    )
+    return torch.cat([given[0].new_zeros(layer.outputs) if layer.bias is None else layer.bias for layer in layers])
 
 
 def kernel_for(
@@ -167,11 +165,7 @@ def kernel_for(
         made = _made(tensors, checkpoint, dtype, bias)
         if isinstance(made, str):
             return None, made
-        return (
-            (made, "")
-            if _computes(made, tensors, checkpoint, dtype)
-            else (None, "the kernel finds something else")
-        )
+        return (made, "") if _computes(made, tensors, checkpoint, dtype) else (None, "the kernel finds something else")
     except Exception as error:  # a library may raise anything if it does not run here
         return None, f"the kernel does not run here: {str(error).strip().partition(chr(10))[0]}"
 
@@ -221,9 +215,7 @@ def _made(
     return FourBit(codes, both, order, bias)
 
 
-def _computes(
-    made: KernelLinear, tensors: Tensors, checkpoint: QuantizedCheckpoint, dtype: torch.dtype
-) -> bool:
+def _computes(made: KernelLinear, tensors: Tensors, checkpoint: QuantizedCheckpoint, dtype: torch.dtype) -> bool:
     inputs = made.in_features
     device = next(made.parameters()).device
     x = (torch.arange(_ROWS_TRIED * inputs, device=device).view(_ROWS_TRIED, inputs) * 0.37).sin().to(dtype)

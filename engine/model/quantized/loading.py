@@ -40,9 +40,7 @@ _METHOD = "tandem"
 class QuantizedLinear(nn.Module):
     """Holds a layer's tensors after they are read, until `finish_loading` replaces it by a layer that computes."""
 
-    def __init__(
-        self, tensors: dict[str, TensorFacts], checkpoint: QuantizedCheckpoint, *, has_bias: bool
-    ) -> None:
+    def __init__(self, tensors: dict[str, TensorFacts], checkpoint: QuantizedCheckpoint, *, has_bias: bool) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self.has_bias = has_bias  # according to the model's configuration
@@ -105,11 +103,7 @@ def loading_options(config: Any, checkpoint: QuantizedCheckpoint, in_parts: bool
     text = told.get_text_config()
     if text is not told and getattr(text, "quantization_config", None) is not None:
         del text.quantization_config
-    told.quantization_config = {
-        "quant_method": _METHOD,
-        "checkpoint": checkpoint,
-        "in_parts": in_parts,
-    }
+    told.quantization_config = {"quant_method": _METHOD, "checkpoint": checkpoint, "in_parts": in_parts}
     return {"config": told}
 
 
@@ -121,11 +115,7 @@ def unread(keys: list[str], model: PreTrainedModel) -> list[str]:
 
 
 def finish_loading(
-    source: ModelSource,
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    device: torch.device,
-    part_of: PartOf | None = None,
+    source: ModelSource, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, part_of: PartOf | None = None
 ) -> None:
     """Replaces each quantized matrix by a layer that computes with it, or with this rank's part of it."""
     kinds = (QuantizedLinear, QuantizedPart)
@@ -161,11 +151,7 @@ def finish_loading(
     except ValueError as error:
         raise ConfigurationError(f"{source.name} cannot be served: {error}") from None
     if of_experts and _may_stay(device):
-        log.warning(
-            "%s: its experts take as much memory as in %s: no kernel for them is used here",
-            source.name,
-            dtype,
-        )
+        log.warning("%s: its experts take as much memory as in %s: no kernel for them is used here", source.name, dtype)
     log.info(
         "%s: %d matrices were quantized (%s), %d stay so",
         source.name,
@@ -180,9 +166,7 @@ def _may_stay(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _as_linear(
-    tensors: dict[str, torch.Tensor], checkpoint: QuantizedCheckpoint, dtype: torch.dtype
-) -> nn.Linear:
+def _as_linear(tensors: dict[str, torch.Tensor], checkpoint: QuantizedCheckpoint, dtype: torch.dtype) -> nn.Linear:
     bias = tensors.pop("bias", None)
     weight = (tensors["weight"] if is_ordinary(tensors) else dense(tensors, checkpoint)).to(dtype)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")

@@ -13,13 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tandem.engine.model.quantized.formats import (
-    Kind,
-    QuantizedCheckpoint,
-    TensorFacts,
-    dense,
-    kind_of,
-)
+from tandem.engine.model.quantized.formats import Kind, QuantizedCheckpoint, TensorFacts, dense, kind_of
 from tandem.engine.model.shard import MatrixPart
 
 
@@ -60,11 +54,7 @@ class QuantizedPart(nn.Module):
     """Takes a linear layer's place while transformers reads the other weights. It has the whole layer's sizes and no tensors."""
 
     def __init__(
-        self,
-        layer: str,
-        facts: Mapping[str, TensorFacts],
-        checkpoint: QuantizedCheckpoint,
-        replaced: nn.Linear,
+        self, layer: str, facts: Mapping[str, TensorFacts], checkpoint: QuantizedCheckpoint, replaced: nn.Linear
     ) -> None:
         super().__init__()
         self.layer = layer  # its name in the checkpoint
@@ -79,9 +69,7 @@ class QuantizedPart(nn.Module):
         def from_file(name: str, at: tuple[slice, ...]) -> torch.Tensor:
             return files.read(f"{self.layer}.{name}", at, device)
 
-        tensors = part_of_matrix(
-            self._facts, self.checkpoint, (self.out_features, self.in_features), part, from_file
-        )
+        tensors = part_of_matrix(self._facts, self.checkpoint, (self.out_features, self.in_features), part, from_file)
         if "bias" in self._facts:
             bias = from_file("bias", (slice(None),))
             # Tools that write GPTQ add zeros.

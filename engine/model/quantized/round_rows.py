@@ -59,16 +59,7 @@ def _launch_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if rows:
-        kernel[(rows,)](
-            x,
-            out,
-            scales,
-            x.stride(0),
-            n,
-            LARGEST=_LARGEST_FP8,
-            SMALLEST=_SMALLEST_SCALE,
-            BLOCK=power(n),
-        )
+        kernel[(rows,)](x, out, scales, x.stride(0), n, LARGEST=_LARGEST_FP8, SMALLEST=_SMALLEST_SCALE, BLOCK=power(n))
     return out, scales
 
 

@@ -9,13 +9,7 @@ import torch
 from tandem.engine.model.leftovers import refuse_leftovers
 from tandem.engine.model.native.forward import Checkpoint, rotary_of
 from tandem.engine.model.quantized.blocks import read_blocks
-from tandem.engine.model.quantized.formats import (
-    QuantizedCheckpoint,
-    dense,
-    kind_of,
-    sizes_of,
-    unknown_bias,
-)
+from tandem.engine.model.quantized.formats import QuantizedCheckpoint, dense, kind_of, sizes_of, unknown_bias
 from tandem.engine.model.quantized.parts import CheckpointFiles
 from tandem.engine.model.source import ModelSource
 from tandem.kernels.library import Weights

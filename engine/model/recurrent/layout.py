@@ -73,17 +73,12 @@ class LayerStates:
         first, last, base = self._span(states)
         run = self._read(table[:, first:last])
         return {
-            state.key: run[:, begin : begin + state.num_bytes]
-            .contiguous()
-            .view(state.dtype)
-            .view(-1, *state.shape)
+            state.key: run[:, begin : begin + state.num_bytes].contiguous().view(state.dtype).view(-1, *state.shape)
             for state in states
             for begin in (self._begin[state.key] - base,)
         }
 
-    def save(
-        self, states: tuple[State, ...], table: torch.Tensor, values: dict[StateKey, torch.Tensor]
-    ) -> None:
+    def save(self, states: tuple[State, ...], table: torch.Tensor, values: dict[StateKey, torch.Tensor]) -> None:
         """Writes the states. Whole blocks are written, so the rest of the first and the last block is read before."""
         first, last, base = self._span(states)
         blocks = table[:, first:last]

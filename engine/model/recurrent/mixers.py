@@ -26,15 +26,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from tandem.base.errors import ConfigurationError, InternalError
 from tandem.engine.model.caches import NotingCache, RowsOf, StepCache
-from tandem.engine.model.recurrent.layout import (
-    CONV,
-    MATRIX,
-    RECURRENT,
-    LayerStates,
-    State,
-    StateKey,
-    StateLayout,
-)
+from tandem.engine.model.recurrent.layout import CONV, MATRIX, RECURRENT, LayerStates, State, StateKey, StateLayout
 from tandem.engine.model.runner import Batch, LayerHooks
 
 
@@ -126,9 +118,7 @@ class BoundMixers(msgspec.Struct, frozen=True):
     def step_cache(self, num_layers: int, before: int | torch.Tensor) -> StateCache:
         return StateCache(num_layers, self.mixers.layers, before)
 
-    def mixing(
-        self, batch: Batch, hooks: LayerHooks | None, cache: StepCache
-    ) -> AbstractContextManager[None]:
+    def mixing(self, batch: Batch, hooks: LayerHooks | None, cache: StepCache) -> AbstractContextManager[None]:
         assert isinstance(cache, StateCache)
         return mixing_through(RecurrentStep(self.mixers, self.store, batch, hooks, cache))
 
@@ -152,9 +142,7 @@ class StateNotingCache(NotingCache):
         self._note((layer_idx, RECURRENT, state_idx))
         return super().get_recurrent_state(layer_idx, state_idx)
 
-    def update_recurrent_state(
-        self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Any:
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
         self._note((layer_idx, RECURRENT, state_idx))
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
@@ -216,12 +204,7 @@ class RecurrentStep:
     """All mixers' work in one step."""
 
     def __init__(
-        self,
-        mixers: ModelMixers,
-        store: LayerStates,
-        batch: Batch,
-        hooks: LayerHooks | None,
-        cache: StateCache,
+        self, mixers: ModelMixers, store: LayerStates, batch: Batch, hooks: LayerHooks | None, cache: StateCache
     ) -> None:
         self._cache = cache
         self._store = store
@@ -256,9 +239,7 @@ class RecurrentStep:
         for start, end in self._pieces(part):
             cut = RowsOf(start, end, rows, as_batch=part.single)
             self._cache.put(states, values, part.begins and start == part.start)
-            out = forward(
-                *(cut(value) for value in args), **{name: cut(value) for name, value in kwargs.items()}
-            )
+            out = forward(*(cut(value) for value in args), **{name: cut(value) for name, value in kwargs.items()})
             values = self._cache.taken(states)
             # Anything else that a module returns belongs to one request, and no layer uses it.
             outs.append(cut.back(out[0] if isinstance(out, tuple) else out))

@@ -29,9 +29,7 @@ def edit_logits(
             tokens = [token for token in params.logit_bias if 0 <= token < vocab]
             biases = np.array([params.logit_bias[token] for token in tokens], np.float32)
             device = logits.device
-            logits[index].index_add_(
-                0, to_device(np.array(tokens, np.int64), device), to_device(biases, device)
-            )
+            logits[index].index_add_(0, to_device(np.array(tokens, np.int64), device), to_device(biases, device))
         banned: list[int] = []
         if position - int(requests.num_prompt_tokens[row]) < params.min_tokens:
             banned.extend(params.stop_token_ids)
@@ -41,11 +39,7 @@ def edit_logits(
             history = requests.tokens[row]
             for word in params.bad_words:
                 start = position - len(word) + 1
-                if (
-                    word
-                    and start >= requests.num_unsaid[row]
-                    and history[start:position].tolist() == word[:-1]
-                ):
+                if word and start >= requests.num_unsaid[row] and history[start:position].tolist() == word[:-1]:
                     banned.append(word[-1])
         banned = [token for token in banned if 0 <= token < vocab]
         if banned:

@@ -20,9 +20,7 @@ class ComputedLogprobs:
         self._parts: list[list[HostCopy]] = []
         for start in range(0, logits.shape[0], _ROWS):
             rows = slice(start, start + _ROWS)
-            self._parts.append(
-                [HostCopy(found) for found in _some(logits[rows].float(), chosen[rows], num_top)]
-            )
+            self._parts.append([HostCopy(found) for found in _some(logits[rows].float(), chosen[rows], num_top)])
 
     def read(self) -> list[TokenLogprobs]:
         result: list[TokenLogprobs] = []

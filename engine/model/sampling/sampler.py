@@ -121,9 +121,7 @@ def _kth(rows: LogitRows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.
     return values.gather(1, wanted - 1)
 
 
-def _reaching(
-    rows: LogitRows, bound: torch.Tensor, bounded: bool, few: bool, share: torch.Tensor
-) -> torch.Tensor:
+def _reaching(rows: LogitRows, bound: torch.Tensor, bounded: bool, few: bool, share: torch.Tensor) -> torch.Tensor:
     """The bound of the smallest set of most likely tokens whose weights reach `share` of the weights above `bound`."""
     weights = rows.weights.masked_fill(rows.scaled < bound, 0) if bounded else rows.weights
     if rows.scaled.device.type != "cpu" and not few:
@@ -170,9 +168,7 @@ def _selected_by_weight(scaled: torch.Tensor, weights: torch.Tensor, share: torc
     return torch.cat(
         [
             _selected(some, whole := (part * _ONE).long(), _part_of(whole, of_some))
-            for some, part, of_some in zip(
-                *(_slices(t, scaled) for t in (scaled, weights, share)), strict=True
-            )
+            for some, part, of_some in zip(*(_slices(t, scaled) for t in (scaled, weights, share)), strict=True)
         ]
     )
 
@@ -244,9 +240,7 @@ class TokenDraw:
         if padding := self._num_blocks * _BLOCK - self._vocab:
             scaled = torch.nn.functional.pad(scaled, (0, padding), value=_NEVER)
         rows = LogitRows(scaled)
-        bound = lower_bounds(
-            rows, self._vocab, table.top_k[requests], table.top_p[requests], table.min_p[requests]
-        )
+        bound = lower_bounds(rows, self._vocab, table.top_k[requests], table.top_p[requests], table.min_p[requests])
         seeds = table.seed[requests]
         first, second = (to_device(noise_keys(seeds, positions, stream), device) for stream in (0, 1))
         sums = self._block_sums(rows, bound)
@@ -291,9 +285,7 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> _U64(31))
 
 
-def noise_keys(
-    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: int
-) -> npt.NDArray[np.int32]:
+def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], stream: int) -> npt.NDArray[np.int32]:
     """[N, 2]: 64 bits for each (seed, position). Different streams are independent."""
     place = positions.astype(np.uint64) * _U64(0xD1342543DE82EF95) + _U64(stream)
     return _mix64(_mix64(seeds + _U64(0x9E3779B97F4A7C15)) + place).view(np.int32).reshape(-1, 2)
@@ -325,11 +317,7 @@ class Sampler:
     """Chooses one token per row. A row is a request and a position, the index of the token to choose."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        device: torch.device,
-        masks: TokenMasks | None = None,
+        self, vocab_size: int, eos_token_ids: frozenset[int], device: torch.device, masks: TokenMasks | None = None
     ) -> None:
         self._eos = eos_token_ids
         self._drawing = TokenDraw(vocab_size, device)

@@ -86,14 +86,7 @@ def load_draft_model(
 
     if is_head(source):
         return load_head(
-            source,
-            target,
-            plan,
-            guessed.vocab_size,
-            guessed.vector_size,
-            guessed.dtype,
-            loading.device,
-            observed,
+            source, target, plan, guessed.vocab_size, guessed.vector_size, guessed.dtype, loading.device, observed
         )
     config = read_config(source)
     for name in source.read_json("config.json").get("architectures") or ():

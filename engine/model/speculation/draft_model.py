@@ -198,9 +198,7 @@ class DraftModel:
             if guesses:
                 seen.num_tokens[row] = first + count
             # A block that is written to is not complete until `_file` notes it.
-            blocks = seen.tables[0][
-                row, first // self._block_size : (first + count - 1) // self._block_size + 1
-            ]
+            blocks = seen.tables[0][row, first // self._block_size : (first + count - 1) // self._block_size + 1]
             self._holds[blocks] = 0
         batch, scheduled = build_batch(seen, counts, {}, set(), self._block_size, self._device)
         if self._draft_vocab < self._vocab_size:

@@ -95,18 +95,14 @@ class EagleHead(RunnerPart):
     def add(self, row: int, asked: AskedRequest, requests: RequestRows) -> None:
         self._most[row] = asked.facts.sampling.max_tokens
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         self._wanted = self._wants_drafts(scheduled, requests)
         if self._wanted is None or self._observed is not None:
             return batch
         rows = np.flatnonzero(np.repeat(self._wanted, np.diff(scheduled.query_start)))
         return dataclasses.replace(batch, hidden_rows=to_device(rows, self._device))
 
-    def _wants_drafts(
-        self, scheduled: ScheduledTokens, requests: RequestRows
-    ) -> npt.NDArray[np.bool_] | None:
+    def _wants_drafts(self, scheduled: ScheduledTokens, requests: RequestRows) -> npt.NDArray[np.bool_] | None:
         """The requests that it makes drafts for: those that may get more than one token, so none on a prefill node. Returns None when there
         is none, and for a pass with a request for a vector, which reads the hidden states."""
         rows: list[int] = scheduled.rows.tolist()
@@ -117,12 +113,7 @@ class EagleHead(RunnerPart):
         return found if found.any() else None
 
     def computed(
-        self,
-        batch: Batch,
-        scheduled: ScheduledTokens,
-        requests: RequestRows,
-        started: StepOnDevice,
-        forward: Forward,
+        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice, forward: Forward
     ) -> None:
         """Takes the model's hidden states for all rows of the wanted requests. A prompt's rows are read at once, because the token after each
         is known; other rows wait for their next token."""
@@ -278,9 +269,7 @@ class EagleHead(RunnerPart):
             row, count = requests.row(req_id), rows.shape[0]
             begin = self._progress[row].begin
             # A block that is written to is not complete until `_file` notes it.
-            self._holds[
-                table[row, first // self._block_size : (first + count - 1) // self._block_size + 1]
-            ] = 0
+            self._holds[table[row, first // self._block_size : (first + count - 1) // self._block_size + 1]] = 0
             if begin:
                 table[row] = np.roll(table[row], -(begin // self._block_size))
             seen.num_computed[row] = first - begin

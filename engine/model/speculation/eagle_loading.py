@@ -84,9 +84,7 @@ class _Rows(torch.nn.Module):
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.to(self._embeddings.dtype)
-        if (
-            self._third and hidden.shape[-1] == self._weight.shape[1]
-        ):  # the model's three, not the head's own state
+        if self._third and hidden.shape[-1] == self._weight.shape[1]:  # the model's three, not the head's own state
             hidden = torch.nn.functional.linear(hidden, self._weight, self._bias)
         pair = torch.cat([self._embeddings[token_ids], hidden], dim=-1)
         return pair if self._third else torch.nn.functional.linear(pair, self._weight, self._bias)
@@ -191,9 +189,7 @@ def load_head(
     if any(name.startswith("layers.1.") for name in own):
         raise refusal("has several layers, and one is served")
     if described.get("norm_before_residual"):
-        raise refusal(
-            "adds its layer to the norm of its hidden state (norm_before_residual), which is not served"
-        )
+        raise refusal("adds its layer to the norm of its hidden state (norm_before_residual), which is not served")
     config = LlamaConfig.from_dict({**described, "model_type": "llama", "num_hidden_layers": 1})
     if (config.hidden_size, config.vocab_size) != (hidden_size, vocab_size):
         raise refusal(

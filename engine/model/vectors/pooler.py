@@ -58,9 +58,7 @@ class Pooler(RunnerPart):
     def clear(self, row: int) -> None:
         self._parts.pop(row, None)
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         if not self._parts:
             return batch
         self._pooled = list(self._rows_of(batch, scheduled, requests))
@@ -69,9 +67,7 @@ class Pooler(RunnerPart):
             return batch
         return dataclasses.replace(batch, hidden_rows=to_device(np.array(kept, np.int64), self._device))
 
-    def _rows_of(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows
-    ) -> Iterator[_PooledRows]:
+    def _rows_of(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows) -> Iterator[_PooledRows]:
         """The rows of each request for a vector, in the batch's order."""
         for index, row in enumerate(scheduled.rows.tolist()):
             part = self._parts.get(row)
@@ -91,12 +87,7 @@ class Pooler(RunnerPart):
             yield _PooledRows(row, scheduled.req_ids[index], first, last, is_whole, wanted)
 
     def computed(
-        self,
-        batch: Batch,
-        scheduled: ScheduledTokens,
-        requests: RequestRows,
-        started: StepOnDevice,
-        forward: Forward,
+        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice, forward: Forward
     ) -> None:
         """Adds the hidden states of the wanted rows, one request after the other."""
         if not self._pooled:
@@ -146,9 +137,7 @@ def _finished(part: PoolingPart, req_id: str) -> torch.Tensor:
     return vector.contiguous()
 
 
-def _read(
-    rows: _PooledRows, tenancy: int, copy: HostCopy, requests: RequestRows, output: ModelOutput
-) -> None:
+def _read(rows: _PooledRows, tenancy: int, copy: HostCopy, requests: RequestRows, output: ModelOutput) -> None:
     """Waits for the vector. A request that left its row since then has no use for it."""
     numbers = copy.read().numpy()
     if requests.tenancies[rows.row] != tenancy:

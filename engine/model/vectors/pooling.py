@@ -68,9 +68,7 @@ def _modules(source: ModelSource) -> list[_Module]:
     try:
         return msgspec.json.decode(content, type=list[_Module])
     except msgspec.DecodeError as error:
-        raise ConfigurationError(
-            f"{source.folder / MODULES} is no list of modules ({error}): {_OVERRIDE}"
-        ) from error
+        raise ConfigurationError(f"{source.folder / MODULES} is no list of modules ({error}): {_OVERRIDE}") from error
 
 
 def _kind_in(source: ModelSource, path: str) -> PoolingKind:
@@ -81,11 +79,7 @@ def _kind_in(source: ModelSource, path: str) -> PoolingKind:
     plain = content.get("pooling_mode")  # newer versions write this key
     if isinstance(plain, str) and plain in _PLAIN_NAMES:
         return _PLAIN_NAMES[plain]
-    modes = [
-        name
-        for name, value in content.items()
-        if name.startswith("pooling_mode") and value not in (False, None)
-    ]
+    modes = [name for name, value in content.items() if name.startswith("pooling_mode") and value not in (False, None)]
     if len(modes) == 1 and modes[0] in _KINDS:
         return _KINDS[modes[0]]
     raise ConfigurationError(

@@ -51,9 +51,7 @@ def _in_bytes(rows: torch.Tensor | TandemError) -> PromptEmbeds:
     return PromptEmbeds(str(plain.dtype).removeprefix("torch."), plain.shape[1], data)
 
 
-def load_tower(
-    model: ModelConfig, max_model_len: int | None, progress: Progress | None = None
-) -> EncodingTower:
+def load_tower(model: ModelConfig, max_model_len: int | None, progress: Progress | None = None) -> EncodingTower:
     """See engine.model.lone_tower.TowerLoader."""
     tell = progress or (lambda _what, _share: None)
     tell("reading the model's configuration", 0.0)
@@ -75,10 +73,7 @@ def load_tower(
     tell("reading the weights to know them again", 0.0)
     content = content_of(source)
     info = TowerInfo(
-        model.served_name or source.name,
-        content.digest,
-        content.tokenizer,
-        context_length(config, max_model_len),
+        model.served_name or source.name, content.digest, content.tokenizer, context_length(config, max_model_len)
     )
     tell("ready", 1.0)
     return EncodingTower(info, tower)

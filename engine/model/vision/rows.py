@@ -62,14 +62,10 @@ class ImageRows(RunnerPart):
             if isinstance(rows, torch.Tensor):
                 rows = rows.to(self._device)
             if isinstance(rows, torch.Tensor) and rows.shape[0] != one.length:
-                raise InternalError(
-                    f"{one.length} tokens stand for a part of an image that is {rows.shape[0]} rows"
-                )
+                raise InternalError(f"{one.length} tokens stand for a part of an image that is {rows.shape[0]} rows")
             self._kept[one.identifier] = rows
 
-    def prepare(
-        self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice
-    ) -> Batch:
+    def prepare(self, batch: Batch, scheduled: ScheduledTokens, requests: RequestRows, started: StepOnDevice) -> Batch:
         """Adds the rows of images' tokens. A request whose image could not be encoded ends with the error."""
         if not self._media:
             return batch
@@ -132,9 +128,7 @@ def positions_of(batch: Batch) -> npt.NDArray[np.int64]:
     """The position of each token, as in a batch without images."""
     counts = np.diff(batch.host_query_start)
     first = batch.host_context_lens - counts
-    found: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(
-        batch.host_query_start[:-1] - first, counts
-    )
+    found: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(batch.host_query_start[:-1] - first, counts)
     return found
 
 

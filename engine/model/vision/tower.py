@@ -163,17 +163,13 @@ class TiledTower(_ProcessedImages):
         with torch.inference_mode():
             (rows,) = self._rows({"pixel_values": tile}, [EncoderInput("", b"", 0, rules.tokens)])
         if rows.shape[0] != rules.tokens:
-            raise self._refusal(
-                f"its tower makes {rows.shape[0]} tokens of a tile, and its folder says {rules.tokens}"
-            )
+            raise self._refusal(f"its tower makes {rows.shape[0]} tokens of a tile, and its folder says {rules.tokens}")
 
     def _rows(self, pixels: Any, wanted: Sequence[EncoderInput]) -> list[torch.Tensor]:
         tiles: torch.Tensor = pixels["pixel_values"]
         parts = [one.part for one in wanted]
         if max(parts) >= tiles.shape[1]:
-            raise InvalidImage(
-                f"an image has {tiles.shape[1]} tiles here, and more where its prompt was made"
-            )
+            raise InvalidImage(f"an image has {tiles.shape[1]} tiles here, and more where its prompt was made")
         tiles = tiles[:, parts].to(self._model.device)
         rows = torch.cat(list(self._model.get_image_features(pixel_values=tiles).pooler_output))
         # Transformers leaves out tiles that are all zeros.
@@ -185,9 +181,7 @@ class TiledTower(_ProcessedImages):
 class GriddedTower(_ProcessedImages):
     """The tower of Qwen-VL. Qwen3-VL's also makes rows that the language model's first layers add (DeepStack)."""
 
-    def __init__(
-        self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages, threads: int
-    ) -> None:
+    def __init__(self, source: ModelSource, model: PreTrainedModel, rules: GriddedImages, threads: int) -> None:
         super().__init__(source, model, rules, threads)
         self._model.visual.set_attn_implementation("sdpa")
         vision = model.config.vision_config

@@ -178,9 +178,7 @@ def join_parts(name: str, model: PreTrainedModel, shard: Shard) -> None:
     styles: dict[str, str] = model.tp_plan
     unknown = sorted(set(styles.values()) - KNOWN)
     if unknown:
-        raise ConfigurationError(
-            f"{name} cannot be cut: its plan has styles that are unknown: {', '.join(unknown)}"
-        )
+        raise ConfigurationError(f"{name} cannot be cut: its plan has styles that are unknown: {', '.join(unknown)}")
     _take_out_parts(model)
     for where, module in model.named_modules():
         style = styles.get(_NUMBER.sub(".*", where))
@@ -299,19 +297,13 @@ def _keep_heads(name: str, model: PreTrainedModel, styles: dict[str, str], shard
             kept = heads_of_rank(heads, shard.rank, shard.size)
             for part, parameter in list(module._parameters.items()):
                 # A quantized matrix was read in part.
-                if (
-                    isinstance(module, nn.Linear)
-                    and parameter is not None
-                    and len(parameter) == module.out_features
-                ):
+                if isinstance(module, nn.Linear) and parameter is not None and len(parameter) == module.out_features:
                     rows = parameter[kept.start * dimension : kept.stop * dimension].clone()
                     module._parameters[part] = nn.Parameter(rows, requires_grad=False)
             attention.num_key_value_groups = text.num_attention_heads // shard.size
 
 
-def heads_kept(
-    name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard
-) -> HeadShare | None:
+def heads_kept(name: str, model: PreTrainedModel, layers: Sequence[AttentionLayer], shard: Shard) -> HeadShare | None:
     """The heads that this rank's own cache has of each layer; None if layers differ in that."""
     try:
         placed = place_heads(name, model, layers, shard)

@@ -44,9 +44,7 @@ def batch_of(arrays: Sequence[np.ndarray], device: torch.device) -> Batch:
     num_decodes, max_context_len, groups, replayed = numbers.tolist()
     if device.type != "cpu":
         tokens = np.zeros(len(positions), np.int64)
-    tensors = to_device_together(
-        [tokens, positions, query_start, context_lens, logit_rows, *arrays[_FIXED:]], device
-    )
+    tensors = to_device_together([tokens, positions, query_start, context_lens, logit_rows, *arrays[_FIXED:]], device)
     slots, tables = tuple(arrays[_FIXED : _FIXED + groups]), tuple(arrays[_FIXED + groups :])
     return Batch(
         token_ids=tensors[0],
@@ -137,10 +135,7 @@ class LeadingForward:
 
 
 def follow(
-    forward: Forward,
-    receive: Callable[[], Sequence[np.ndarray] | None],
-    shard: Shard,
-    device: torch.device,
+    forward: Forward, receive: Callable[[], Sequence[np.ndarray] | None], shard: Shard, device: torch.device
 ) -> None:
     """Runs another rank: receives steps and computes them, until there are no more."""
     with on(device), torch.inference_mode():

@@ -33,9 +33,7 @@ def join_sums(model: PreTrainedModel, shard: Shard) -> int:
 
 def _summing_in(module: nn.Module) -> list[nn.Module]:
     """The modules whose results are summed over ranks, in one that has routed experts; none in any other."""
-    if not any(
-        _hook_of(child) is not None and not hasattr(child, "in_features") for child in module.children()
-    ):
+    if not any(_hook_of(child) is not None and not hasattr(child, "in_features") for child in module.children()):
         return []
     return [each for each in module.modules() if _hook_of(each) is not None]
 

@@ -222,9 +222,7 @@ class _EmptyEmbedding(EmptyPart):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._shard.link.is_on:
-            return torch.zeros(
-                *token_ids.shape, self.embedding_dim, dtype=self._dtype, device=token_ids.device
-            )
+            return torch.zeros(*token_ids.shape, self.embedding_dim, dtype=self._dtype, device=token_ids.device)
         places = torch.arange(self.embedding_dim, device=token_ids.device)
         return torch.sin(token_ids[..., None] * 0.7 + places * 1.3).to(self._dtype)
 

@@ -245,9 +245,7 @@ class EncoderCache:
 def _entered(request: Request) -> set[str]:
     """The part that the request's computed tokens end in the middle of; an empty set if there is none."""
     computed = request.num_computed_tokens
-    return {
-        each.identifier for each in request.image_parts if each.offset < computed < each.offset + each.length
-    }
+    return {each.identifier for each in request.image_parts if each.offset < computed < each.offset + each.length}
 
 
 def _features(request: Request, start: int, num_new: int) -> Iterator[MediaFeature]:

@@ -98,12 +98,7 @@ class Pins:
     def _wanted_for(self, request: Request) -> float:
         """Notes the end of a job's turn. Returns the time at which its pin is to end; 0 for no pin."""
         job_id, hasher = request.facts.job_id, request.block_hasher
-        if (
-            job_id is None
-            or request.facts.is_last_step
-            or request.facts.pooling is not None
-            or hasher is None
-        ):
+        if job_id is None or request.facts.is_last_step or request.facts.pooling is not None or hasher is None:
             return 0.0
         hashes = request.block_hashes[: request.num_computed_tokens // hasher.block_size]
         if not hashes:
@@ -191,9 +186,7 @@ class Pins:
         return changed
 
     def give_way(self, besides: str | None) -> bool:
-        job_id = min(
-            self.by_job, key=lambda job_id: (job_id == besides, self.by_job[job_id].until), default=None
-        )
+        job_id = min(self.by_job, key=lambda job_id: (job_id == besides, self.by_job[job_id].until), default=None)
         if job_id is None:
             return False
         self._unpin(job_id, "memory")

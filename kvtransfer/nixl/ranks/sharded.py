@@ -41,14 +41,7 @@ from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
 from tandem.kvtransfer.protocol.cache_map import layout_of
 from tandem.kvtransfer.protocol.processes import this_process
 from tandem.kvtransfer.protocol.shards import PoolSplit, pairs_between, part_in, shards_in
-from tandem.kvtransfer.protocol.transport import (
-    AskedSums,
-    HandleId,
-    Move,
-    Operation,
-    RemoteId,
-    ShardSums,
-)
+from tandem.kvtransfer.protocol.transport import AskedSums, HandleId, Move, Operation, RemoteId, ShardSums
 from tandem.wire.handoff import CacheMemory, CacheShard
 
 _OPEN_S = 120.0  # for a rank to register its cache, which may lock all its pages
@@ -244,15 +237,9 @@ class ShardedTransport(NixlTransport):
                 raise TransferError(line.ended)
         for part in in_shards:
             if part.ours != _OWN:
-                ours, theirs = (
-                    units.astype("<i8").tobytes() for units in (part.move.local, part.move.remote)
-                )
+                ours, theirs = (units.astype("<i8").tobytes() for units in (part.move.local, part.move.remote))
                 number = self._lines[part.ours].post(
-                    peer.elsewhere[part.ours, part.theirs],
-                    move.operation.value,
-                    part.move.unit_bytes,
-                    ours,
-                    theirs,
+                    peer.elsewhere[part.ours, part.theirs], move.operation.value, part.move.unit_bytes, ours, theirs
                 )
                 parts.elsewhere.append((part.ours, number))
         try:
@@ -341,12 +328,9 @@ class ShardedTransport(NixlTransport):
             return described
         until = time.monotonic() + _ANSWER_S
         metadata = [described.agent_metadata]
-        metadata += [
-            line.answer(asked[rank], WayOpened, until).agent_metadata for rank, line in self._lines.items()
-        ]
+        metadata += [line.answer(asked[rank], WayOpened, until).agent_metadata for rank, line in self._lines.items()]
         shards = [
-            msgspec.structs.replace(shard, agent_metadata=new)
-            for shard, new in zip(mine.shards, metadata, strict=True)
+            msgspec.structs.replace(shard, agent_metadata=new) for shard, new in zip(mine.shards, metadata, strict=True)
         ]
         return msgspec.structs.replace(mine, shards=shards)
 

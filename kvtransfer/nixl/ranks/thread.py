@@ -126,11 +126,7 @@ class RankTransfers:
                 return Done(message.number)
             case SumUp():
                 summed = self._checksums.of_heads(
-                    message.blocks,
-                    message.parts,
-                    message.grain,
-                    on_device=message.on_device,
-                    by_layer=message.by_layer,
+                    message.blocks, message.parts, message.grain, on_device=message.on_device, by_layer=message.by_layer
                 )
                 return HeadsSummed(message.number, summed.sums.astype("<u8").tobytes())
             case OpenWay():

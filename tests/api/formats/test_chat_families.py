@@ -73,29 +73,17 @@ USER = {"role": "user", "content": 'What of "Oslo" & <Þórshöfn>?'}
 CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "one turn": ([USER], {}),
     "a system message": (
-        [
-            {"role": "system", "content": " Be brief.\n"},
-            USER,
-            {"role": "assistant", "content": "Rain.\n"},
-            USER,
-        ],
+        [{"role": "system", "content": " Be brief.\n"}, USER, {"role": "assistant", "content": "Rain.\n"}, USER],
         {},
     ),
     "a call": ([USER, CALLED], {"tools": [WEATHER], "add_generation_prompt": False}),
     "a call's result": (
-        [
-            USER,
-            CALLED,
-            {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": '{"rain": true}'},
-        ],
+        [USER, CALLED, {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": '{"rain": true}'}],
         {"tools": [WEATHER]},
     ),
     "no thinking": (
         [USER],
-        {
-            "tools": [WEATHER],
-            "extra": {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"},
-        },
+        {"tools": [WEATHER], "extra": {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}},
     ),
     "thinking": ([USER], {"extra": {"enable_thinking": True, "thinking": True}}),
     "an answer to go on with": (
@@ -195,9 +183,7 @@ def test_a_turn_that_the_template_writes_is_read_back_however_it_is_cut(name: st
 
 
 @pytest.mark.parametrize(("name", "marks"), MENTIONED)
-def test_a_template_that_shows_no_call_is_known_by_what_it_mentions(
-    name: ToolFormat, marks: tuple[str, ...]
-) -> None:
+def test_a_template_that_shows_no_call_is_known_by_what_it_mentions(name: ToolFormat, marks: tuple[str, ...]) -> None:
     source = "{% if tools %}{% raw %}" + " ".join(marks) + "{% endraw %}{% endif %}{{ messages[0].content }}"
     found = detected_calls(ChatTemplate({"default": source}, {}))
     assert found is name or name in (ToolFormat.PHI4, ToolFormat.LLAMA3, ToolFormat.PYTHONIC)

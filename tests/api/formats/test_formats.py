@@ -170,8 +170,7 @@ def test_text_before_a_call_that_is_cut_off_stays(name: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["if a <", "2 < 3", "<b>bold", "<tool_call> is what a model writes before a call", '{"name": "Bob'],
+    "text", ["if a <", "2 < 3", "<b>bold", "<tool_call> is what a model writes before a call", '{"name": "Bob']
 )
 def test_other_text_that_is_cut_off_stays(text: str) -> None:
     for name in (ToolFormat.HERMES, ToolFormat.LLAMA3):
@@ -207,9 +206,7 @@ def test_text_around_calls_stays(name: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    "said", ["no call", "a < b [1] {x}", "MARK", "MARK and so on", "see MARK{", "  \n", ""]
-)
+@pytest.mark.parametrize("said", ["no call", "a < b [1] {x}", "MARK", "MARK and so on", "see MARK{", "  \n", ""])
 def test_what_is_no_call_is_text_as_it_was_written(name: ToolFormat, said: str) -> None:
     said = said.replace("MARK", CALLS[name].begins[0])
     for cuts in ([], range(1, len(said))):
@@ -224,9 +221,7 @@ def test_nothing_that_a_model_writes_breaks_a_reader(name: ToolFormat, data: st.
     text = WRITTEN[name]
     at = st.integers(0, len(text))
     fragment = st.tuples(at, at).map(lambda edges: text[min(edges) : max(edges)])
-    noise = st.sampled_from(
-        [" ", "\n", '"', "\\", "{", "}", "[", "]", "(", ")", ",", "=", "x", "é", text[:12]]
-    )
+    noise = st.sampled_from([" ", "\n", '"', "\\", "{", "}", "[", "]", "(", ")", ",", "=", "x", "é", text[:12]])
     said = "".join(data.draw(st.lists(fragment | noise, max_size=6)))
     cuts = data.draw(st.lists(st.integers(0, len(said)), max_size=8))
     assert joined(pieces_of(name, said, cuts)) == joined(pieces_of(name, said))

@@ -34,12 +34,7 @@ def told(pieces: Sequence[Piece]) -> tuple[str, str, list[str], str]:
     def joined(kind: type[Reasoning | Text | Arguments]) -> str:
         return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
-    return (
-        joined(Reasoning),
-        joined(Text),
-        [p.name for p in pieces if isinstance(p, CallBegins)],
-        joined(Arguments),
-    )
+    return (joined(Reasoning), joined(Text), [p.name for p in pieces if isinstance(p, CallBegins)], joined(Arguments))
 
 
 @pytest.mark.parametrize("name", REASONING)
@@ -79,8 +74,7 @@ def test_where_reasoning_begins_and_ends(prompt: str, text: str, expected: tuple
 
 @given(
     parts=st.lists(
-        st.sampled_from(["<think>", "</think>", "<th", "nk>", " ", "\n", "a", HERMES, "<tool_call>"]),
-        max_size=8,
+        st.sampled_from(["<think>", "</think>", "<th", "nk>", " ", "\n", "a", HERMES, "<tool_call>"]), max_size=8
     ),
     opened=st.booleans(),
     data=st.data(),
@@ -120,9 +114,7 @@ def follows(folder: str, special: Sequence[str], written: ModelFormat, prompt: s
     tokenizer = Tokenizer(backend, {})
     answer = written.answer_grammar("start: /[0-9]+/", tokenizer)
     grammar = written.after_reasoning(answer, prompt, tokenizer)
-    matcher = LLMatcher(
-        LLTokenizer(backend.to_str(), eos_token=2), LLMatcher.grammar_from_lark(grammar), log_level=0
-    )
+    matcher = LLMatcher(LLTokenizer(backend.to_str(), eos_token=2), LLMatcher.grammar_from_lark(grammar), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = backend.encode(text, add_special_tokens=False).ids
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -130,9 +122,7 @@ def follows(folder: str, special: Sequence[str], written: ModelFormat, prompt: s
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", REASONING)
-def test_a_grammar_holds_from_the_reasonings_end(
-    name: ReasoningName, special: bool, model_folder: str
-) -> None:
+def test_a_grammar_holds_from_the_reasonings_end(name: ReasoningName, special: bool, model_folder: str) -> None:
     marks = REASONING[name]
     written = ModelFormat(reasoning=marks)
     tokens = written.marks if special else ()

@@ -165,9 +165,7 @@ def test_any_one_damaged_byte_is_another_tensor_or_a_refusal(byte: int) -> None:
     whole = base64.b64decode(by_torch(rows(1)))
     for place in range(len(whole)):
         try:
-            embeds = read_embeds(
-                base64.b64encode(whole[:place] + bytes([byte]) + whole[place + 1 :]).decode(), MOST
-            )
+            embeds = read_embeds(base64.b64encode(whole[:place] + bytes([byte]) + whole[place + 1 :]).decode(), MOST)
         except InvalidRequest:
             continue
         assert embeds.is_whole
@@ -185,9 +183,6 @@ def test_rows_that_begin_alike_are_called_alike_up_to_there() -> None:
     for _ in range(20):
         same = draw.randrange(50)
         other = torch.cat([first[:same], rows(30, 9)])
-        names = [
-            [each.identifier for each in read_embeds(by_torch(each), MOST).features()]
-            for each in (first, other)
-        ]
+        names = [[each.identifier for each in read_embeds(by_torch(each), MOST).features()] for each in (first, other)]
         alike = [one == two for one, two in zip(*names, strict=False)]
         assert alike == [place < same // 16 for place in range(len(alike))]

@@ -25,9 +25,7 @@ def with_room(adapters: dict[str, str] | None = None, max_loras: int = 2) -> Tan
         router=RouterConfig(tokenizer_path="model", model_name="fake"), rollout=RolloutConfig(settle_s=1.0)
     )
     return replace(
-        base,
-        model=replace(base.model, adapters=adapters or {}),
-        scheduler=replace(base.scheduler, max_loras=max_loras),
+        base, model=replace(base.model, adapters=adapters or {}), scheduler=replace(base.scheduler, max_loras=max_loras)
     )
 
 

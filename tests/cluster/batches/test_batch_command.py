@@ -66,9 +66,7 @@ def test_called_again_it_goes_on(
     assert len(router.nodes["p0"].submits) == 5, "no request was answered twice"
 
 
-def test_what_is_wrong_is_named(
-    router: RunningRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_named(router: RunningRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("\n".join([line("a"), line("a")]))
     assert main(["batch", str(given), str(out), "--url", router.url]) != 0

@@ -91,9 +91,7 @@ def completions(server: FakeServer) -> list[dict[str, Any]]:
     return [request.body for request in server.requests if request.path == "/v1/completions"]
 
 
-def test_a_run_is_shown_as_a_table(
-    server: FakeServer, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_shown_as_a_table(server: FakeServer, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = bench(
         server, "--model", "smol", "--tokenizer", str(tokenizer), "--requests", "6", "--concurrency", "2",
         "--slo", "ttft=10s",
@@ -165,16 +163,7 @@ def test_one_request_in_the_middle_is_traced_and_its_timeline_shown(
 ) -> None:
     picture = tmp_path / "timeline.svg"
     with served_in_a_thread(answer_and_trace) as server:
-        flags = (
-            "--tokenizer",
-            str(tokenizer),
-            "--requests",
-            "5",
-            "--warmup",
-            "1",
-            "--timeline",
-            str(picture),
-        )
+        flags = ("--tokenizer", str(tokenizer), "--requests", "5", "--warmup", "1", "--timeline", str(picture))
         assert bench(server, *flags) == 0
         asked = [one for one in server.requests if one.path == "/v1/completions"]
         traced = [index for index, one in enumerate(asked) if "x-tandem-trace" in one.headers]
@@ -239,9 +228,7 @@ def test_conversations(server: FakeServer, tokenizer: Path) -> None:
 
 def test_a_trace_is_played_at_its_own_times(server: FakeServer, tokenizer: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    rows = [
-        {"timestamp": at, "input_length": 40, "output_length": 3, "hash_ids": [1]} for at in (0, 100, 400)
-    ]
+    rows = [{"timestamp": at, "input_length": 40, "output_length": 3, "hash_ids": [1]} for at in (0, 100, 400)]
     trace.write_text("\n".join(json.dumps(row) for row in rows))
     file = tmp_path / "run.json"
     status = bench(
@@ -264,9 +251,7 @@ def test_a_run_whose_warm_up_fails_says_why_and_does_not_begin(tokenizer: Path) 
         bench(server, "--model", "x", "--tokenizer", str(tokenizer), "--requests", "4")
 
 
-def test_a_run_in_which_nothing_succeeds_has_failed(
-    tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_which_nothing_succeeds_has_failed(tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def refuse(exchange: Exchange) -> None:
         await exchange.respond(503, {"error": {"message": "full"}})
 
@@ -282,9 +267,7 @@ def test_nobody_there_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize("variable", ["TANDEM_API_KEY", "OPENAI_API_KEY"])
-def test_the_key_comes_from_the_environment(
-    variable: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_comes_from_the_environment(variable: str, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer_whom_it_knows(exchange: Exchange) -> None:
         if exchange.headers.get("authorization") == "Bearer s3cr3t":
             await answer_as_a_server(exchange)

@@ -84,8 +84,6 @@ def test_the_command_says_what_it_would_do_and_does_nothing(
     told = capsys.readouterr()
     intent = json.loads(told.out)
     assert {strike["kind"] for strike in intent["plan"]} == {"decode"}
-    assert any("15 s" in danger for danger in intent["dangers"]), (
-        "a stop of 40 s is longer than a node may be silent"
-    )
+    assert any("15 s" in danger for danger in intent["dangers"]), "a stop of 40 s is longer than a node may be silent"
     assert "nothing was done: --address 10.0.0.1:6379 --yes does it" in told.err
     assert not list(tmp_path.iterdir())

@@ -5,23 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.chaos.plan import (
-    Blow,
-    ChaosRules,
-    ProcessKind,
-    chosen_kinds,
-    dangers,
-    make_plan,
-    processes_of,
-)
+from tandem.cluster.chaos.plan import Blow, ChaosRules, ProcessKind, chosen_kinds, dangers, make_plan, processes_of
 from tandem.wire.nodes import Role
 from tests.cluster.chaos.views import cluster, node
 
 
 @given(seed=st.integers(), minutes=st.floats(1, 60), every_s=st.floats(1, 50))
-def test_the_same_seed_is_the_same_plan_and_every_blow_is_in_time(
-    seed: int, minutes: float, every_s: float
-) -> None:
+def test_the_same_seed_is_the_same_plan_and_every_blow_is_in_time(seed: int, minutes: float, every_s: float) -> None:
     rules = ChaosRules(seed=seed, minutes=minutes, every_s=every_s)
     plan = make_plan(rules, list(ProcessKind))
     assert plan == make_plan(rules, list(ProcessKind))

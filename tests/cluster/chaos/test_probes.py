@@ -97,9 +97,7 @@ def _cut(request: httpx.Request) -> httpx.Response:
         (lambda request: stream("half of", done=False), "lost", "cut off"),
         (_cut, "lost", "ReadError"),
         (
-            lambda request: httpx.Response(
-                200, text='data: {"error": {"code": "node_lost", "message": "x"}}\n\n'
-            ),
+            lambda request: httpx.Response(200, text='data: {"error": {"code": "node_lost", "message": "x"}}\n\n'),
             "failed",
             "node_lost",
         ),

@@ -6,15 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tandem.cluster.chaos.report import (
-    BlowReport,
-    ChaosReport,
-    Traffic,
-    bounds,
-    judge,
-    print_report,
-    rule_of_three,
-)
+from tandem.cluster.chaos.report import BlowReport, ChaosReport, Traffic, bounds, judge, print_report, rule_of_three
 
 GOOD = ChaosReport(
     made_at="2026-01-01T00:00:00+00:00", command="tandem chaos --yes", model="tiny", seed=3, minutes=5.0,
@@ -40,14 +32,8 @@ def test_nothing_bad_in_n_tries_is_a_bound_and_no_proof() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"traffic": Traffic("probes", requests=9, right=8, wrong=["'a' instead of 'b'"])},
-            "1 wrong answers",
-        ),
-        (
-            {"traffic": Traffic("probes", requests=9, lost={"cut off": 2}, examples={"cut off": "why"})},
-            "2 requests",
-        ),
+        ({"traffic": Traffic("probes", requests=9, right=8, wrong=["'a' instead of 'b'"])}, "1 wrong answers"),
+        ({"traffic": Traffic("probes", requests=9, lost={"cut off": 2}, examples={"cut off": "why"})}, "2 requests"),
         ({"traffic": Traffic("probes", requests=9, failed={"node_lost": 1})}, "node_lost"),
         ({"traffic": Traffic("probes")}, "no request was sent"),
         ({"failure": "the kill after 30 s could not be dealt"}, "could not be dealt"),

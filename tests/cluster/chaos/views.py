@@ -25,8 +25,7 @@ def cluster(
         nodes = [node(f"prefill-{number}", Role.PREFILL) for number in range(prefill)]
         nodes += [node(f"decode-{number}", Role.DECODE) for number in range(decode)]
     listening = [
-        RouterView(f"router-{number}", f"http://127.0.0.1:{8000 + number}", "ready", "", 0)
-        for number in range(routers)
+        RouterView(f"router-{number}", f"http://127.0.0.1:{8000 + number}", "ready", "", 0) for number in range(routers)
     ]
     pools = [PoolView(Role.PREFILL, prefill, prefill, 0, 0), PoolView(Role.DECODE, decode, decode, 0, 0)]
     return ClusterView("tiny", pools, nodes, listening, [])

@@ -37,11 +37,7 @@ def another() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def serving_in(
-    process: subprocess.Popen[bytes],
-    address: str,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str = "tandem",
+    process: subprocess.Popen[bytes], address: str, url: str, monkeypatch: pytest.MonkeyPatch, name: str = "tandem"
 ) -> None:
     """Leaves the record that a `tandem serve` with this process would have written."""
     with monkeypatch.context() as patched:
@@ -78,13 +74,7 @@ def test_between_two_servers_no_command_guesses_and_both_are_named(
     serving_in(another, "127.0.0.1:2", "http://127.0.0.1:9000", monkeypatch)
     with pytest.raises(ConfigurationError) as refused:
         choose_address(WhichCluster(), {})
-    for told in (
-        "2 servers",
-        "--address 127.0.0.1:1",
-        "--address 127.0.0.1:2",
-        "http://127.0.0.1:8000",
-        "smol",
-    ):
+    for told in ("2 servers", "--address 127.0.0.1:1", "--address 127.0.0.1:2", "http://127.0.0.1:8000", "smol"):
         assert told in str(refused.value)
     assert f"process {another.pid}, since 20" in str(refused.value)
     with pytest.raises(
@@ -95,9 +85,7 @@ def test_between_two_servers_no_command_guesses_and_both_are_named(
     assert choose_url(None, {"RAY_ADDRESS": "127.0.0.1:2"}) == "http://127.0.0.1:9000"
 
 
-def test_a_name_chooses_between_two_servers(
-    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_chooses_between_two_servers(another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     record_serving("127.0.0.1:1", "tandem", "smol")
     serving_in(another, "127.0.0.1:2", "", monkeypatch, name="chat")
     assert choose_address(WhichCluster(name="chat"), {}) == "127.0.0.1:2"
@@ -150,9 +138,7 @@ def test_the_record_of_another_machine_is_not_read_and_not_deleted(cache: Path) 
     assert file.exists()
 
 
-def test_where_nothing_can_be_written_it_serves_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_written_it_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a_file = tmp_path / "file"
     a_file.touch()
     monkeypatch.setenv("TANDEM_CACHE", str(a_file))
@@ -177,9 +163,7 @@ def test_a_command_forgets_its_own_record_alone(
     forget_serving()
 
 
-@pytest.mark.parametrize(
-    "address", ["10.0.0.1", ":6379", "head:port", "head:0", "head:70000", "ray://head:10001x"]
-)
+@pytest.mark.parametrize("address", ["10.0.0.1", ":6379", "head:port", "head:0", "head:70000", "ray://head:10001x"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ConfigurationError, match="must be HOST:PORT"):
         check_reachable(address)
@@ -229,9 +213,7 @@ def test_where_nothing_serves_a_plain_sentence_says_so_at_once(monkeypatch: pyte
 
     monkeypatch.setattr(services, "find_gcs_addresses", frozenset)
     monkeypatch.setattr(services, "canonicalize_bootstrap_address", lambda address: "127.0.0.1:1")
-    with pytest.raises(
-        Unavailable, match=r"^Tandem does not run on this machine: start it with `tandem serve`"
-    ):
+    with pytest.raises(Unavailable, match=r"^Tandem does not run on this machine: start it with `tandem serve`"):
         runtime.connect_to_ray(runtime.AUTO)
 
 
@@ -241,7 +223,5 @@ def test_between_two_rays_without_a_record_no_command_guesses(monkeypatch: pytes
     from ray._private import services
 
     monkeypatch.setattr(services, "find_gcs_addresses", lambda: frozenset({"10.0.0.1:6379", "127.0.0.1:2"}))
-    with pytest.raises(
-        ConfigurationError, match=r"2 Ray clusters .*--address \(10\.0\.0\.1:6379, 127\.0\.0\.1:2\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"2 Ray clusters .*--address \(10\.0\.0\.1:6379, 127\.0\.0\.1:2\)"):
         runtime.connect_to_ray(runtime.AUTO)

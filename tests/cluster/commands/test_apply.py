@@ -114,9 +114,7 @@ def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> No
 
 def test_it_says_why_a_rollout_was_taken_back() -> None:
     back = RolloutView(3, 1, ["decode-1"], 100.0, going_back="decode-1: no weights")
-    done, said = followed(
-        view(back, 3), view(None, 3, "x", "the rollout was taken back: decode-1: no weights")
-    )
+    done, said = followed(view(back, 3), view(None, 3, "x", "the rollout was taken back: decode-1: no weights"))
     assert not done
     assert said == [
         "going back (decode-1: no weights): 1 new serve, 1 old left (decode-1)",
@@ -132,9 +130,7 @@ def test_it_says_why_a_rollout_was_taken_back() -> None:
         (["", "", "token 3"], False, "other bits: token 3. The rollout is done: apply the previous configuration to take it back"),
     ],
 )  # fmt: skip
-def test_an_answer_with_other_bits_takes_a_rollout_back(
-    found: list[str], taken_back: bool, last: str
-) -> None:
+def test_an_answer_with_other_bits_takes_a_rollout_back(found: list[str], taken_back: bool, last: str) -> None:
     said: list[str] = []
     cluster = Told(view(UNDER_WAY), view(UNDER_WAY), view(None))
     done = asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=Answers(*found)))  # type: ignore[arg-type]
@@ -160,10 +156,7 @@ def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.M
 
 def exchanged(*views: ExchangeView | TandemError | None) -> tuple[bool, list[str]]:
     said: list[str] = []
-    told = [
-        one if isinstance(one, TandemError) else msgspec.structs.replace(view(None), exchange=one)
-        for one in views
-    ]
+    told = [one if isinstance(one, TandemError) else msgspec.structs.replace(view(None), exchange=one) for one in views]
     done = asyncio.run(follow_exchange(Told(*told), "ours", said.append, NoTime()))  # type: ignore[arg-type]
     return done, said
 
@@ -193,6 +186,4 @@ def test_it_follows_the_controllers_exchange_while_no_controller_answers() -> No
 def test_a_controller_that_was_not_replaced_says_why() -> None:
     done, said = exchanged(ExchangeView("ours", ExchangePhase.FAILED, "it does not know `cache.colour`"))
     assert not done
-    assert said == [
-        "the controller was not replaced, and the old one serves: it does not know `cache.colour`"
-    ]
+    assert said == ["the controller was not replaced, and the old one serves: it does not know `cache.colour`"]

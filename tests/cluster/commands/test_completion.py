@@ -77,9 +77,7 @@ def test_bash_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None
         SCRIPTS["bash"]
         + 'COMP_WORDS=(tandem config --set ""); COMP_CWORD=3; _tandem 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(
-        ["bash", "-c", script], env=tandem(tmp_path), capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["bash", "-c", script], env=tandem(tmp_path), capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["given-3", "router.port="]
 
 
@@ -104,9 +102,7 @@ def test_zsh_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None:
         "compadd() { shift; print -r -l -- ${(P)1} }\n"
         'words=(tandem config --set ""); CURRENT=4; _tandem'
     )
-    done = subprocess.run(
-        ["zsh", "-fc", script], env=tandem(tmp_path), capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["zsh", "-fc", script], env=tandem(tmp_path), capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["given-3", "router.port="]
 
 
@@ -116,12 +112,7 @@ def test_fish_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None
     script = f'{SCRIPTS["fish"]}\ncomplete -C "tandem config --set rout"'
     environment = {**tandem(tmp_path), "HOME": str(tmp_path)}
     done = subprocess.run(
-        ["fish", "--no-config", "-c", script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        ["fish", "--no-config", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["router.port="]  # fish leaves out what does not begin with the word
 

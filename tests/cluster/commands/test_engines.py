@@ -23,9 +23,7 @@ def config(**values: str) -> TandemConfig:
 
 
 def with_vllm(python: str, **others: str) -> TandemConfig:
-    return config(
-        **{"model__engine": "vllm", "model__engine_python": python, "pools__aggregated": "1", **others}
-    )
+    return config(**{"model__engine": "vllm", "model__engine_python": python, "pools__aggregated": "1", **others})
 
 
 def test_the_command_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +82,7 @@ def test_the_flag_names_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_together_is_refused_before_anything_starts(
-    values: dict[str, str], said: str
-) -> None:
+def test_what_does_not_fit_together_is_refused_before_anything_starts(values: dict[str, str], said: str) -> None:
     with pytest.raises(SettingsError) as refused:
         config(**values)
     assert said in str(refused.value)

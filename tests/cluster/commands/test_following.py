@@ -75,12 +75,7 @@ async def test_a_controller_that_is_lost_while_it_starts_is_followed_into_its_ne
 
 @pytest.mark.parametrize(
     "silence",
-    [
-        NodeLost("killed"),
-        DeadlineExceeded("stopped"),
-        Unavailable("no control store"),
-        InternalError("a bug"),
-    ],
+    [NodeLost("killed"), DeadlineExceeded("stopped"), Unavailable("no control store"), InternalError("a bug")],
     ids=lambda error: type(error).__name__,
 )
 async def test_no_silence_is_an_end_however_long_it_lasts(silence: TandemError) -> None:

@@ -56,16 +56,7 @@ def test_the_file_with_every_comment_sign_taken_away_is_the_defaults(tmp_path: P
 
 
 def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--model",
-        "org/m",
-        "--prefill",
-        "2",
-        "--max-model-len",
-        "64",
-        "--set",
-        "router.policy=round_robin",
-    ]
+    flags = ["--model", "org/m", "--prefill", "2", "--max-model-len", "64", "--set", "router.policy=round_robin"]
     assert main(["init", "there", *flags, "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == ["there/tandem.yaml", "there/tandem.schema.json"]
     config = read_settings(make_parser().parse_args(["config", "--config", "there/tandem.yaml"])).config

@@ -29,9 +29,7 @@ class Processes(DirectCluster):
         self.away = False
         self.at = 0.0
 
-    def write(
-        self, name: str, message: str, logger: str = "tandem.node.node", level: int = logging.INFO
-    ) -> None:
+    def write(self, name: str, message: str, logger: str = "tandem.node.node", level: int = logging.INFO) -> None:
         record = logging.LogRecord(logger, level, "", 0, message, (), None)
         record.created = self.at
         self.at += 1.0
@@ -50,18 +48,14 @@ class Processes(DirectCluster):
 
 def look(cluster: Processes, reader: LogReader) -> tuple[list[str], list[str]]:
     lines, remarks = asyncio.run(reader.look(cluster))
-    return [f"{line.process}: {line.message}" for line in lines], [
-        f"{one.process}: {one.text}" for one in remarks
-    ]
+    return [f"{line.process}: {line.message}" for line in lines], [f"{one.process}: {one.text}" for one in remarks]
 
 
 def test_lines_come_in_one_order_and_each_once() -> None:
     cluster, reader = Processes("router", "decode-0"), LogReader(LogFilter())
     for number in range(8):
         cluster.write("router" if number % 2 else "decode-0", str(number))
-    assert look(cluster, reader)[0] == [
-        f"{'router' if number % 2 else 'decode-0'}: {number}" for number in range(8)
-    ]
+    assert look(cluster, reader)[0] == [f"{'router' if number % 2 else 'decode-0'}: {number}" for number in range(8)]
     assert look(cluster, reader) == ([], [])
     cluster.write("router", "new")
     assert look(cluster, reader)[0] == ["router: new"]
@@ -103,9 +97,7 @@ def test_levels_and_ages_are_left_out() -> None:
     assert look(cluster, since)[0] == ["decode-0: bad"]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30.0), ("10m", 600.0), ("1.5h", 5400.0), ("2d", 172800.0)]
-)
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30.0), ("10m", 600.0), ("1.5h", 5400.0), ("2d", 172800.0)])
 def test_an_age_is_read(text: str, seconds: float) -> None:
     assert parse_age(text) == seconds
 
@@ -179,16 +171,11 @@ def test_lines_of_a_request_are_found_that_came_before_the_router_said_whose_the
     cluster.write("decode-0", f"begins req-{'1234' * 8}")
     assert look(cluster, reader)[0] == []
     cluster.write("router", f"my-id: ended ({ATTEMPT})", "tandem.router.dispatch.life")
-    assert look(cluster, reader)[0] == [
-        f"decode-0: begins {ATTEMPT}",
-        f"router: my-id: ended ({ATTEMPT})",
-    ]
+    assert look(cluster, reader)[0] == [f"decode-0: begins {ATTEMPT}", f"router: my-id: ended ({ATTEMPT})"]
     assert look(cluster, reader)[0] == []
 
 
-def test_no_line_steers_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_line_steers_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Processes("router")
     cluster.write("router", "GET /\x1b[2J\x9b2J")
     monkeypatch.setattr(logs, "with_controller", lambda which, work, url: asyncio.run(work(cluster)))

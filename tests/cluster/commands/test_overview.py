@@ -53,9 +53,7 @@ STATUS = NodeStatus(
     step_age_s=0.0,
     counters=NodeCounters(transfer_bytes_received=3 << 20),
     tiers=[
-        TierStatus(
-            "cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0, fetched_bytes=3 << 20, mirrored_bytes=5 << 20
-        ),
+        TierStatus("cpu", 1 << 30, 8 << 30, 1000, 640, 0, 0, 0, fetched_bytes=3 << 20, mirrored_bytes=5 << 20),
         TierStatus("disk", 1 << 30, 8 << 30, 0, 0, 0, 0, 0, left_out="a load was not done in its time"),
     ],
 )
@@ -222,9 +220,7 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
     assert await drain_nodes(controller, ["decode-0"], 5, said.append) == {"decode-0": False}
 
 
-async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operate, "_SAY_AFTER_S", 0.0)
     controller = FakeController()
     said: list[str] = []
@@ -255,9 +251,7 @@ async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.M
 
 async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None:
     controller = FakeController()
-    with pytest.raises(
-        ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"
-    ):
+    with pytest.raises(ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"):
         await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)
     assert controller.drained == []
 
@@ -376,9 +370,7 @@ def test_a_pool_without_a_largest_size_has_none_in_json() -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_command_that_changes_a_deployment_says_first_which(
-    recorded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_changes_a_deployment_says_first_which(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     controller = FakeController()
     monkeypatch.setattr(operate, "joined", lambda which: contextlib.nullcontext())
     monkeypatch.setattr(operate, "own_address", lambda: "127.0.0.1:1")

@@ -47,8 +47,7 @@ def test_a_free_port_is_fine_and_stays_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "why"),
-    [("192.0.2.77", "not an address of this machine"), ("no such host!", "is not an address")],
+    ("host", "why"), [("192.0.2.77", "not an address of this machine"), ("no such host!", "is not an address")]
 )
 def test_an_address_that_is_not_here_is_refused(host: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
@@ -57,8 +56,7 @@ def test_an_address_that_is_not_here_is_refused(host: str, why: str) -> None:
 
 def test_everything_that_is_wrong_is_said_at_once(taken_port: int) -> None:
     config = TandemConfig(
-        model=ModelConfig(path="/nowhere/at/all"),
-        pools=PoolsConfig(prefill=PoolConfig(nodes=1, threads=64)),
+        model=ModelConfig(path="/nowhere/at/all"), pools=PoolsConfig(prefill=PoolConfig(nodes=1, threads=64))
     )
     config = replace(config, router=replace(config.router, port=taken_port))
     with pytest.raises(SettingsError) as raised:
@@ -81,9 +79,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
     make_model(tmp_path)
-    config = TandemConfig(
-        model=ModelConfig(path=str(tmp_path)), transfer=TransferConfig(connector="carrier-pigeon")
-    )
+    config = TandemConfig(model=ModelConfig(path=str(tmp_path)), transfer=TransferConfig(connector="carrier-pigeon"))
     config = replace(config, router=replace(config.router, port=0))
     with pytest.raises(SettingsError, match="there is no connector 'carrier-pigeon'"):
         check_before_start(config, LocalMachine(cores=(0, 1)))
@@ -102,9 +98,7 @@ def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_p
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(memory_bytes=900 << 30))
     config = replace(config, router=replace(config.router, port=0))
     machine = LocalMachine(cores=(0, 1), free_memory=20 << 30)
-    with pytest.raises(
-        SettingsError, match=r"20\.0 GiB is free on this machine: give each at most .*--kv-memory"
-    ):
+    with pytest.raises(SettingsError, match=r"20\.0 GiB is free on this machine: give each at most .*--kv-memory"):
         check_before_start(config, machine)
     check_before_start(config, dataclasses.replace(machine, gpus=1))
     on_cpu = replace(config, model=replace(config.model, device="cpu"))
@@ -140,9 +134,7 @@ def mistakes(config: TandemConfig) -> list[str]:
 def test_paths_that_are_not_there_are_said_together_before_anything_starts(tmp_path: Path) -> None:
     make_model(tmp_path)
     config = config_of(tmp_path, adapters={"sql": "/nofolder"}, draft="/nodraft")
-    router = replace(
-        config.router, chat_template="/nofile.jinja", tls_certificate="/no.pem", tls_key="/nokey.pem"
-    )
+    router = replace(config.router, chat_template="/nofile.jinja", tls_certificate="/no.pem", tls_key="/nokey.pem")
     said = mistakes(replace(config, router=router))
     assert len(said) == 4
     for told in ("there is no folder '/nofolder'", "model.draft '/nodraft'", "'/nofile.jinja'", "/no.pem"):
@@ -205,9 +197,7 @@ def described(folder: Path, asked: int | None, cache: CacheConfig | None = None,
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
     (said,) = described(tmp_path, 100_000)
-    assert said.startswith(
-        "max_model_len is 100000, and the model's context is 8192 tokens: ask for at most 8192"
-    )
+    assert said.startswith("max_model_len is 100000, and the model's context is 8192 tokens: ask for at most 8192")
     assert described(tmp_path, 8192) == described(tmp_path, None) == []
 
 

@@ -12,9 +12,7 @@ from tandem.cluster.commands.ready_lines import timing_lines
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_each_activity_lasts_until_the_next_of_its_process(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
+def test_each_activity_lasts_until_the_next_of_its_process(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     seconds = [100.0]
     monkeypatch.setattr("tandem.cluster.commands.progress.time.monotonic", lambda: seconds[0])
     display = Display(Console(file=io.StringIO(), force_terminal=is_terminal))

@@ -24,9 +24,7 @@ def page(**router: Any) -> PageState:
     nodes = [
         NodeRow("prefill-0", "prefill", "unknown", "not heard of yet", is_silent=True),
         NodeRow("decode-1", "decode", "left out", "other weights", is_silent=True),
-        NodeRow(
-            "decode-0", "decode", "ready", "", 3, 1, used_blocks=10, total_blocks=100, bytes_received=3 << 20
-        ),
+        NodeRow("decode-0", "decode", "ready", "", 3, 1, used_blocks=10, total_blocks=100, bytes_received=3 << 20),
     ]
     pools = [PoolRow("decode", wanted=3, ready=1, starting=1, waiting=1)]
     return msgspec.structs.replace(page_with(model="tiny", running=1, **router), nodes=nodes, pools=pools)
@@ -66,10 +64,7 @@ def test_a_router_process_that_does_not_answer_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "error"),
-    [
-        (httpx.Response(401, text="who are you"), RequestError),
-        (httpx.Response(200, json={"other": 1}), InternalError),
-    ],
+    [(httpx.Response(401, text="who are you"), RequestError), (httpx.Response(200, json={"other": 1}), InternalError)],
 )
 def test_what_is_fetched_is_checked(answer: httpx.Response, error: type[Exception]) -> None:
     client = ApiClient("http://tandem", None, httpx.MockTransport(lambda request: answer))
@@ -77,15 +72,8 @@ def test_what_is_fetched_is_checked(answer: httpx.Response, error: type[Exceptio
         client.read("/ui/state", PageState)
 
 
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        (["--watch", "0"], "--watch must be seconds from 0.2"),
-    ],
-)
-def test_a_watch_that_cannot_be_meant_is_refused_before_anything_is_asked(
-    words: list[str], wrong: str
-) -> None:
+@pytest.mark.parametrize(("words", "wrong"), [(["--watch", "0"], "--watch must be seconds from 0.2")])
+def test_a_watch_that_cannot_be_meant_is_refused_before_anything_is_asked(words: list[str], wrong: str) -> None:
     options = make_parser().parse_args(["status", "--url", "http://127.0.0.1:1", *words])
     with pytest.raises(ConfigurationError, match=wrong):
         options.run(options)

@@ -19,15 +19,7 @@ from tests.cluster.page_states import state
 
 def busy(output: int, now: float) -> PageState:
     node = NodeRow(
-        "d0",
-        "decode",
-        "ready",
-        "",
-        running=3,
-        waiting=1,
-        used_blocks=40,
-        total_blocks=100,
-        output_tokens=output,
+        "d0", "decode", "ready", "", running=3, waiting=1, used_blocks=40, total_blocks=100, output_tokens=output
     )
     lost = NodeRow("p0", "prefill", "lost", "it is silent")
     return msgspec.structs.replace(
@@ -100,8 +92,7 @@ def test_what_is_shown_of_an_id_tells_it_from_the_others() -> None:
     known = state().slowest[0]
     ids = ["job-2026-11-27-a", "job-2026-11-27-b"]
     slow = [
-        msgspec.structs.replace(known, account=msgspec.structs.replace(known.account, request_id=one))
-        for one in ids
+        msgspec.structs.replace(known, account=msgspec.structs.replace(known.account, request_id=one)) for one in ids
     ]
     text = narrow(msgspec.structs.replace(state(), slowest=slow))
     assert all(one in text for one in ids)
@@ -121,9 +112,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 
 
 def test_its_status_says_whether_requests_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    unhealthy = msgspec.structs.replace(
-        state(), router=msgspec.structs.replace(state().router, unhealthy="no node")
-    )
+    unhealthy = msgspec.structs.replace(state(), router=msgspec.structs.replace(state().router, unhealthy="no node"))
     for told, status in ((state(), 0), (unhealthy, 1)):
         transport = httpx.MockTransport(
             lambda request, told=told: httpx.Response(200, content=msgspec.json.encode(told))

@@ -82,9 +82,7 @@ def test_a_busy_machine_is_told_from_a_broken_one(
         assert "cannot run here" in text
 
 
-def test_what_a_failed_process_says_has_no_class_and_no_second_full_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_failed_process_says_has_no_class_and_no_second_full_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it send its reader to the doctor, who is here already."""
     said = f"Traceback (most recent call last):\ntandem.base.errors.Unavailable: {SLOW_RAY}"
     child = subprocess.CompletedProcess([], 1, "", said)
@@ -217,10 +215,7 @@ def test_doctor_names_the_lanes_of_a_gpus_memory(monkeypatch: pytest.MonkeyPatch
     report = NixlReport("1.5", ["UCX"], ["cuda_ipc/cuda"], 90.0)
     monkeypatch.setattr(nixl_check, "check", lambda timeout, device: report)
     found = machine_checks.check_nixl_on_gpu()
-    assert (found.level, found.what) == (
-        Level.OK,
-        "UCX moves the GPU's memory at 90.0 GB/s over cuda_ipc/cuda",
-    )
+    assert (found.level, found.what) == (Level.OK, "UCX moves the GPU's memory at 90.0 GB/s over cuda_ipc/cuda")
     report = NixlReport("1.5", ["UCX"], ["tcp/lo"], 1.0)
     assert machine_checks.check_nixl_on_gpu().level is Level.WARN
     assert "host memory" in machine_checks.check_nixl_on_gpu().what

@@ -51,10 +51,7 @@ def test_rdma_ports_that_are_all_down_are_worth_a_warning(tmp_path: Path, verbs:
     device(tmp_path / "sys", "mlx5_1", "2: INIT")
     found = link_checks.check_rdma(tmp_path / "sys", verbs)
     assert found.level is Level.WARN
-    assert (
-        found.what
-        == "no port is active: mlx5_0:1 InfiniBand 400 Gb/sec down, mlx5_1:1 InfiniBand 400 Gb/sec init"
-    )
+    assert found.what == "no port is active: mlx5_0:1 InfiniBand 400 Gb/sec down, mlx5_1:1 InfiniBand 400 Gb/sec init"
     assert "ibstat" in found.advice
 
 
@@ -96,9 +93,7 @@ def test_the_capabilities_of_this_process_are_read() -> None:
         (4, [(a, b) for a in range(4) for b in range(4) if a != b], "0 → 1, 0 → 2, 0 → 3, 1 → 0, 1 → 2, 1 → 3 …"),
     ],
 )  # fmt: skip
-def test_gpus_that_do_not_reach_each_other_are_named(
-    count: int, apart: list[tuple[int, int]], what: str
-) -> None:
+def test_gpus_that_do_not_reach_each_other_are_named(count: int, apart: list[tuple[int, int]], what: str) -> None:
     found = link_checks.judge_gpu_peers(count, apart)
     assert what in found.what
     assert found.level is (Level.WARN if apart else Level.OK)
@@ -116,10 +111,7 @@ def test_a_clock_that_nothing_keeps_in_time_is_worth_a_warning() -> None:
     assert (lost.level, lost.what) == (Level.WARN, "nothing keeps this machine's clock in time")
     assert "chrony" in lost.advice
     drifting = link_checks.check_clock(is_kept=True, error_us=1_500_000)
-    assert (drifting.level, drifting.what) == (
-        Level.WARN,
-        "this machine's clock may be wrong by 1.5 s",
-    )
+    assert (drifting.level, drifting.what) == (Level.WARN, "this machine's clock may be wrong by 1.5 s")
 
 
 def test_the_kernel_says_how_its_clock_is() -> None:

@@ -72,9 +72,7 @@ def test_nodes_that_keep_to_one_numa_node_each_are_in_order(tmp_path: Path) -> N
 
 def test_cores_of_two_numa_nodes_are_worth_a_warning(tmp_path: Path) -> None:
     kernel(tmp_path, ["0-3", "4-7"])
-    found = found_on(
-        tmp_path, 8, prefill=PoolConfig(nodes=1, threads=3), decode=PoolConfig(nodes=1, threads=3)
-    )
+    found = found_on(tmp_path, 8, prefill=PoolConfig(nodes=1, threads=3), decode=PoolConfig(nodes=1, threads=3))
     assert found.level is Level.WARN
     assert "decode-0's 3 cores lie on NUMA nodes 0 and 1" in found.what
     assert "`threads` that divide a NUMA node's 4 cores" in found.advice

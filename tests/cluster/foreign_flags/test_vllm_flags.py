@@ -53,11 +53,7 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
             "--kv-events-config",
             '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv", "buffer_steps": 50}',
         ],
-        {
-            "cache.events.endpoint": "tcp://127.0.0.1:5557",
-            "cache.events.topic": "kv",
-            "cache.events.buffer_steps": 50,
-        },
+        {"cache.events.endpoint": "tcp://127.0.0.1:5557", "cache.events.topic": "kv", "cache.events.buffer_steps": 50},
     ),
     (["--kv-events-config", '{"publisher": "null"}'], {"cache.events.endpoint": ""}),
     (["--enable-force-include-usage"], {"router.include_usage": True}),
@@ -80,14 +76,8 @@ COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (["--prefix-caching-hash-algo", "xxhash"], {"cache.hash_algorithm": "xxhash"}),
     (["--tool-call-parser", "llama3_json", "--enable-auto-tool-choice"], {"router.tool_format": "llama3"}),
     (["--allowed-origins", '["https://a.example"]'], {"router.cors_origins": ["https://a.example"]}),
-    (
-        ["-tp", "2"],
-        {f"pools.{pool}.tensor_parallel": 2 for pool in ("prefill", "decode", "aggregated")},
-    ),
-    (
-        ["-pp", "2"],
-        {f"pools.{pool}.pipeline_parallel": 2 for pool in ("prefill", "decode", "aggregated")},
-    ),
+    (["-tp", "2"], {f"pools.{pool}.tensor_parallel": 2 for pool in ("prefill", "decode", "aggregated")}),
+    (["-pp", "2"], {f"pools.{pool}.pipeline_parallel": 2 for pool in ("prefill", "decode", "aggregated")}),
     (["-pcp", "2", "-dcp", "1"], {f"pools.{pool}.context_parallel": 2 for pool in ("prefill", "aggregated")}),
     (["-tp", "1", "--tensor-parallel-size", "1", "--distributed-executor-backend", "ray"], {}),
     (["--tool-call-parser", "qwen3_xml"], {"router.tool_format": "qwen3_coder"}),
@@ -135,10 +125,7 @@ def test_api_keys_become_tenants() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ["--ep-size", "2"],
-            "--ep-size 2: several devices share a model by `--tensor-parallel-size N`",
-        ),
+        (["--ep-size", "2"], "--ep-size 2: several devices share a model by `--tensor-parallel-size N`"),
         (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
         (["--data-parallel-size", "2"], "--prefill N and --decode N, or --aggregated N"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype: cache.dtype must be"),
@@ -150,10 +137,7 @@ def test_api_keys_become_tenants() -> None:
             ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'],
             "--speculative-config: has 'prompt_lookup_max', which Tandem does not read",
         ),
-        (
-            ["--speculative-config", '{"model": "a/b"}'],
-            "--speculative-config: needs `num_speculative_tokens`",
-        ),
+        (["--speculative-config", '{"model": "a/b"}'], "--speculative-config: needs `num_speculative_tokens`"),
         (["--kv-events-config", "zmq"], "--kv-events-config: is not a JSON object: 'zmq'"),
         (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-config: needs `endpoint`"),
         (["--kv-events-config", '{"hwm": 5}'], "--kv-events-config: has 'hwm', a size of vLLM's own queues"),
@@ -183,14 +167,10 @@ def test_an_unknown_flag_says_which_was_meant(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["serve", typed])
     said = capsys.readouterr().err
-    assert (
-        f"there is no {typed}; did you mean {'--max-model-len' if 'max' in typed else '--prefill'}?" in said
-    )
+    assert f"there is no {typed}; did you mean {'--max-model-len' if 'max' in typed else '--prefill'}?" in said
 
 
-def test_an_unknown_flag_like_none_of_ours_says_how_settings_are_set(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unknown_flag_like_none_of_ours_says_how_settings_are_set(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--disable-custom-all-reduce"])
     said = capsys.readouterr().err
@@ -249,9 +229,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("flag", VLLM, ids=lambda flag: flag.names[0])
-def test_the_command_takes_or_answers_each_name_of_a_flag(
-    flag: Flag, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_or_answers_each_name_of_a_flag(flag: Flag, capsys: pytest.CaptureFixture[str]) -> None:
     for name in flag.names:
         match flag.becomes:
             case SettingFlag(settings=settings):

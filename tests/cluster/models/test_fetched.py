@@ -52,9 +52,7 @@ def test_a_model_that_is_here_is_fetched_at_once(packaged: Path, capsys: pytest.
 
 
 def test_nothing_is_deleted_where_one_name_is_unknown(packaged: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match="org/none was not fetched to this machine; there is: smollm2"
-    ):
+    with pytest.raises(ConfigurationError, match="org/none was not fetched to this machine; there is: smollm2"):
         remove(["smollm2", "org/none"])
     assert packaged.exists()
 

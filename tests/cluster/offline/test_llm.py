@@ -23,9 +23,7 @@ def test_it_completes_and_chats_by_vllms_names(start_router: StartRouter) -> Non
         assert outputs[4].outputs[0].finish_reason == "length"
         assert outputs[4].outputs[0].logprobs is not None
 
-        (again,) = llm.generate(
-            {"prompt_token_ids": outputs[4].prompt_token_ids}, SamplingParams(max_tokens=5, seed=3)
-        )
+        (again,) = llm.generate({"prompt_token_ids": outputs[4].prompt_token_ids}, SamplingParams(max_tokens=5, seed=3))
         assert (again.prompt, again.outputs[0].text) == (None, outputs[4].outputs[0].text)
         each_its_own = [SamplingParams(max_tokens=count) for count in (1, 2)]
         counts = [len(one.outputs[0].token_ids) for one in llm.generate(["a", "b"], each_its_own)]

@@ -36,9 +36,7 @@ def test_it_is_made_private_and_once(tmp_path: Path) -> None:
     assert os.listdir(token.parent) == ["auth_token"]
 
 
-def test_one_that_others_can_read_is_tightened_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_others_can_read_is_tightened_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = tmp_path / ".ray" / "auth_token"
     keep_private(tmp_path)  # there is none
     token.parent.mkdir()
@@ -53,9 +51,7 @@ def test_one_that_others_can_read_is_tightened_and_named(
     assert not caplog.text
 
 
-def test_a_token_that_the_environment_names_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_the_environment_names_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     make_private_token(tmp_path)
     assert not (tmp_path / ".ray").exists()

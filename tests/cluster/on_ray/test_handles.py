@@ -98,9 +98,7 @@ def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: 
     assert killed == [actor]
 
 
-def test_who_ends_a_whole_deployment_is_told_that_ray_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_who_ends_a_whole_deployment_is_told_that_ray_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(actor: FarActor, no_restart: bool) -> None:
         raise GetTimeoutError("the control store did not answer")
 
@@ -111,9 +109,7 @@ def test_who_ends_a_whole_deployment_is_told_that_ray_does_not_answer(
         asyncio.run(handles.end_actor("decode-0", "tandem", 0.05))
 
 
-def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks there would go on to hold their places and their memory."""
     removed, asked = list[str](), list[int]()
     groups = {

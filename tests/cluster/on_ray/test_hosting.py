@@ -64,9 +64,7 @@ class FakeNode:
             raise self.error
         return msgspec.structs.replace(INFO, role=self.config.role, epoch=INFO.epoch + (runner is not None))
 
-    def set_adapters(
-        self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float
-    ) -> dict[str, str]:
+    def set_adapters(self, folders: Mapping[str, str], kept: Collection[str], timeout_s: float) -> dict[str, str]:
         """As a node does that takes changes between two steps, and is in a step of `step_s`."""
         self.served = {name: folder for name, folder in self.served.items() if name in kept} | dict(folders)
         if timeout_s < self.step_s:
@@ -94,9 +92,7 @@ def host() -> tuple[NodeHost, FakeNode]:
         made.append(FakeNode(config))
         return made[-1]
 
-    config = NodeConfig(
-        node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(threads=3))
-    )
+    config = NodeConfig(node_id="decode-0", role=Role.DECODE, engine=EngineConfig(model=ModelConfig(threads=3)))
     return NodeHost(make, msgspec.msgpack.encode(config)), made[0]  # type: ignore[arg-type]
 
 

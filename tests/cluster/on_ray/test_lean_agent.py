@@ -20,9 +20,7 @@ def test_it_tells_its_raylet_that_it_has_no_ports_and_ends_with_it(tmp_path: Pat
         raylet.communicate(b"\n", timeout=60)
         assert agent.wait(60) == 0
         ports = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port")
-        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-            f"{port}_ab": "-1" for port in ports
-        }
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {f"{port}_ab": "-1" for port in ports}
     finally:
         for process in (raylet, agent):
             process.kill()

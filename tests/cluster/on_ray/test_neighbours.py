@@ -167,9 +167,7 @@ def test_a_machine_is_emptied_of_the_nodes_of_every_deployment(monkeypatch: pyte
     nowhere = ConfigurationError("there is no machine 10.0.0.3")
     one = evacuate(monkeypatch, said, tandem={"decode-0": True})
     assert one == {"decode-0": True}
-    all_of_them = evacuate(
-        monkeypatch, said, chat={"decode-0": True}, code={"decode-0": False}, draft=nowhere
-    )
+    all_of_them = evacuate(monkeypatch, said, chat={"decode-0": True}, code={"decode-0": False}, draft=nowhere)
     assert all_of_them == {"chat/decode-0": True, "code/decode-0": False}
     assert said[-1] == "10.0.0.3 can go"
     assert "code/decode-0: ended before everything was finished" in said

@@ -60,9 +60,7 @@ class World:
         return self.machines.get(name, MachineFacts(name, (0, 1)))
 
     def hosts(self, neighbours: OneNeighbour | None = None, **needs: dict[str, float] | Offer) -> RayHosts:
-        wanted = {
-            Role(role): need if isinstance(need, Offer) else Offer(need) for role, need in needs.items()
-        }
+        wanted = {Role(role): need if isinstance(need, Offer) else Offer(need) for role, need in needs.items()}
         return RayHosts(
             self.store,
             wanted,
@@ -127,9 +125,7 @@ async def test_each_machine_is_asked_once_and_one_that_does_not_say_again_and_wh
     assert [host.name for host in await hosts.present()] == ["p"]
     await hosts.changed(0.05)
     assert world.asked.count("d") > 1
-    assert world.said == [
-        "the machine 10.0.0.3 gets no nodes: it did not report its cores and GPUs: d says nothing"
-    ]
+    assert world.said == ["the machine 10.0.0.3 gets no nodes: it did not report its cores and GPUs: d says nothing"]
     world.silent.clear()
     await hosts.changed(60)  # as soon as it has answered
     assert {host.name for host in await hosts.present()} == {"p", "d"}
@@ -243,17 +239,11 @@ async def test_the_autoscaler_is_asked_for_what_all_deployments_need() -> None:
 async def test_other_needs_keep_machines_with_nodes_and_are_asked_for() -> None:
     world = World(ray_node("d", "10.0.0.3", decode=2.0), ray_node("e", "10.0.0.4", decode=2.0, GPU=4.0))
     hosts = world.hosts()
-    assert {host.name: host.slots for host in await hosts.present()} == {
-        "d": {Role.DECODE: 2},
-        "e": {Role.DECODE: 2},
-    }
+    assert {host.name: host.slots for host in await hosts.present()} == {"d": {Role.DECODE: 2}, "e": {Role.DECODE: 2}}
     old = TakenPlace("d", Role.DECODE, Offer({"decode": 1.0}))
     hosts.use({Role.DECODE: Offer({"GPU": 4})}, [old])
     there = {host.name: host for host in await hosts.present()}
-    assert {name: host.slots for name, host in there.items()} == {
-        "d": {Role.DECODE: 1},
-        "e": {Role.DECODE: 1},
-    }
+    assert {name: host.slots for name, host in there.items()} == {"d": {Role.DECODE: 1}, "e": {Role.DECODE: 1}}
     assert (there["d"].could_have(Role.DECODE), there["e"].could_have(Role.DECODE)) == (False, True)
     await hosts.want({Role.DECODE: 2})
     assert world.requested[-1] == [{"decode": 1.0}, {"decode": 1.0, "GPU": 4}]

@@ -229,9 +229,7 @@ class FakeNode(FakeProcess):
         self.resets += 1
         return True
 
-    async def set_adapters(
-        self, wanted: Mapping[str, str], timeout_s: float, report: Report
-    ) -> dict[str, str]:
+    async def set_adapters(self, wanted: Mapping[str, str], timeout_s: float, report: Report) -> dict[str, str]:
         self.report = report
         await self.may_load.wait()
         await self._answer()
@@ -292,9 +290,7 @@ class FakeRouter(FakeProcess):
         self.incarnation = incarnation
         self.config = config
         self.host = host
-        self.hears: Callable[[NodeInfo], NodeSighting] = lambda info: NodeSighting(
-            info.node_id, info.epoch, 0.0
-        )
+        self.hears: Callable[[NodeInfo], NodeSighting] = lambda info: NodeSighting(info.node_id, info.epoch, 0.0)
         self.serves = False  # whether it answers at its URL
         self.load = RouterQueue()
         self.door = ""  # the door of the router from which it took the listening socket
@@ -327,11 +323,7 @@ class FakeRouter(FakeProcess):
         return True
 
     async def set_members(
-        self,
-        members: list[NodeInfo],
-        paused: Sequence[str],
-        desks: Mapping[str, str],
-        pools: Sequence[PoolReport],
+        self, members: list[NodeInfo], paused: Sequence[str], desks: Mapping[str, str], pools: Sequence[PoolReport]
     ) -> RouterQueue:
         self.desks, self.pools = dict(desks), {pool.role: pool for pool in pools}
         await self._answer()
@@ -372,12 +364,7 @@ class FakeLauncher:
         self._epochs = itertools.count(1)
 
     def launch_node(
-        self,
-        config: NodeConfig,
-        host: Host,
-        slot: Role,
-        needs: Mapping[str, float],
-        beside: Sequence[Host] = (),
+        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
     ) -> FakeNode:
         earlier = self.nodes[config.node_id]
         if earlier and not earlier[-1].died.done():
@@ -544,9 +531,7 @@ class Rig:
         self.controller = self.new_controller()
 
     def new_controller(self) -> Controller:
-        return Controller(
-            self.config, self.hosts, self.launcher, self.store, self.events, self.clock, self.fix_model
-        )
+        return Controller(self.config, self.hosts, self.launcher, self.store, self.events, self.clock, self.fix_model)
 
     async def fix_model(self, config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
         """Resolves the model as a hub would where its name stands for `self.commit` now."""
@@ -572,9 +557,7 @@ class Rig:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.controller.stop()
-        assert all(process.died.done() for process in self.launcher.everything), (
-            "stop() left something running"
-        )
+        assert all(process.died.done() for process in self.launcher.everything), "stop() left something running"
 
     def lose_machine(self, name: str) -> Host:
         """Removes a machine and all processes on it; no message announces their end."""

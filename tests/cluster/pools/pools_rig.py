@@ -12,16 +12,12 @@ from tests.cluster.pools.helpers import TIMEOUTS, Rig
 
 PD = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
 DRAIN_S = TIMEOUTS.nodes.drain_s
-needs_rollouts = pytest.mark.skipif(
-    not is_there("tandem.cluster.pools.rollouts"), reason="rollouts are not here"
-)
+needs_rollouts = pytest.mark.skipif(not is_there("tandem.cluster.pools.rollouts"), reason="rollouts are not here")
 
 
 def machine(name: str, *, prefill: int = 0, decode: int = 0, cores: int = 4) -> Host:
     slots = {Role.PREFILL: prefill, Role.DECODE: decode}
-    return Host(
-        name, f"10.0.0.{name}", tuple(range(cores)), slots={role: n for role, n in slots.items() if n}
-    )
+    return Host(name, f"10.0.0.{name}", tuple(range(cores)), slots={role: n for role, n in slots.items() if n})
 
 
 def pools(prefill: PoolConfig | int | None, decode: PoolConfig | int | None) -> PoolsConfig:

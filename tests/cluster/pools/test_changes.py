@@ -47,9 +47,7 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
 
 def test_nodes_are_replaced_for_a_pools_environment_whose_values_are_not_told() -> None:
     running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "tcp"})))
-    wanted = replace(
-        CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "rc", "max": "min"}))
-    )
+    wanted = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "rc", "max": "min"})))
     found = difference(running, wanted)
     assert found.nodes == ["pools.decode.env.UCX_TLS", "pools.decode.env.max"]
     assert (found.at_once, found.refused) == ([], [])
@@ -59,10 +57,7 @@ def test_nodes_are_replaced_for_a_pools_environment_whose_values_are_not_told() 
 def test_nodes_are_replaced_for_what_their_pool_sets_for_itself() -> None:
     running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, cache={"block_size": 16})))
     wanted = replace(
-        CONFIG,
-        pools=PoolsConfig(
-            decode=PoolConfig(nodes=1, cache={"block_size": 32}, scheduler={"max_num_seqs": 4})
-        ),
+        CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, cache={"block_size": 32}, scheduler={"max_num_seqs": 4}))
     )
     found = difference(running, wanted)
     assert found.nodes == ["pools.decode.cache.block_size", "pools.decode.scheduler.max_num_seqs"]

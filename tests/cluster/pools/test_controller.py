@@ -64,9 +64,7 @@ async def test_no_node_is_called_down_while_all_start() -> None:
 
         def listen(process: FakeProcess, before: int) -> None:
             assert isinstance(process, FakeRouter)
-            process.on_members = lambda: told.append(
-                [name for pool in process.pools.values() for name in pool.down]
-            )
+            process.on_members = lambda: told.append([name for pool in process.pools.values() for name in pool.down])
 
         rig.launcher.prepare["router"] = listen
         for name, _ in PD:
@@ -176,9 +174,7 @@ async def test_a_start_that_never_ends_is_a_failed_start() -> None:
 
 async def test_a_process_that_dies_while_it_starts_is_noticed_at_once() -> None:
     async with Rig(*PD) as rig:
-        rig.launcher.prepare["decode-0"] = lambda process, earlier: (
-            waiting(process, earlier) if not earlier else None
-        )
+        rig.launcher.prepare["decode-0"] = lambda process, earlier: waiting(process, earlier) if not earlier else None
         start = asyncio.create_task(rig.controller.start())
         await settle()
         rig.launcher.node("decode-0").die("killed by the kernel")
@@ -306,9 +302,7 @@ async def test_a_bug_in_supervision_fails_the_controller_instead_of_hiding() -> 
 
 async def test_a_bug_while_starting_ends_start() -> None:
     async with Rig(*PD) as rig:
-        rig.launcher.prepare["decode-0"] = lambda process, earlier: (_ for _ in ()).throw(
-            RuntimeError("a bug")
-        )
+        rig.launcher.prepare["decode-0"] = lambda process, earlier: (_ for _ in ()).throw(RuntimeError("a bug"))
         with pytest.raises(InternalError, match="a bug"):
             await rig.controller.start()
 
@@ -328,9 +322,7 @@ async def test_a_cluster_is_ready_when_its_router_hears_every_node() -> None:
         assert not in_view.done()
         assert not rig.events.of("progress", "router"), "a short wait is not worth a word"
         await rig.clock.advance(1.0)
-        assert "waiting for word of decode-0: it has not reported its status yet" in rig.events.of(
-            "progress", "router"
-        )
+        assert "waiting for word of decode-0: it has not reported its status yet" in rig.events.of("progress", "router")
         rig.launcher.router.load = RouterQueue()
         await rig.clock.advance(TIMEOUTS.heartbeat_s)
         await in_view

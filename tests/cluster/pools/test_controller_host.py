@@ -13,24 +13,9 @@ from tandem.base.errors import InternalError, InvalidRequest, TandemError, Unava
 from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.cluster.commands.following import Follower
 from tandem.cluster.config import ControllerConfig, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.control import (
-    AppliedChange,
-    ClusterEnd,
-    ClusterView,
-    ExchangePhase,
-    ExchangeView,
-    PoolView,
-)
+from tandem.cluster.control import AppliedChange, ClusterEnd, ClusterView, ExchangePhase, ExchangeView, PoolView
 from tandem.cluster.events import Events
-from tandem.cluster.orders import (
-    AdaptersOrder,
-    ApplyOrder,
-    ChangeRoleOrder,
-    DrainOrder,
-    Order,
-    ScaleOrder,
-    ViewOrder,
-)
+from tandem.cluster.orders import AdaptersOrder, ApplyOrder, ChangeRoleOrder, DrainOrder, Order, ScaleOrder, ViewOrder
 from tandem.cluster.pools.changes import difference
 from tandem.cluster.pools.controller_host import ClusterAccount, ClusterStage, ConfigChange, ControllerHost
 from tandem.cluster.tasks import cancel
@@ -205,9 +190,7 @@ async def test_who_follows_sees_what_happens_until_it_serves() -> None:
 @pytest.mark.parametrize(
     ("error", "seen_as"), [(Unavailable("no memory"), Unavailable), (KeyError("a bug"), InternalError)]
 )
-async def test_a_start_that_fails_is_told_to_who_follows(
-    error: Exception, seen_as: type[TandemError]
-) -> None:
+async def test_a_start_that_fails_is_told_to_who_follows(error: Exception, seen_as: type[TandemError]) -> None:
     async with Rig() as rig:
         rig.made.error = error
         rig.made.may_start.set()
@@ -317,9 +300,7 @@ async def test_what_is_asked_reaches_the_controller() -> None:
 async def test_an_operators_request_over_http_sets_no_environment_and_a_command_on_a_machine_does() -> None:
     async with Rig() as rig:
         wanted = TandemConfig(pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"LD_PRELOAD": "/x.so"})))
-        with pytest.raises(
-            InvalidRequest, match=r"pools\.decode\.env\.LD_PRELOAD cannot be changed over HTTP"
-        ):
+        with pytest.raises(InvalidRequest, match=r"pools\.decode\.env\.LD_PRELOAD cannot be changed over HTTP"):
             await rig.host.act("apply", msgspec.json.encode({"config": wanted}))
         with pytest.raises(InvalidRequest, match=r"'/home/x' is in none of the folders"):
             await rig.host.act("adapters", b'{"load": {"x": "/home/x"}}')

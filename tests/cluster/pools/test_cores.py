@@ -44,10 +44,7 @@ def test_one_that_comes_later_takes_what_is_used_least() -> None:
 
 
 def test_a_container_computes_on_no_more_cores_than_its_quota_has_time_for() -> None:
-    pods = {
-        "p": MachineFacts("a", tuple(range(64)), quota=2),
-        "d": MachineFacts("a", tuple(range(64)), quota=4),
-    }
+    pods = {"p": MachineFacts("a", tuple(range(64)), quota=2), "d": MachineFacts("a", tuple(range(64)), quota=4)}
     assert share_cores(pods, {}) == {"p": (0, 1), "d": (2, 3, 4, 5)}
     tight = {name: MachineFacts("a", (0, 1, 2), quota=2) for name in "pd"}
     assert share_cores(tight, {}) == {"p": (0, 1), "d": (2,)}, "an equal share may be less than a quota"

@@ -124,9 +124,7 @@ async def test_its_router_takes_nothing_new_when_its_nodes_are_done() -> None:
     async with started(pools=pools(1, 2), hosts=hosts, config=TandemConfig(router=router)) as rig:
 
         def drained() -> dict[str, bool]:
-            return {
-                r.name: r.drained_with is not None for r in rig.launcher.routers if isinstance(r, FakeRouter)
-            }
+            return {r.name: r.drained_with is not None for r in rig.launcher.routers if isinstance(r, FakeRouter)}
 
         rig.launcher.node("decode-0").may_finish.clear()
         where = hosts_of(rig)["decode-0"]
@@ -163,8 +161,7 @@ async def test_a_rollout_whose_old_nodes_went_with_their_machine_is_judged_by_ne
     hosts = FakeHosts(machine("1", prefill=1, decode=1))
     async with started(pools=pools(1, 1), hosts=hosts) as rig:
         rig.launcher.prepare |= dict.fromkeys(
-            ["prefill-1", "decode-1"],
-            lambda process, _: setattr(process, "start_error", Unavailable("never")),
+            ["prefill-1", "decode-1"], lambda process, _: setattr(process, "start_error", Unavailable("never"))
         )
         config = msgspec.structs.replace(
             rig.config, scheduler=msgspec.structs.replace(rig.config.scheduler, max_num_seqs=77)

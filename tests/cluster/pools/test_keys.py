@@ -15,9 +15,7 @@ def keys_of(rig: Rig) -> list[str]:
     """The public keys of all running processes."""
     nodes = [key_of(node.info.request_endpoint) for node in rig.launcher.running]
     routers = [
-        key_of_fake(router.name, router.incarnation)
-        for router in rig.launcher.routers
-        if not router.died.done()
+        key_of_fake(router.name, router.incarnation) for router in rig.launcher.routers if not router.died.done()
     ]
     return sorted(nodes + routers)
 
@@ -56,9 +54,7 @@ async def test_nodes_hear_at_once_of_a_router_that_was_started_again_and_forget_
         await rig.clock.advance(1)
         dead = key_of_fake("router", 0)
         rig.launcher.router.die()
-        await rig.clock.advance(
-            1.1
-        )  # what it waits before it starts one again, and far less than a heartbeat
+        await rig.clock.advance(1.1)  # what it waits before it starts one again, and far less than a heartbeat
         for node in rig.launcher.running:
             assert dead not in node.admitted[-1]
             assert node.admitted[-1] == keys_of(rig)

@@ -44,18 +44,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "router.tls_certificate": {"router": {"tls_certificate": "/root/c", "tls_key": "/root/k"}},
     "router.tokenizer_path": {"router": {"tokenizer_path": "/srv/models-else"}},
     "cache.tiers": {"cache": {"tiers": [{"spec": "os:system"}]}},
-    "pools.decode.cache.tiers": {
-        "pools": {"decode": {"cache": {"tiers": [{"disk": "kv", "size": 1 << 20}]}}}
-    },
+    "pools.decode.cache.tiers": {"pools": {"decode": {"cache": {"tiers": [{"disk": "kv", "size": 1 << 20}]}}}},
     "pools.decode.scheduler.trace_folder": {"pools": {"decode": {"scheduler": {"trace_folder": "here"}}}},
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_run_programs_or_reach_files_is_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be changed over HTTP.*on a machine of the cluster"
-    ) as told:
+    with pytest.raises(ConfigurationError, match=r"cannot be changed over HTTP.*on a machine of the cluster") as told:
         check_config(config(), config(**REFUSED[name]), dry_run=False)
     assert str(told.value).startswith(name)
 
@@ -102,8 +98,6 @@ def test_adapters_come_from_the_hub_or_from_a_configured_folder() -> None:
         check_adapters(controller, loaded, {"new": where})
     check_adapters(controller, loaded, {"old": "/home/old"})
     for where in ("/home/new", "/srv/adapters/../new", "/srv/adapters-else"):
-        with pytest.raises(
-            ConfigurationError, match=r"admin_folders: /srv/adapters\).*machine of the cluster"
-        ):
+        with pytest.raises(ConfigurationError, match=r"admin_folders: /srv/adapters\).*machine of the cluster"):
             check_adapters(controller, loaded, {"new": where})
     check_adapters(ControllerConfig(admin_may_run_code=True), {}, {"new": "/home/new"})

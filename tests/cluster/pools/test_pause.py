@@ -28,9 +28,7 @@ async def test_routers_are_told_what_is_paused_and_the_next_controller_knows_it(
 
 
 async def test_a_node_that_goes_takes_its_pause_along() -> None:
-    async with started(
-        ("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE), ("decode-1", Role.DECODE)
-    ) as rig:
+    async with started(("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE), ("decode-1", Role.DECODE)) as rig:
         await rig.controller.pause(["decode-1"])
         await rig.controller.drain_node("decode-1", 1.0)
         await settle()

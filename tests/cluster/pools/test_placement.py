@@ -34,10 +34,7 @@ def config(
     counts = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
     return TandemConfig(
         pools=PoolsConfig(
-            **{
-                name: PoolConfig(nodes=count, threads=(threads or {}).get(name))
-                for name, count in counts.items()
-            }
+            **{name: PoolConfig(nodes=count, threads=(threads or {}).get(name)) for name, count in counts.items()}
         )
     )
 
@@ -303,9 +300,7 @@ def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
 
 def test_encoder_nodes_have_cores_of_their_own_beside_either_layout() -> None:
     asked = config(1, 1)
-    asked = msgspec.structs.replace(
-        asked, pools=msgspec.structs.replace(asked.pools, encode=PoolConfig(nodes=1))
-    )
+    asked = msgspec.structs.replace(asked, pools=msgspec.structs.replace(asked.pools, encode=PoolConfig(nodes=1)))
     placed = placed_on(asked, machine(3))
     assert [node_id for node_id in placed if node_id.startswith("encode")] == ["encode-0"]
     assert len({core for place in placed.values() for core in place.cores}) == 3
@@ -317,16 +312,13 @@ def test_encoder_nodes_have_cores_of_their_own_beside_either_layout() -> None:
 
 
 def spread_over(machines: int, **pool: object) -> TandemConfig:
-    pools = PoolsConfig(
-        prefill=PoolConfig(nodes=1, tensor_parallel=4, machines=machines, **pool), decode=PoolConfig()
-    )  # type: ignore[arg-type]
+    pools = PoolsConfig(prefill=PoolConfig(nodes=1, tensor_parallel=4, machines=machines, **pool), decode=PoolConfig())  # type: ignore[arg-type]
     return TandemConfig(pools=pools)
 
 
 def places_for(*counts: int, gpus: int = 0) -> list[Host]:
     return [
-        Host(f"m{n}", f"10.0.0.{n}", tuple(range(8)), gpus, {Role.PREFILL: count})
-        for n, count in enumerate(counts)
+        Host(f"m{n}", f"10.0.0.{n}", tuple(range(8)), gpus, {Role.PREFILL: count}) for n, count in enumerate(counts)
     ]
 
 
@@ -356,9 +348,7 @@ def test_a_spread_node_is_told_of_its_other_machines() -> None:
     assert [(there.host, there.cores, there.device) for there in told.others] == [
         ("10.0.0.1", list(range(8)), "cuda:0")
     ]
-    assert place(asked, places_for(1, 1, gpus=1), [], Role.PREFILL) is None, (
-        "two ranks on a machine want two GPUs"
-    )
+    assert place(asked, places_for(1, 1, gpus=1), [], Role.PREFILL) is None, "two ranks on a machine want two GPUs"
 
 
 def test_what_one_machine_carries_of_a_spread_node_is_a_part_of_it() -> None:

@@ -66,8 +66,6 @@ def test_nodes_that_were_made_with_other_needs_stay_and_others_get_what_they_lea
     assert places_left(machine, two_gpus, old[:1]) == {Role.DECODE: 2, Role.PREFILL: 1}
     assert places_left(machine, two_gpus, []) == {Role.DECODE: 2, Role.PREFILL: 1}
     elsewhere = {Role.DECODE: Offer({}, {"zone": "b"})}
-    assert places_left(machine, elsewhere, old) == {Role.DECODE: 2, Role.PREFILL: 1}, (
-        "what is there, and no more"
-    )
+    assert places_left(machine, elsewhere, old) == {Role.DECODE: 2, Role.PREFILL: 1}, "what is there, and no more"
     same = [TakenPlace("m", Role.DECODE, Offer({"decode": 1.0, "GPU": 2}))]
     assert places_left(machine, two_gpus, same) == places(machine, two_gpus)

@@ -50,9 +50,7 @@ async def test_what_a_node_does_not_finish_in_time_is_moved_before_the_node_ends
         going = rig.launcher.node("decode-1")
         going.drains = False
         order: list[str] = []
-        rig.launcher.router.on_members = lambda: (
-            order.append("routers told") if "decode-1" not in rig.routed else None
-        )
+        rig.launcher.router.on_members = lambda: order.append("routers told") if "decode-1" not in rig.routed else None
         going.on_stop = lambda: order.append("stopped")
         assert not await rig.controller.drain_node("decode-1", 7.0)
         await settle()
@@ -103,9 +101,7 @@ async def test_the_last_node_that_writes_answers_stays() -> None:
             await rig.controller.drain_node("decode-0", DRAIN_S)
         with pytest.raises(ConfigurationError, match="the last node that can decode"):
             await rig.controller.change_role("decode-0", Role.PREFILL)
-        with pytest.raises(
-            ConfigurationError, match="there is no node decode-9; there are: prefill-0, decode-0"
-        ):
+        with pytest.raises(ConfigurationError, match="there is no node decode-9; there are: prefill-0, decode-0"):
             await rig.controller.drain_node("decode-9", DRAIN_S)
 
 
@@ -204,9 +200,7 @@ async def test_a_node_may_take_longer_to_start_than_machines_to_come() -> None:
         await start
 
 
-async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_come_where_there_is_room() -> (
-    None
-):
+async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_come_where_there_is_room() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
     async with started(pools=pools(1, 2), hosts=hosts) as rig:
         await settle()

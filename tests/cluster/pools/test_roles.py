@@ -32,9 +32,7 @@ async def test_a_node_changes_its_role_in_its_own_process() -> None:
         node.may_finish.set()
         await change
         await settle()
-        (member,) = [
-            member for member in rig.launcher.router.memberships[-1] if member.node_id == "prefill-1"
-        ]
+        (member,) = [member for member in rig.launcher.router.memberships[-1] if member.node_id == "prefill-1"]
         assert (member.role, member.epoch != before.epoch) == (Role.DECODE, True)
         assert len(rig.launcher.nodes["prefill-1"]) == 1, "nothing was loaded again"
         view = await rig.controller.view()
@@ -115,9 +113,7 @@ async def test_a_node_keeps_its_blocks_and_takes_no_role_of_a_pool_with_others()
     async with started(pools=asked) as rig:
         assert rig.launcher.node("prefill-0").config.engine.cache.block_size == 16
         assert rig.launcher.node("decode-0").config.engine.cache.block_size == 32
-        with pytest.raises(
-            ConfigurationError, match=r"pools\.prefill\.cache and pools\.decode\.cache differ"
-        ):
+        with pytest.raises(ConfigurationError, match=r"pools\.prefill\.cache and pools\.decode\.cache differ"):
             await rig.controller.change_role("prefill-1", Role.DECODE)
 
 
@@ -129,9 +125,7 @@ async def test_a_node_keeps_its_blocks_and_takes_no_role_of_a_pool_with_others()
     ],
 )
 async def test_a_node_of_several_ranks_keeps_its_role(ranks: tuple[int, int], why: str) -> None:
-    asked = pools(
-        *(PoolConfig(nodes=nodes, tensor_parallel=width) for nodes, width in zip((2, 1), ranks, strict=True))
-    )
+    asked = pools(*(PoolConfig(nodes=nodes, tensor_parallel=width) for nodes, width in zip((2, 1), ranks, strict=True)))
     async with started(pools=asked) as rig:
         assert rig.launcher.node("prefill-1").config.tensor_parallel == ranks[0]
         with pytest.raises(ConfigurationError, match=why):
@@ -142,9 +136,7 @@ async def test_a_node_of_another_engine_keeps_its_role() -> None:
     router = RouterConfig(tokenizer_path="model", model_name="fake")
     config = TandemConfig(router=router, model=ModelConfig(path="model", engine="vllm"))
     async with started(pools=pools(2, PoolConfig(nodes=1)), config=config) as rig:
-        with pytest.raises(
-            ConfigurationError, match="whose engine is vllm keeps its role: scale prefill down"
-        ):
+        with pytest.raises(ConfigurationError, match="whose engine is vllm keeps its role: scale prefill down"):
             await rig.controller.change_role("prefill-1", Role.DECODE)
 
 
@@ -201,8 +193,5 @@ async def test_a_machine_that_comes_back_gets_a_router_of_its_own_when_the_last_
         await settle()
         hosts.join(machine("3", decode=1))  # it looks again
         await settle()
-        assert [process.died.done() for process in rig.launcher.routers if process.name == first.name] == [
-            True,
-            False,
-        ]
+        assert [process.died.done() for process in rig.launcher.routers if process.name == first.name] == [True, False]
         assert not rig.events.of("trouble", first.name)

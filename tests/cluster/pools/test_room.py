@@ -27,8 +27,7 @@ GIB = 1 << 30
 def asked(prefill: PoolConfig | int = 1, decode: PoolConfig | int = 1, kv: int | None = None) -> TandemConfig:
     wanted = pools(prefill, decode)
     return TandemConfig(
-        pools=PoolsConfig(prefill=wanted.prefill, decode=wanted.decode),
-        cache=CacheConfig(memory_bytes=kv),
+        pools=PoolsConfig(prefill=wanted.prefill, decode=wanted.decode), cache=CacheConfig(memory_bytes=kv)
     )
 
 
@@ -84,9 +83,7 @@ async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_ta
     async with Rig(*PD) as rig:  # four cores
         await rig.controller.start()
         await rig.controller.scale({Role.DECODE: 15})
-        with pytest.raises(
-            ConfigurationError, match=r"1 prefill node and 16 decode nodes are too many for 4 cores"
-        ):
+        with pytest.raises(ConfigurationError, match=r"1 prefill node and 16 decode nodes are too many for 4 cores"):
             await rig.controller.scale({Role.DECODE: 16})
         await rig.controller.scale({Role.DECODE: 1})
 
@@ -145,19 +142,9 @@ def test_memory_that_is_unknown_is_left_to_the_nodes() -> None:
     check_memory(asked(kv=900 * GIB), None, 0, on_cpu=True)
 
 
-@example(
-    2, 2, 2 * GIB, AROUND_BYTES + 4 * (NODE_BYTES + 15 * (GIB // 10)), 0
-)  # hardly less than 1.5 GiB each
-@given(
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.integers(MIB, 1 << 42),
-    st.integers(1, 1 << 42),
-    st.integers(0, GIB),
-)
-def test_what_is_proposed_would_be_accepted(
-    prefill: int, decode: int, kv: int, free: int, weights: int
-) -> None:
+@example(2, 2, 2 * GIB, AROUND_BYTES + 4 * (NODE_BYTES + 15 * (GIB // 10)), 0)  # hardly less than 1.5 GiB each
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(MIB, 1 << 42), st.integers(1, 1 << 42), st.integers(0, GIB))
+def test_what_is_proposed_would_be_accepted(prefill: int, decode: int, kv: int, free: int, weights: int) -> None:
     try:
         check_memory(asked(prefill, decode, kv), free, weights, on_cpu=True)
     except ConfigurationError as error:

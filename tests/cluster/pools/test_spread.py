@@ -31,10 +31,10 @@ async def test_a_spread_node_takes_a_place_on_each_of_its_machines() -> None:
         hosts.join(machine("5", prefill=1))
         await settle()
         assert rig.routed == {"prefill-0", "prefill-1", "decode-0"}
-        assert {
-            rig.launcher.node("prefill-1").host.name,
-            *(h.name for h in rig.launcher.node("prefill-1").beside),
-        } == {"3", "5"}
+        assert {rig.launcher.node("prefill-1").host.name, *(h.name for h in rig.launcher.node("prefill-1").beside)} == {
+            "3",
+            "5",
+        }
 
 
 async def test_the_logs_of_its_machines_are_found_by_their_own_names_and_by_the_nodes() -> None:
@@ -43,9 +43,7 @@ async def test_the_logs_of_its_machines_are_found_by_their_own_names_and_by_the_
         both = {"prefill-0", "prefill-0-machine1"}
         for name in ("prefill", "prefill-0"):
             assert (await rig.controller.logs(LogsQuery([name]))).pages.keys() == both
-        assert (await rig.controller.logs(LogsQuery(["prefill-0-machine1"]))).pages.keys() == both - {
-            "prefill-0"
-        }
+        assert (await rig.controller.logs(LogsQuery(["prefill-0-machine1"]))).pages.keys() == both - {"prefill-0"}
         assert both < (await rig.controller.logs(LogsQuery())).pages.keys()
 
 
@@ -58,9 +56,7 @@ async def test_the_loss_of_either_machine_is_the_nodes(lost: str) -> None:
         rig.lose_machine(lost)
         await settle()
         assert rig.routed == {"decode-0"}
-        assert any(
-            f"its machine 10.0.0.{lost} is gone" in d.text for d in (await rig.controller.view()).decisions
-        )
+        assert any(f"its machine 10.0.0.{lost} is gone" in d.text for d in (await rig.controller.view()).decisions)
         hosts.join(machine("4", prefill=1))
         await settle()
         assert rig.routed == {"prefill-1", "decode-0"}, "the machine that is left, and the one that came"
@@ -88,10 +84,10 @@ async def test_a_machine_that_is_evacuated_takes_the_node_along() -> None:
         assert (await going) == {"prefill-0": True}
         await settle()
         assert rig.routed == {"prefill-1", "decode-0"}
-        assert {
-            rig.launcher.node("prefill-1").host.name,
-            *(h.name for h in rig.launcher.node("prefill-1").beside),
-        } == {"1", "3"}
+        assert {rig.launcher.node("prefill-1").host.name, *(h.name for h in rig.launcher.node("prefill-1").beside)} == {
+            "1",
+            "3",
+        }
 
 
 async def test_a_controller_that_comes_back_knows_its_machines() -> None:

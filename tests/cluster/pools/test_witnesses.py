@@ -181,9 +181,7 @@ async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_i
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (None, None)], ids=["sizes", "follows machines"])
-async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(
-    sizes: tuple[int | None, int | None],
-) -> None:
+async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(sizes: tuple[int | None, int | None]) -> None:
     """Ray takes a machine for dead if its control network is cut, while its nodes still send tokens."""
     async with cut_off(sizes) as cut:
         rig, node = cut.rig, cut.node

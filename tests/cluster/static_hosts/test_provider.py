@@ -13,14 +13,7 @@ from tandem.base.errors import ConfigurationError, NodeLost, Unavailable
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.cluster.static_hosts.config import bootstrapped, read_provider
 from tandem.cluster.static_hosts.shell import HostUnreachable, LocalShell, ScriptFailed, ThroughHead
-from tandem.cluster.static_hosts.store import (
-    LocalStore,
-    Reach,
-    RemoteStore,
-    is_own_address,
-    reach_from_here,
-    resolve,
-)
+from tandem.cluster.static_hosts.store import LocalStore, Reach, RemoteStore, is_own_address, reach_from_here, resolve
 from tests.cluster.static_hosts.cluster_file import cluster_file
 
 import_ray()  # Ray reads its environment when it is first imported
@@ -172,9 +165,7 @@ def test_launches_at_the_same_time_never_share_a_host(provider: StaticHostsProvi
 # --- ending
 
 
-def test_ending_a_node_stops_ray_on_its_host_and_no_other(
-    provider: StaticHostsProvider, hosts: NotedHosts
-) -> None:
+def test_ending_a_node_stops_ray_on_its_host_and_no_other(provider: StaticHostsProvider, hosts: NotedHosts) -> None:
     provider.create_node({}, DECODE, 2)
     first, second = provider.non_terminated_nodes(DECODE)
     provider.terminate_node(first)
@@ -193,9 +184,7 @@ def test_a_host_where_ray_cannot_be_stopped_is_given_back_and_named(
     assert "10.0.0.21" in caplog.text
 
 
-def test_ending_the_head_stops_ray_where_the_head_is_reached(
-    provider: StaticHostsProvider, hosts: NotedHosts
-) -> None:
+def test_ending_the_head_stops_ray_where_the_head_is_reached(provider: StaticHostsProvider, hosts: NotedHosts) -> None:
     provider.terminate_nodes(provider.nodes_for_teardown({"ray-node-type": "head"}))
     assert hosts.stopped() == ["203.0.113.7"]
     assert provider.non_terminated_nodes({}) == []
@@ -213,10 +202,7 @@ def test_a_host_that_is_added_can_be_launched(provider: StaticHostsProvider, con
 
 
 def test_a_host_that_is_taken_out_is_stopped_and_no_other(
-    provider: StaticHostsProvider,
-    config: dict[str, Any],
-    hosts: NotedHosts,
-    capsys: pytest.CaptureFixture[str],
+    provider: StaticHostsProvider, config: dict[str, Any], hosts: NotedHosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provider.create_node({}, DECODE, 2)
     config["available_node_types"]["decode"]["node_config"]["hosts"].remove("10.0.0.21")
@@ -269,10 +255,7 @@ def test_what_runs_on_a_host_that_is_taken_out_is_finished_before_ray_is_stopped
 
 
 def test_a_head_that_cannot_drain_does_not_keep_hosts_from_leaving(
-    provider: StaticHostsProvider,
-    config: dict[str, Any],
-    hosts: NotedHosts,
-    capsys: pytest.CaptureFixture[str],
+    provider: StaticHostsProvider, config: dict[str, Any], hosts: NotedHosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provider.create_node({}, DECODE, 2)
     config["available_node_types"]["decode"]["node_config"]["hosts"].remove("10.0.0.21")

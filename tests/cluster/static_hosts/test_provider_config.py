@@ -54,17 +54,11 @@ def test_the_operators_file_is_left_alone(config: dict[str, Any]) -> None:
 
 
 def test_the_provider_learns_how_the_hosts_are_reached(config: dict[str, Any]) -> None:
-    assert bootstrapped(config)["provider"]["ssh"] == {
-        "user": "ubuntu",
-        "private_key": "~/key",
-        "proxy_command": None,
-    }
+    assert bootstrapped(config)["provider"]["ssh"] == {"user": "ubuntu", "private_key": "~/key", "proxy_command": None}
 
 
 def test_the_head_uses_the_key_where_ray_up_puts_it_and_no_way_in_from_outside() -> None:
-    outside = ssh_settings(
-        {"ssh_user": "ubuntu", "ssh_private_key": "~/key", "ssh_proxy_command": "nc %h %p"}
-    )
+    outside = ssh_settings({"ssh_user": "ubuntu", "ssh_private_key": "~/key", "ssh_proxy_command": "nc %h %p"})
     assert ssh_settings_on_head(outside) == SshSettings("ubuntu", KEY_ON_HEAD, None)
     assert ssh_settings_on_head(SshSettings("ubuntu")) == SshSettings("ubuntu", None, None)
 

@@ -49,12 +49,7 @@ def test_nodes_are_found_by_all_of_the_tags() -> None:
 
 
 def test_a_host_that_is_listed_no_more_or_elsewhere_strands_its_node_and_never_the_head() -> None:
-    head, kept, dropped, moved = (
-        node("h", ""),
-        node("d1", "decode"),
-        node("d2", "decode"),
-        node("p1", "prefill"),
-    )
+    head, kept, dropped, moved = (node("h", ""), node("d1", "decode"), node("d2", "decode"), node("p1", "prefill"))
     record = ClusterRecord(nodes={n.node_id: n for n in (head, kept, dropped, moved)})
     record = with_hosts(record, {"decode": ("d1", "p1")})
     assert stranded_nodes(record) == [dropped, moved]
@@ -72,9 +67,7 @@ def test_what_is_no_record_is_refused_by_name() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["launch", "end", "tag"]), st.integers(0, 4)), max_size=40))
-def test_however_nodes_come_and_go_a_host_has_one_and_an_id_never_returns(
-    steps: list[tuple[str, int]],
-) -> None:
+def test_however_nodes_come_and_go_a_host_has_one_and_an_id_never_returns(steps: list[tuple[str, int]]) -> None:
     record = with_hosts(ClusterRecord(), HOSTS)
     seen: set[str] = set()
     for step, choice in steps:

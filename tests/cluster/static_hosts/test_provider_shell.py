@@ -43,9 +43,7 @@ def through_head(head: str = "head") -> ThroughHead:
 
 
 @pytest.mark.usefixtures("ssh")
-@pytest.mark.parametrize(
-    "shell", [LocalShell(), SshShell(SETTINGS), through_head()], ids=["here", "ssh", "head"]
-)
+@pytest.mark.parametrize("shell", [LocalShell(), SshShell(SETTINGS), through_head()], ids=["here", "ssh", "head"])
 def test_a_script_arrives_as_it_was_written(shell: LocalShell) -> None:
     assert shell.run("host", 'cat; printf %s "$0" >&2', stdin=AWKWARD.encode()) == AWKWARD.encode()
     quoted = AWKWARD.replace("'", "'\\''")
@@ -53,9 +51,7 @@ def test_a_script_arrives_as_it_was_written(shell: LocalShell) -> None:
 
 
 @pytest.mark.usefixtures("ssh")
-@pytest.mark.parametrize(
-    "shell", [LocalShell(), SshShell(SETTINGS), through_head()], ids=["here", "ssh", "head"]
-)
+@pytest.mark.parametrize("shell", [LocalShell(), SshShell(SETTINGS), through_head()], ids=["here", "ssh", "head"])
 def test_a_script_that_fails_says_how_and_where(shell: LocalShell) -> None:
     with pytest.raises(ScriptFailed, match=r"host: no such pool$") as caught:
         shell.run("host", "echo first; echo no such pool >&2; exit 3")
@@ -85,13 +81,7 @@ def test_a_host_that_takes_too_long_is_unreachable() -> None:
 def test_ssh_asks_no_questions_and_uses_the_key_and_the_way_in_that_it_was_given(ssh: Path) -> None:
     SshShell(SshSettings("ubuntu", "~/key", "nc -x gate %h %p")).run("host", "true")
     (call,) = ssh.read_text().splitlines()
-    for words in (
-        "BatchMode=yes",
-        "ConnectTimeout=5",
-        "-i ~/key",
-        "ProxyCommand=nc -x gate %h %p",
-        "ubuntu@host",
-    ):
+    for words in ("BatchMode=yes", "ConnectTimeout=5", "-i ~/key", "ProxyCommand=nc -x gate %h %p", "ubuntu@host"):
         assert words in call
 
 

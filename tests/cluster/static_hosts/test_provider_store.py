@@ -95,9 +95,7 @@ def test_nothing_is_lost_when_everybody_writes_at_once() -> None:
             failures.append(error)
 
     stores: list[RecordStore] = [LocalStore("tandem"), LocalStore("tandem"), remote(), remote()]
-    writers = [
-        threading.Thread(target=writer, args=(store, f"writer{index}")) for index, store in enumerate(stores)
-    ]
+    writers = [threading.Thread(target=writer, args=(store, f"writer{index}")) for index, store in enumerate(stores)]
     for thread in writers:
         thread.start()
     for thread in writers:

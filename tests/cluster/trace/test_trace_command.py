@@ -77,9 +77,7 @@ def test_the_parts_of_the_handover_add_up_to_it() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from(list(TracePhase)), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["p", "d"])
-        ),
+        st.tuples(st.sampled_from(list(TracePhase)), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["p", "d"])),
         max_size=25,
     ),
     st.lists(st.floats(0, 2), max_size=5),
@@ -89,9 +87,7 @@ def test_any_trace_can_be_shown_and_its_parts_never_exceed_the_whole(
     spans: list[tuple[TracePhase, float, float, str]], arrivals: list[float], took: float | None
 ) -> None:
     nodes = [
-        NodePart(
-            name, "x", "r", [Span(p, 50 + s, 50 + s + d) for p, s, d, on in spans if on == name], 0.0, None
-        )
+        NodePart(name, "x", "r", [Span(p, 50 + s, 50 + s + d) for p, s, d, on in spans if on == name], 0.0, None)
         for name in ("p", "d")
     ]
     flushes = [Span(TracePhase.FLUSH, 50 + at, 50 + at + 0.001, 1) for at in arrivals]
@@ -126,9 +122,7 @@ def test_the_terminal_shows_every_phase_once_and_folds_steps() -> None:
 
 
 def test_the_terminal_says_what_became_of_the_kv() -> None:
-    sent = TransferRecord(
-        "r-1", "sent", 2 << 20, 32, 40, 1 << 20, waits={"first_byte": 0.0002, "handover": 0.006}
-    )
+    sent = TransferRecord("r-1", "sent", 2 << 20, 32, 40, 1 << 20, waits={"first_byte": 0.0002, "handover": 0.006})
     failed = TransferRecord("r-1", "peer_lost", 0, 0, waits={"handshake": 0.0, "register": 0.002})
     prefill, decode = record().nodes
     nodes = [structs.replace(prefill, transfer=sent), structs.replace(decode, transfer=failed)]

@@ -25,9 +25,7 @@ from tests.router.test_router_recent import QUICK, TARGETS
 P = TracePhase
 
 
-def record(
-    router: list[Span], nodes: list[NodePart], arrivals: list[Arrival], ended: float = 10.0
-) -> TraceRecord:
+def record(router: list[Span], nodes: list[NodePart], arrivals: list[Arrival], ended: float = 10.0) -> TraceRecord:
     return TraceRecord(
         "r", "cmpl-r", "t", "s", None, "", "/v1/completions", "m", 0.0, 0.0, ended, 200, 100, 3,
         ["least_wait: prefill p0 (20 ms), decode d0 (3 ms)"], router, arrivals, nodes, [],
@@ -50,15 +48,8 @@ def whole() -> TraceRecord:
         "d0", "decode", Span(P.QUEUE, 1.2, 1.4), Span(P.RECEIVE, 1.4, 6.0), Span(P.RESUME, 6.0, 6.2),
         Span(P.STEP, 6.2, 7.2, 1), Span(P.DECODE, 6.3, 7.0, 1), Span(P.STEP, 7.2, 8.2, 1, 5), Span(P.DECODE, 7.3, 8.0, 1, 5),
     )  # fmt: skip
-    router = [
-        Span(P.READ, 0.0, 0.6),
-        Span(P.TOKENIZE, 0.6, 1.0),
-        Span(P.FLUSH, 5.3, 5.4),
-        Span(P.FLUSH, 8.3, 8.4),
-    ]
-    return record(
-        router, [prefill, decode], [Arrival(5.3, "p0", 1), Arrival(7.3, "d0", 1), Arrival(8.3, "d0", 1)], 8.4
-    )
+    router = [Span(P.READ, 0.0, 0.6), Span(P.TOKENIZE, 0.6, 1.0), Span(P.FLUSH, 5.3, 5.4), Span(P.FLUSH, 8.3, 8.4)]
+    return record(router, [prefill, decode], [Arrival(5.3, "p0", 1), Arrival(7.3, "d0", 1), Arrival(8.3, "d0", 1)], 8.4)
 
 
 def test_every_moment_has_one_owner() -> None:
@@ -101,17 +92,11 @@ def test_whatever_the_spans_are_the_parts_add_up(
     router: list[Span], first: list[Span], second: list[Span], arrived: list[float], ended: float
 ) -> None:
     arrivals = [Arrival(min(at, ended), "d0", 1) for at in sorted(arrived)]
-    why = explain(
-        record(router, [part("p0", "prefill", *first), part("d0", "decode", *second)], arrivals, ended)
-    )
-    assert sum(reason.seconds for reason in (*why.to_first_token, *why.after)) == pytest.approx(
-        ended, abs=1e-9
-    )
+    why = explain(record(router, [part("p0", "prefill", *first), part("d0", "decode", *second)], arrivals, ended))
+    assert sum(reason.seconds for reason in (*why.to_first_token, *why.after)) == pytest.approx(ended, abs=1e-9)
     assert all(reason.seconds >= 0 for reason in (*why.to_first_token, *why.after))
     if why.first_token_s is not None:
-        assert sum(reason.seconds for reason in why.to_first_token) == pytest.approx(
-            why.first_token_s, abs=1e-9
-        )
+        assert sum(reason.seconds for reason in why.to_first_token) == pytest.approx(why.first_token_s, abs=1e-9)
 
 
 def test_a_request_that_was_not_traced_is_told_as_its_router_saw_it() -> None:

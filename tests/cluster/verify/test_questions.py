@@ -22,9 +22,7 @@ def test_the_built_in_prompts_fit_and_sampled_ones_have_seeds() -> None:
 
 
 def test_a_context_without_room_is_named() -> None:
-    with pytest.raises(
-        ConfigurationError, match="--max-tokens is 40, and the servers' context has 40 tokens"
-    ):
+    with pytest.raises(ConfigurationError, match="--max-tokens is 40, and the servers' context has 40 tokens"):
         built_in(context=40, max_tokens=40)
 
 

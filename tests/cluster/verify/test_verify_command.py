@@ -24,11 +24,7 @@ NOWHERE = "http://127.0.0.1:9"
     ],
 )
 def test_what_cannot_be_compared_ends_with_2_and_says_why(
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *words]) == 2

@@ -41,10 +41,7 @@ def a_request(name: str, tokens: list[int]) -> Request:
 
 
 def begin(
-    cache: KVCacheManager,
-    request: Request,
-    others: Sequence[Request] = (),
-    connector: SchedulerConnector | None = None,
+    cache: KVCacheManager, request: Request, others: Sequence[Request] = (), connector: SchedulerConnector | None = None
 ) -> list[int]:
     """Computes the request's prompt in as few steps as it takes, and returns their ends."""
     hits, found = cache.find_prefix(request)
@@ -197,9 +194,7 @@ class Wanting(SchedulerConnector):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[None, bool]:
         raise AssertionError
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: BlockIds, num_external_tokens: int) -> None:
         raise AssertionError
 
     def build_connector_meta(self, step: ScheduledStep) -> ConnectorMetadata:
@@ -207,12 +202,7 @@ class Wanting(SchedulerConnector):
 
 
 def answer(
-    cache: KVCacheManager,
-    connector: Wanting,
-    requests: Sequence[Request],
-    steps: int,
-    most: int = 1,
-    seed: int = 0,
+    cache: KVCacheManager, connector: Wanting, requests: Sequence[Request], steps: int, most: int = 1, seed: int = 0
 ) -> None:
     """Each request gets up to `most` tokens in a step."""
     draw, checkpoints = random.Random(seed), cache.checkpoints
@@ -243,9 +233,7 @@ def begun(cache: KVCacheManager, connector: Wanting, *names: str) -> list[Reques
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_states_of_an_answer_are_copied_for_a_connector_that_wants_them_and_found_by_no_prompt(
-    most: int,
-) -> None:
+def test_states_of_an_answer_are_copied_for_a_connector_that_wants_them_and_found_by_no_prompt(most: int) -> None:
     cache, connector = a_cache(num_blocks=400, min_tokens=8, num_lookahead_tokens=most - 1), Wanting()
     one, other = begun(cache, connector, "one", "unwanted")
     answer(cache, connector, [one, other], 42, most)

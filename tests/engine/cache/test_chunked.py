@@ -39,12 +39,7 @@ def test_a_block_that_two_chunks_share_is_kept_for_the_second():
     check(cache, a)
 
 
-@given(
-    length=st.integers(2, 20),
-    prompt=st.integers(1, 40),
-    output=st.integers(0, 40),
-    gaps=st.sets(st.integers(0, 9)),
-)
+@given(length=st.integers(2, 20), prompt=st.integers(1, 40), output=st.integers(0, 40), gaps=st.sets(st.integers(0, 9)))
 def test_what_the_next_token_reads_is_there(length: int, prompt: int, output: int, gaps: set[int]):
     group = chunked(length)
     cache = manager(FULL, group)

@@ -18,9 +18,7 @@ from tests.engine.made_requests import made_request
 
 CAPACITY, PER_STEP = 12, 6
 ROWS = PromptEmbeds("float32", 1, b"1234")
-LENGTHS = {
-    name: 1 + index % 4 * 2 for index, name in enumerate("abcdefgh")
-}  # 1, 3, 5, 7: the last more than a step's
+LENGTHS = {name: 1 + index % 4 * 2 for index, name in enumerate("abcdefgh")}  # 1, 3, 5, 7: the last more than a step's
 
 
 def made(request_id: str, names: str, gap: int = 2) -> Request:
@@ -233,9 +231,7 @@ def test_an_image_is_reused_under_its_salt_alone() -> None:
 
 
 @pytest.mark.parametrize("drop", [lambda cache: cache.drop(["b"]), EncoderCache.drop_all])
-def test_a_part_that_is_dropped_is_made_again_once_no_request_holds_it(
-    drop: Callable[[EncoderCache], None],
-) -> None:
+def test_a_part_that_is_dropped_is_made_again_once_no_request_holds_it(drop: Callable[[EncoderCache], None]) -> None:
     cache, runner = EncoderCache(CAPACITY, PER_STEP), FakeRunner()
     first, second = made("first", "b"), made("second", "b")
     for request in (first, second):

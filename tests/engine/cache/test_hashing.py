@@ -113,10 +113,7 @@ def test_a_chain_grown_in_parts_is_the_chain(tokens, cut, algorithm):
     whole: list[bytes] = []
     hasher.extend(whole, made_request("a", tokens, cache_salt="s"))
     parts: list[bytes] = []
-    hasher.extend(
-        parts,
-        made_request("a", tokens[:cut], cache_salt="s"),
-    )
+    hasher.extend(parts, made_request("a", tokens[:cut], cache_salt="s"))
     hasher.extend(parts, made_request("a", tokens, cache_salt="s"))
     assert parts == whole
 
@@ -128,9 +125,7 @@ def test_what_is_no_token_is_refused(algorithm, token):
         chain([1, 2, 3, token], make_block_hasher(algorithm, 4, "seed"))
 
 
-IDENTITIES = st.none() | st.builds(
-    identity_of, st.text(), st.text("0123456789abcdef", min_size=32, max_size=32)
-)
+IDENTITIES = st.none() | st.builds(identity_of, st.text(), st.text("0123456789abcdef", min_size=32, max_size=32))
 
 
 @given(

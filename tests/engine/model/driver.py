@@ -185,9 +185,7 @@ class Driver:
         self.drafts.pop(req_id, None)
         return request
 
-    def step(
-        self, work: dict[str, int], hooks: LayerHooks | None = None, *, guesses: bool = True
-    ) -> ModelOutput:
+    def step(self, work: dict[str, int], hooks: LayerHooks | None = None, *, guesses: bool = True) -> ModelOutput:
         """Computes this many tokens of each request, with its drafts after its newest token. Without `guesses` the runner makes no drafts
         for the next step."""
         new: list[NewRequestData] = []
@@ -226,9 +224,7 @@ class Driver:
                 )
                 for part in request.media:
                     file = request.images[part.image]
-                    encoded[part.identifier] = EncoderInput(
-                        part.identifier, file, part.part, part.length, part.columns
-                    )
+                    encoded[part.identifier] = EncoderInput(part.identifier, file, part.part, part.length, part.columns)
                 request.known = True
                 continue
             cached.req_ids.append(req_id)
@@ -292,20 +288,14 @@ class Driver:
         """Runs every request until it has `num_tokens` output tokens, in chunks of random size."""
         while unfinished := [r for r in self.requests.values() if len(r.output) < num_tokens]:
             work = {
-                r.req_id: self.random.randint(1, min(r.pending, max_chunk))
-                if max_chunk < 1 << 30
-                else r.pending
+                r.req_id: self.random.randint(1, min(r.pending, max_chunk)) if max_chunk < 1 << 30 else r.pending
                 for r in unfinished
             }
             self.step(work)
         return {req_id: request.output[:num_tokens] for req_id, request in self.requests.items()}
 
     def expect(
-        self,
-        prompts: list[list[int]],
-        tokens: list[list[int]],
-        logprobs: list[list[float]],
-        within: float = 2e-4,
+        self, prompts: list[list[int]], tokens: list[list[int]], logprobs: list[list[float]], within: float = 2e-4
     ) -> None:
         """All prompts together, in chunks of random size. Tokens alone would hide an error that is smaller than the gap to the next best."""
         for index, prompt in enumerate(prompts):
@@ -331,9 +321,7 @@ class Driver:
                     self.preempt(req_id)
                     paused.add(req_id)
             running = [r for r in self.requests.values() if r.req_id not in paused]
-            self.step(
-                {r.req_id: self.random.randint(1, r.pending) for r in running if self.random.random() < 0.9}
-            )
+            self.step({r.req_id: self.random.randint(1, r.pending) for r in running if self.random.random() < 0.9})
             for req_id, request in list(self.requests.items()):
                 if len(request.output) >= num_tokens:
                     answers[req_id] = self.finish(req_id).output
@@ -362,9 +350,7 @@ class Driver:
                     table[index] = 0
 
     def _shared(self, block: int, owner: DrivenRequest) -> bool:
-        return any(
-            block in table for other in self.requests.values() if other is not owner for table in other.blocks
-        )
+        return any(block in table for other in self.requests.values() if other is not owner for table in other.blocks)
 
     def _release(self, request: DrivenRequest) -> None:
         for group, table in zip(self.groups, request.blocks, strict=True):

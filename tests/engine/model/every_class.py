@@ -174,9 +174,7 @@ def run(model_type: str, *, cut: bool = True) -> Outcome:
             with torch.device("meta"):
                 weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
             if weights > MOST_WEIGHTS:
-                return Outcome(
-                    model_type, "not built", f"{weights:,} weights: its configuration was not made small"
-                )
+                return Outcome(model_type, "not built", f"{weights:,} weights: its configuration was not made small")
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             for name, parameter in model.named_parameters():
                 if parameter.std() == 0 or parameter.isnan().any() or "sinks" in name:
@@ -198,9 +196,7 @@ def run(model_type: str, *, cut: bool = True) -> Outcome:
             gc.collect()
 
 
-def _serve(
-    model_type: str, folder: Path, prompts: list[list[int]], expected: list[list[int]], cut: bool
-) -> Outcome:
+def _serve(model_type: str, folder: Path, prompts: list[list[int]], expected: list[list[int]], cut: bool) -> Outcome:
     runner = _load(folder)
     driver = Driver(runner, 3)
     for index, prompt in enumerate(prompts):
@@ -214,24 +210,16 @@ def _serve(
             driver.finish(req_id)
         driver.step({})
         moves = tiny.hash_of(model_type) % MOVED == 0
-        for req_id, tokens in _disturbed(
-            runner, prompts[-1], expected[-1], _load(folder) if moves else None
-        ).items():
+        for req_id, tokens in _disturbed(runner, prompts[-1], expected[-1], _load(folder) if moves else None).items():
             if tokens != expected[-1]:
                 return Outcome(model_type, "wrong", f"{req_id}: {tokens} for {expected[-1]}")
-    attending = {
-        layer for group in info.groups if group.kind is not AttentionKind.STATE for layer in group.layers
-    }
+    attending = {layer for group in info.groups if group.kind is not AttentionKind.STATE for layer in group.layers}
     states = info.groups[-1].layers if info.state_blocks else ()
     native = isinstance(runner.forward, NativeLlamaForward)
     return Outcome(
         model_type,
         "served",
-        way="native"
-        if native
-        else "general, by its own code"
-        if attends_by_itself(runner.forward)
-        else "general",
+        way="native" if native else "general, by its own code" if attends_by_itself(runner.forward) else "general",
         attending=len(attending),
         state_layers=len(states),
         kv_elements=math.prod(runner.kv_cache.shape[i] for i in (2, 3, 5)) * len(attending),
@@ -377,9 +365,7 @@ def _family(name: str, types: tuple[str, ...], images: str, rows: dict[str, str]
     served = [rows[kind].endswith("|") and rows[kind].count("|") > 3 for kind in types]
     mark = "✓" if all(served) else "–" if not any(served) else "~"
     ways = list(
-        dict.fromkeys(
-            rows[kind].split("|")[2].strip() for kind, good in zip(types, served, strict=True) if good
-        )
+        dict.fromkeys(rows[kind].split("|")[2].strip() for kind, good in zip(types, served, strict=True) if good)
     )
     listed = ", ".join(f"`{kind}`" for kind in types)
     return f"| {name} | {listed} | {mark} | {'; '.join(ways)} | {images} |\n"

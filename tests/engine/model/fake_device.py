@@ -42,11 +42,7 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, shadow: torch.Tensor, box: list[torch.Tensor]) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shadow.size(),
-            strides=shadow.stride(),
-            storage_offset=shadow.storage_offset(),
-            dtype=shadow.dtype,
+            cls, shadow.size(), strides=shadow.stride(), storage_offset=shadow.storage_offset(), dtype=shadow.dtype
         )
         made.shadow, made.box = shadow, box
         return made
@@ -293,9 +289,7 @@ def _is_of_host(leaf: Any) -> bool:
 def _frozen(leaf: Any) -> Any:
     is_host = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor)
     # Weights never change, so they need not be copied for each operation.
-    return (
-        leaf.clone() if is_host and leaf.numel() < 4096 and not isinstance(leaf, torch.nn.Parameter) else leaf
-    )
+    return leaf.clone() if is_host and leaf.numel() < 4096 and not isinstance(leaf, torch.nn.Parameter) else leaf
 
 
 class _Functions(TorchFunctionMode):

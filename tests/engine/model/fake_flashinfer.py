@@ -32,8 +32,7 @@ def paged_attention(
         length = (len(own) - 1) * page_size + int(last_page_len[request])
         group = query.shape[1] // keys.shape[1]
         k, v = (
-            part[own].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, dim=1)
-            for part in (keys, values)
+            part[own].transpose(1, 2).flatten(0, 1)[:length].repeat_interleave(group, dim=1) for part in (keys, values)
         )
         scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k.float()) * scale
         if softcap:
@@ -210,6 +209,4 @@ class BatchMLAPagedAttentionWrapper:
         return out
 
 
-mla = SimpleNamespace(
-    MLAPlanMetadata=MLAPlanMetadata, BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper
-)
+mla = SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata, BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper)

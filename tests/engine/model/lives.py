@@ -205,9 +205,7 @@ class Lives:
 
 
 def _same_tokens(one: list[int], other: list[int]) -> int:
-    return next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def prompts_of(draw: random.Random) -> list[list[int]]:

@@ -57,9 +57,7 @@ def _exact(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, group
     return (codes - spread[0]).float() * spread[1]
 
 
-def fp8(
-    weight: torch.Tensor, block: tuple[int, int] | None, *, rows: bool = False
-) -> tuple[Parts, torch.Tensor]:
+def fp8(weight: torch.Tensor, block: tuple[int, int] | None, *, rows: bool = False) -> tuple[Parts, torch.Tensor]:
     name = "weight_scale_inv" if block else "weight_scale"
     outputs, inputs = weight.shape
     size = block or ((1, inputs) if rows else (outputs, inputs))
@@ -67,10 +65,7 @@ def fp8(
     rounded, right = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn), torch.zeros(outputs, inputs)
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            at = (
-                slice(row * size[0], (row + 1) * size[0]),
-                slice(column * size[1], (column + 1) * size[1]),
-            )
+            at = (slice(row * size[0], (row + 1) * size[0]), slice(column * size[1], (column + 1) * size[1]))
             scales[row, column] = weight[at].abs().max() / 448
             rounded[at] = (weight[at] / scales[row, column]).to(torch.float8_e4m3fn)
             right[at] = rounded[at].float() * scales[row, column]
@@ -82,11 +77,7 @@ def gptq(
     weight: torch.Tensor, bits: int, group: int, *, first_format: bool, shuffled: bool = False
 ) -> tuple[Parts, torch.Tensor]:
     inputs = weight.shape[1]
-    order = (
-        torch.randperm(inputs, generator=torch.Generator().manual_seed(1))
-        if shuffled
-        else torch.arange(inputs)
-    )
+    order = torch.randperm(inputs, generator=torch.Generator().manual_seed(1)) if shuffled else torch.arange(inputs)
     codes, zeros, scales = _by_group(weight[:, order], bits, group)
     right, unordered = torch.zeros_like(weight), torch.zeros_like(codes)
     right[:, order] = _exact(codes, zeros, scales, group)
@@ -150,10 +141,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, int], tuple[Par
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
         lambda weight, _: fp8(weight, (128, 128)),
     ),
-    "fp8-tensor": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        lambda weight, _: fp8(weight, None),
-    ),
+    "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, lambda weight, _: fp8(weight, None)),
     "compressed-fp8-rows": (
         _compressed(num_bits=8, type="float", strategy="channel"),
         lambda weight, _: fp8(weight, None, rows=True),
@@ -167,10 +155,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, int], tuple[Par
         _compressed(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False),
         lambda weight, group: packed(weight, 4, group, symmetric=False),
     ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-        awq,
-    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
         lambda weight, group: gptq(weight, 4, group, first_format=True),

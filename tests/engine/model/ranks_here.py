@@ -31,9 +31,7 @@ class EndOfRank(Exception):
 
 class _Queues:
     def __init__(self, others: int) -> None:
-        self.queues: list[queue.SimpleQueue[list[np.ndarray] | None]] = [
-            queue.SimpleQueue() for _ in range(others)
-        ]
+        self.queues: list[queue.SimpleQueue[list[np.ndarray] | None]] = [queue.SimpleQueue() for _ in range(others)]
 
     def send(self, arrays: Sequence[np.ndarray]) -> None:
         for one in self.queues:

@@ -45,10 +45,7 @@ class ComingAndGoing(RuleBasedStateMachine):
         self.replaced: dict[str, float] = {}  # by identity: when it was last asked for
         self.running: list[Adapter] = []
 
-    @rule(
-        read=st.dictionaries(st.sampled_from(NAMES), st.sampled_from(CONTENTS)),
-        kept=st.sets(st.sampled_from(NAMES)),
-    )
+    @rule(read=st.dictionaries(st.sampled_from(NAMES), st.sampled_from(CONTENTS)), kept=st.sets(st.sampled_from(NAMES)))
     def serve(self, read: dict[str, int], kept: set[str]) -> None:
         new = {name: adapter(name, content) for name, content in read.items()}
         self.slots.serve(new.values(), kept, self.now)
@@ -59,9 +56,7 @@ class ComingAndGoing(RuleBasedStateMachine):
                 self.replaced[one.identity] = self.now
         served = {one.identity for one in self.wanted.values()}
         self.replaced = {
-            each: at
-            for each, at in self.replaced.items()
-            if name_of(each) in self.wanted and each not in served
+            each: at for each, at in self.replaced.items() if name_of(each) in self.wanted and each not in served
         }
 
     @rule(seconds=st.sampled_from([1.0, KEEP_REPLACED_S / 2, KEEP_REPLACED_S]))
@@ -108,9 +103,7 @@ class ComingAndGoing(RuleBasedStateMachine):
         }
         served = {one.identity for one in self.wanted.values()}
         assert self.slots.has_others == bool((used | self.replaced.keys()) - served)
-        listed = {
-            identity_of(name, digest) for name, digests in self.slots.replaced.items() for digest in digests
-        }
+        listed = {identity_of(name, digest) for name, digests in self.slots.replaced.items() for digest in digests}
         assert listed == self.replaced.keys()
 
     @invariant()
@@ -140,9 +133,7 @@ def version(number: int, name: str = "a") -> Adapter:
 
 
 def slots_with(free_memory: int) -> AdapterSlots:
-    return AdapterSlots(
-        AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), lambda: free_memory
-    )
+    return AdapterSlots(AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), lambda: free_memory)
 
 
 def test_of_one_name_the_oldest_replaced_ones_go_first_but_never_one_in_use() -> None:
@@ -155,9 +146,7 @@ def test_of_one_name_the_oldest_replaced_ones_go_first_but_never_one_in_use() ->
     slots.forget_others(used, float(count))
     kept = [number for number in range(count) if slots.has(version(number).identity)]
     assert kept == [0, *range(count - MOST_REPLACED, count)]
-    assert slots.replaced == {
-        "a": tuple(version(number).digest for number in reversed(kept) if number != count - 1)
-    }
+    assert slots.replaced == {"a": tuple(version(number).digest for number in reversed(kept) if number != count - 1)}
     slots.forget_others(set(), float(count))
     assert slots.has(version(0).identity), "it is one of those that are kept"
 

@@ -20,9 +20,7 @@ def test_repeated_heads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tiny_sink_changes_nothing_and_a_huge_one_takes_everything() -> None:
     query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
     plain = kernel.attend(query, key, value, mask=None, causal=True, scale=0.3)
-    without = kernel.attend(
-        query, key, value, mask=None, causal=True, scale=0.3, sinks=torch.full((4,), -1e4)
-    )
+    without = kernel.attend(query, key, value, mask=None, causal=True, scale=0.3, sinks=torch.full((4,), -1e4))
     torch.testing.assert_close(without, plain, rtol=1e-5, atol=1e-6)
     drained = kernel.attend(query, key, value, mask=None, causal=True, scale=0.3, sinks=torch.full((4,), 1e4))
     assert drained.abs().max() == 0

@@ -14,9 +14,7 @@ from tandem.engine.model.wide.stages import layers_of_stage
 
 def layers(windows: list[int | None], heads: int = 2, dim: int = 8) -> tuple[AttentionLayer, ...]:
     return tuple(
-        AttentionLayer(
-            index=i, num_query_heads=4, num_kv_heads=heads, key_dim=dim, value_dim=dim, window=window
-        )
+        AttentionLayer(index=i, num_query_heads=4, num_kv_heads=heads, key_dim=dim, value_dim=dim, window=window)
         for i, window in enumerate(windows)
     )
 

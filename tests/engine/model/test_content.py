@@ -50,9 +50,7 @@ def copy_of(folder: Path) -> Path:
 def test_the_same_files_elsewhere_are_the_same_model(folder: Path) -> None:
     other = copy_of(folder)
     (other / "README.md").write_text("others say other things")
-    (other / "consolidated.safetensors").write_bytes(
-        b"the same weights in another form, which is never loaded"
-    )
+    (other / "consolidated.safetensors").write_bytes(b"the same weights in another form, which is never loaded")
     write_json(other / "config.json", CONFIG | {"transformers_version": "5.1", "_name_or_path": "/here"})
     assert content(other) == content(folder)
 
@@ -86,8 +84,7 @@ def blocks_beside(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [other_weights, other_names, other_shapes, other_rope, other_end, other_tokenizer, blocks_beside],
+    "change", [other_weights, other_names, other_shapes, other_rope, other_end, other_tokenizer, blocks_beside]
 )
 def test_another_content_under_the_same_name_is_another_model(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
     before = content(folder)

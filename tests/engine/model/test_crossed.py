@@ -38,9 +38,7 @@ class Case:
         return Driver(runner or self.runner, seed)
 
 
-@pytest.fixture(
-    scope="module", params=[*QUICK, *more(name for name in tiny_crossed.CONFIGS if name not in QUICK)]
-)
+@pytest.fixture(scope="module", params=[*QUICK, *more(name for name in tiny_crossed.CONFIGS if name not in QUICK)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tiny_crossed.save(request.param, tmp_path_factory.mktemp("models"))
     draw = random.Random(request.param)
@@ -124,9 +122,7 @@ def test_more_positions_than_the_model_has_are_refused(tmp_path: Path) -> None:
 
 def test_an_unknown_type_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     transformers.WhisperConfig().save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigurationError, match="type whisper cannot be served: of the models with an encoder"
-    ):
+    with pytest.raises(ConfigurationError, match="type whisper cannot be served: of the models with an encoder"):
         load(tmp_path)
 
 
@@ -146,14 +142,10 @@ def test_what_reads_only_decoders_is_refused_with_the_setting(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_engine_short_of_blocks_preempts_aborts_and_gives_every_block_back(
-    case: Case, ahead: bool
-) -> None:
+def test_an_engine_short_of_blocks_preempts_aborts_and_gives_every_block_back(case: Case, ahead: bool) -> None:
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=24, reserve=Reserve.NONE)
     info = case.runner.info
-    scheduler = Scheduler(
-        config, CacheConfig(block_size=4), info.groups, 26, info.max_model_len, has_encoder=True
-    )
+    scheduler = Scheduler(config, CacheConfig(block_size=4), info.groups, 26, info.max_model_len, has_encoder=True)
     engine = Engine(scheduler, case.runner, None, ahead=ahead)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     answers: dict[str, list[int]] = {}

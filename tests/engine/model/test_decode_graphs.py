@@ -84,12 +84,7 @@ class Case:
                     paths,
                     "_choose_attention",
                     lambda of, _: FlashInferAttention(
-                        fake_flashinfer,
-                        of.kv_cache,
-                        of.plan,
-                        of.parts.layers,
-                        of.shape.max_model_len,
-                        of.dtype,
+                        fake_flashinfer, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
                     ),
                 )
             self.runner = load(path, DevicePieces())
@@ -286,9 +281,7 @@ def chunks_of(*shapes: tuple[int, int], num_groups: int = 1) -> Batch:
         ([*[(1, 1_024)] * 64, (320, 8_192)], False),
         ([(5, 4_096)] * 64, False),
     ],
-    ids=lambda given: (
-        "+".join(f"{n}of{end}" for n, end in dict.fromkeys(given)) if isinstance(given, list) else ""
-    ),
+    ids=lambda given: "+".join(f"{n}of{end}" for n, end in dict.fromkeys(given)) if isinstance(given, list) else "",
 )
 def test_a_step_that_would_read_a_long_prefix_once_for_each_token_is_not_replayed(
     shapes: list[tuple[int, int]], replayed: bool
@@ -370,11 +363,7 @@ def test_hoppers_kernels_are_used_where_they_find_what_others_find(
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(flashinfer, "_kernels_for", lambda device, own_dtype: "fa3")
     monkeypatch.setattr(WrongOnHopper, "fails", wrong == "fails")
-    library = (
-        fake_flashinfer
-        if wrong is None
-        else SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=WrongOnHopper)
-    )
+    library = fake_flashinfer if wrong is None else SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=WrongOnHopper)
     layers = (AttentionLayer(0, 4, 2, 64, 64, None, scale=0.125),)
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=torch.bfloat16)
@@ -409,10 +398,7 @@ class Watched(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper):
     ],
 )
 def test_decodes_and_drafts_beside_a_chunk_are_left_to_the_kernels_that_pack_them(
-    shapes: list[tuple[int, int]],
-    hopper: bool,
-    runs: list[tuple[str, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[tuple[int, int]], hopper: bool, runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request still gets what it gets alone, in a layer with a window and in one without."""
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
@@ -495,12 +481,7 @@ def test_kernels_that_read_other_pages_are_not_used(how: str, monkeypatch: pytes
         (fake_flashinfer, torch.bfloat16, False, True),
         (fake_flashinfer, torch.float32, False, False),
         (fake_flashinfer, torch.bfloat16, True, False),
-        (
-            SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken),
-            torch.bfloat16,
-            False,
-            False,
-        ),
+        (SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Broken), torch.bfloat16, False, False),
         (None, torch.bfloat16, False, False),
     ],
 )
@@ -509,8 +490,7 @@ def test_the_library_is_tried_out_before_it_is_relied_on(
 ) -> None:
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
     layers = tuple(
-        AttentionLayer(index, 4, 2, 64, 64, window=None if index else 9, scale=0.125, sinks=sinks)
-        for index in range(2)
+        AttentionLayer(index, 4, 2, 64, 64, window=None if index else 9, scale=0.125, sinks=sinks) for index in range(2)
     )
     plan = plan_cache(layers, 4)
     cache = torch.zeros(plan.shape(3), dtype=dtype)

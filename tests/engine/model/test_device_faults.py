@@ -63,13 +63,7 @@ class Node:
 
 class World:
     def __init__(
-        self,
-        path: Path,
-        connector: str,
-        device: FakeDevice,
-        *,
-        graphs: bool,
-        kept: torch.dtype = torch.float32,
+        self, path: Path, connector: str, device: FakeDevice, *, graphs: bool, kept: torch.dtype = torch.float32
     ) -> None:
         factory = find_connector(f"tests.kvtransfer.kv_faults:{connector}")
         config = TransferConfig(lease_s=1.0, timeout_s=3.0, handshake_timeout_s=1.0)
@@ -101,9 +95,7 @@ class World:
                     (self.prefill, self.decode, TransferRole.PRODUCE, 1),
                 ):
                     transfer = KVTransferParams(f"t-{name}", role, peer.address)
-                    node.engine.add_request(
-                        made_request(name, prompts[name], greedy(count), transfer=transfer)
-                    )
+                    node.engine.add_request(made_request(name, prompts[name], greedy(count), transfer=transfer))
             if prompts and chance.random() < aborts:
                 name = chance.choice(sorted(prompts))
                 if name not in self.decode.ended:
@@ -184,9 +176,7 @@ def test_answers_are_right_and_blocks_come_back_whatever_fails(
 
 @pytest.mark.more
 @pytest.mark.parametrize("connector", ["staged_nixl", "device_nixl"])
-def test_keys_and_values_in_fp8_are_handed_over(
-    path: Path, transfers_on_device: FakeDevice, connector: str
-) -> None:
+def test_keys_and_values_in_fp8_are_handed_over(path: Path, transfers_on_device: FakeDevice, connector: str) -> None:
     truth = Truth(path, "fp8")
     world = World(path, connector, transfers_on_device, graphs=True, kept=torch.float8_e4m3fn)
     try:

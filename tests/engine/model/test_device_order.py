@@ -68,9 +68,7 @@ class Truth:
         with pytest.MonkeyPatch.context() as patch:
             if kept == "fp8":  # rounded so far, a last bit that differs becomes another number
                 patch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
-            self.runner = load_runner(
-                model, cache, SchedulerConfig(max_num_seqs=1, max_model_len=96), native=False
-            )
+            self.runner = load_runner(model, cache, SchedulerConfig(max_num_seqs=1, max_model_len=96), native=False)
         self._known: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
 
     def of(self, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -118,16 +116,12 @@ class Peer(SchedulerConnector, WorkerConnector):
         self.remote: dict[str, list[int]] = {}  # request id -> prompt
         self.cache: torch.Tensor | None = None
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.request_id not in self.remote or request.num_tokens > request.num_prompt_tokens:
             return 0, False
         return request.num_tokens - num_computed_tokens, True
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         if num_external_tokens:
             self._planned.append((request.request_id, list(block_ids[0])))
 
@@ -176,13 +170,7 @@ def truth(path: Path) -> Truth:
 
 @contextmanager
 def on_the_device(
-    path: Path,
-    truth: Truth,
-    device: FakeDevice,
-    *,
-    graphs: bool,
-    drafts: int = 0,
-    adapters: Sequence[Adapter] = (),
+    path: Path, truth: Truth, device: FakeDevice, *, graphs: bool, drafts: int = 0, adapters: Sequence[Adapter] = ()
 ) -> Iterator[tuple[Engine, Peer]]:
     with device.present(), torch.inference_mode():
         peer = Peer(truth)
@@ -277,9 +265,7 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
 
 
-def test_blocks_of_an_aborted_prompt_are_free_when_the_device_has_written_them(
-    path: Path, truth: Truth
-) -> None:
+def test_blocks_of_an_aborted_prompt_are_free_when_the_device_has_written_them(path: Path, truth: Truth) -> None:
     """The steps of a long prompt sample nothing. Aborted between them, its blocks go to a request whose KV a peer
     writes at once: a step that the device still had to do overwrote that."""
     device = FakeDevice()
@@ -368,12 +354,7 @@ def test_no_step_makes_the_host_wait_for_the_device(
         SamplingParams(seed=1, top_p=0.9, max_tokens=6, ignore_eos=True),
         SamplingParams(seed=2, top_k=5, min_p=0.01, max_tokens=6, ignore_eos=True),
         SamplingParams(
-            seed=3,
-            presence_penalty=0.5,
-            repetition_penalty=1.1,
-            logit_bias={5: 2.0},
-            max_tokens=6,
-            ignore_eos=True,
+            seed=3, presence_penalty=0.5, repetition_penalty=1.1, logit_bias={5: 2.0}, max_tokens=6, ignore_eos=True
         ),
     ]
     with on_the_device(tiny.save(name, tmp_path), truth, device, graphs=graphs, drafts=drafts) as (engine, _):
@@ -386,9 +367,7 @@ def test_no_step_makes_the_host_wait_for_the_device(
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_no_step_with_grammars_makes_the_host_wait_for_the_device(
-    drafts: int, path: Path, truth: Truth
-) -> None:
+def test_no_step_with_grammars_makes_the_host_wait_for_the_device(drafts: int, path: Path, truth: Truth) -> None:
     device = FakeDevice()
     with on_the_device(path, truth, device, graphs=False, drafts=drafts) as (engine, _):
         grammars = engine.runner.grammars
@@ -399,14 +378,10 @@ def test_no_step_with_grammars_makes_the_host_wait_for_the_device(
             engine,
             made_request("free", [5, 6, 7], greedy(6)),
             made_request(
-                "bound",
-                [5, 6, 7],
-                SamplingParams(seed=1, grammar=GRAMMAR, max_tokens=12, stop_token_ids=[END]),
+                "bound", [5, 6, 7], SamplingParams(seed=1, grammar=GRAMMAR, max_tokens=12, stop_token_ids=[END])
             ),
         )
-        assert backend().decode(tokens["bound"]).strip() in {
-            f"ab{one}-ab{other}" for one in "cd" for other in "cd"
-        }
+        assert backend().decode(tokens["bound"]).strip() in {f"ab{one}-ab{other}" for one in "cd" for other in "cd"}
         assert waits_of_steps(device) == {ORDINARY}
 
 

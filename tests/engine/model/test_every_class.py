@@ -17,9 +17,7 @@ TYPES = ("llama", "gpt2", "deepseek_v3", "qwen3_next", "mamba2", "bloom", "moshi
 def test_the_page_lists_every_class_there_is() -> None:
     assert sorted(every_class.written_rows()) == list(every_class.TYPES)
     page = every_class.PAGE.read_text(encoding="utf-8")
-    assert f"of transformers {transformers.__version__}," in page, (
-        "`make models-page` writes it for another version"
-    )
+    assert f"of transformers {transformers.__version__}," in page, "`make models-page` writes it for another version"
 
 
 def test_the_table_by_family_says_what_the_rows_by_type_say() -> None:

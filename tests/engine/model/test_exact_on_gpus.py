@@ -18,14 +18,7 @@ from tandem.base.wings import find_wing
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import capabilities, paths
 from tandem.engine.model.checkpoint import read_config
-from tandem.engine.model.cuda import (
-    capability,
-    decode_graphs,
-    flashinfer,
-    same_bits,
-    step_memory,
-    triton_ops,
-)
+from tandem.engine.model.cuda import capability, decode_graphs, flashinfer, same_bits, step_memory, triton_ops
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused import find
 from tandem.engine.model.sampling.row_sums import row_sums
@@ -72,9 +65,7 @@ def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def runner_for(path: Path, exact: str = "require") -> TorchRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "pieces_for", lambda *_: DevicePieces(exact=exact == "require"))
-        return load(
-            path, native=False, dtype="bfloat16", exact=exact, max_num_seqs=8, num_speculative_tokens=4
-        )
+        return load(path, native=False, dtype="bfloat16", exact=exact, max_num_seqs=8, num_speculative_tokens=4)
 
 
 @pytest.mark.parametrize("kind", [PROMISED[0], *more(PROMISED[1:])])
@@ -91,9 +82,7 @@ def test_no_company_changes_a_bit(kind: str, tmp_path: Path) -> None:
             assert lives.run(right) == right
             happened.update(lives.happened)
     assert nodes[0].forward.num_replays  # type: ignore[attr-defined]
-    assert (
-        len(happened) >= 5
-    )  # of: prefix found, preempted, handed over, mirrored, failed over, drafts accepted
+    assert len(happened) >= 5  # of: prefix found, preempted, handed over, mirrored, failed over, drafts accepted
 
 
 def _chunks(patch: pytest.MonkeyPatch) -> None:
@@ -189,6 +178,4 @@ def test_the_models_are_those_of_the_native_library(
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2")
     ways = {same_bits.way_of_computing(CUDA, size) for size in (16, 32)}
     assert len(ways) == 2
-    assert all(
-        f"NVIDIA-H200-torch-{torch.__version__}-triton-1.2-flashinfer-python-1.2-" in way for way in ways
-    )
+    assert all(f"NVIDIA-H200-torch-{torch.__version__}-triton-1.2-flashinfer-python-1.2-" in way for way in ways)

@@ -179,9 +179,7 @@ def test_our_calls_for_latents_are_ones_that_it_takes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Bound, "made", flashinfer.mla.BatchMLAPagedAttentionWrapper, raising=False)
     monkeypatch.setattr(flashinfer_latents, "WORKSPACE_BYTES", 1 << 10)
     library = SimpleNamespace(
-        mla=SimpleNamespace(
-            MLAPlanMetadata=flashinfer.mla.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Bound
-        )
+        mla=SimpleNamespace(MLAPlanMetadata=flashinfer.mla.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Bound)
     )
     layer = AttentionLayer(0, 16, 1, 576, 512, None, scale=0.1, latent=(512, 64), expanded=(192, 128))
     up = torch.zeros(16, 256, 512, dtype=torch.bfloat16)
@@ -198,9 +196,7 @@ def test_our_calls_for_latents_are_ones_that_it_takes(monkeypatch: pytest.Monkey
     fixed.prepare(of_host)
 
 
-def test_the_source_of_the_kernel_for_latents_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_source_of_the_kernel_for_latents_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     from flashinfer.jit import gen_batch_mla_module
@@ -257,9 +253,7 @@ def test_the_source_of_each_kernel_is_written(
 
 
 @pytest.mark.parametrize(
-    ("kept", "capability"),
-    [(torch.bfloat16, (9, 0)), (torch.bfloat16, (8, 0)), (torch.float8_e4m3fn, (9, 0))],
-    ids=str,
+    ("kept", "capability"), [(torch.bfloat16, (9, 0)), (torch.bfloat16, (8, 0)), (torch.float8_e4m3fn, (9, 0))], ids=str
 )
 def test_an_image_has_the_modules_that_a_node_loads(
     kept: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

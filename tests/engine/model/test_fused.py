@@ -119,8 +119,7 @@ def test_no_weight_is_there_twice() -> None:
         before = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in model.parameters()}
         fuse(model, pieces)
         after = {
-            weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
-            for weight in model.parameters()
+            weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()
         }
         left = sum(after.values())
         # On a CPU the packed copy is all there is of the layers' matrices; the embedding stays as it is.
@@ -234,29 +233,8 @@ def test_a_cpus_pieces_compute_their_formulas(dtype: torch.dtype, rows: int) -> 
     check(pieces.norm(weight, 0.0, 1e-6)(heads), rms_norm(heads.float(), weight.float(), 0.0, 1e-6).double())
 
 
-_VIEWS = {
-    "view",
-    "t",
-    "transpose",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "split",
-    "chunk",
-    "expand",
-}
-_VIEWS |= {
-    "split_with_sizes",
-    "alias",
-    "detach",
-    "as_strided",
-    "_unsafe_view",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-}
+_VIEWS = {"view", "t", "transpose", "permute", "unsqueeze", "squeeze", "slice", "select", "split", "chunk", "expand"}
+_VIEWS |= {"split_with_sizes", "alias", "detach", "as_strided", "_unsafe_view", "lift_fresh", "empty", "empty_like"}
 
 
 class Launches(TorchDispatchMode):
@@ -277,8 +255,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "most", "outside"),
-    [("llama", 9, 11), ("qwen3", 9, 11), ("gemma3", 11, 19), ("phi3", 9, 11)],
+    ("architecture", "most", "outside"), [("llama", 9, 11), ("qwen3", 9, 11), ("gemma3", 11, 19), ("phi3", 9, 11)]
 )
 def test_a_layer_is_few_launches(architecture: str, most: int, outside: int, tmp_path: Path) -> None:
     """As counted with the operations that a GPU gets: nine where transformers has over forty; two more where a model has two more

@@ -183,9 +183,7 @@ def test_the_base_of_the_rotary_embedding_is_the_files(tmp_path: Path) -> None:
 
 
 def test_gemma2_scales_its_attention_by_its_heads(tmp_path: Path) -> None:
-    config = transformers.Gemma2Config(
-        **tiny.COMMON, head_dim=16, sliding_window=tiny.WINDOW, query_pre_attn_scalar=16
-    )
+    config = transformers.Gemma2Config(**tiny.COMMON, head_dim=16, sliding_window=tiny.WINDOW, query_pre_attn_scalar=16)
     path = save(config, tmp_path)
     write_gguf(path, tmp_path / "gemma.gguf", "gemma2", {"attention.sliding_window": tiny.WINDOW})
     assert_is_the_model(tmp_path / "gemma.gguf", path)
@@ -207,11 +205,7 @@ def test_gemma3_stretches_layers_that_see_everything(tmp_path: Path) -> None:
         rope_parameters=rope,
     )
     path = save(config, tmp_path)
-    said = {
-        "attention.sliding_window": tiny.WINDOW,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 8.0,
-    }
+    said = {"attention.sliding_window": tiny.WINDOW, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     write_gguf(path, tmp_path / "gemma.gguf", "gemma3", said)
     assert_is_the_model(tmp_path / "gemma.gguf", path)
 
@@ -268,16 +262,9 @@ def test_a_plain_configuration_is_what_transformers_reads(kind: str, tmp_path: P
     source = ModelSource(folder, "tiny.gguf", "tiny")
     plain, whole = read_config(source), whole_config(source)
     assert isinstance(plain, PlainConfig)
-    for name in set(PlainConfig.__struct_fields__) - {
-        "dtype",
-        "mlp_bias",
-        "attention_bias",
-        "sliding_window",
-    }:
+    for name in set(PlainConfig.__struct_fields__) - {"dtype", "mlp_bias", "attention_bias", "sliding_window"}:
         assert getattr(plain, name) == getattr(whole, name, getattr(plain, name)), name
-    assert msgspec.structs.replace(describe(plain), eps=0.0) == msgspec.structs.replace(
-        describe(whole), eps=0.0
-    )
+    assert msgspec.structs.replace(describe(plain), eps=0.0) == msgspec.structs.replace(describe(whole), eps=0.0)
 
 
 def test_one_file_of_several_is_refused_and_a_whole_one_asked_for(llama: Path, tmp_path: Path) -> None:

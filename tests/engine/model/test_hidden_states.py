@@ -58,20 +58,14 @@ def check(folder: Path, name: str, path: Path, prompt: list[int]) -> None:
     torch.testing.assert_close(found["hidden_states"], expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "width"), [("llama", 1), ("gemma3", 1), ("qwen3.5", 1), ("mixtral", 1), ("llama", 2)]
-)
+@pytest.mark.parametrize(("name", "width"), [("llama", 1), ("gemma3", 1), ("qwen3.5", 1), ("mixtral", 1), ("llama", 2)])
 def test_the_files_have_what_transformers_gives(name: str, width: int, tmp_path: Path) -> None:
     path, folder = tiny.save(name, tmp_path / "model"), tmp_path / "states"
     asked = prompts((1, 23, 37, 9))
     with ranks_here(width, functools.partial(load, path, folder)) as runner:
         driver = Driver(runner)
         for index, prompt in enumerate(asked):
-            driver.add(
-                f"r{index}",
-                prompt,
-                wanting(f"file-{index}") if index != 3 else SamplingParams(temperature=0.0),
-            )
+            driver.add(f"r{index}", prompt, wanting(f"file-{index}") if index != 3 else SamplingParams(temperature=0.0))
         answers = driver.generate(6, max_chunk=11)
         close_files(runner)
     assert sorted(file.name for file in folder.iterdir()) == [f"file-{index}{SUFFIX}" for index in range(3)]
@@ -222,9 +216,7 @@ def test_files_of_one_name_are_kept_apart_by_their_owners_folders(tmp_path: Path
 @pytest.mark.parametrize("layers", [[5], [-6], [0, 99]])
 def test_layers_that_are_not_there_are_named(tmp_path: Path, layers: list[int]) -> None:
     path = tiny.save("llama", tmp_path / "model")
-    with pytest.raises(
-        ConfigurationError, match=rf"has {layers[-1]}, and .* has \d+ layers: the numbers are 0"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"has {layers[-1]}, and .* has \d+ layers: the numbers are 0"):
         load(path, tmp_path / "states", layers=layers)
 
 

@@ -16,31 +16,9 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.vision.rows import rope_positions
-from tandem.wire.images import (
-    GriddedImages,
-    ImagePlaces,
-    TiledImages,
-    image_rules,
-    media_features,
-    processor_settings,
-)
-from tests.engine.model.tiny_vision import (
-    QWEN2_5_VL,
-    Qwen2VLImageProcessorPil,
-    SmolVLMImageProcessorPil,
-    prompt_of,
-)
-from tests.pictures import (
-    PATCH,
-    PROCESSOR,
-    QWEN_PROCESSOR,
-    QWEN_RULES,
-    RULES,
-    SCALE,
-    TOKENS,
-    picture,
-    tokenizer,
-)
+from tandem.wire.images import GriddedImages, ImagePlaces, TiledImages, image_rules, media_features, processor_settings
+from tests.engine.model.tiny_vision import QWEN2_5_VL, Qwen2VLImageProcessorPil, SmolVLMImageProcessorPil, prompt_of
+from tests.pictures import PATCH, PROCESSOR, QWEN_PROCESSOR, QWEN_RULES, RULES, SCALE, TOKENS, picture, tokenizer
 
 # Longer than 200 times as high is no image to a router.
 SIDES = st.integers(4, 300)
@@ -62,9 +40,7 @@ def test_as_many_tiles_as_the_processor_makes(width: int, height: int, longest: 
 
 @settings(max_examples=60, deadline=None)
 @given(width=SIDES, height=SIDES, fewest=st.sampled_from([64, 256, 2000]), most=st.sampled_from([2048, 9000]))
-def test_as_many_rows_and_columns_as_qwens_processor_makes(
-    width: int, height: int, fewest: int, most: int
-) -> None:
+def test_as_many_rows_and_columns_as_qwens_processor_makes(width: int, height: int, fewest: int, most: int) -> None:
     options = {**QWEN_PROCESSOR, "min_pixels": fewest, "max_pixels": most}
     made = Qwen2VLImageProcessorPil(**options)(
         images=[Image.new("RGB", (width, height), (9, 80, 200))], return_tensors="np"
@@ -137,17 +113,8 @@ def test_the_rules_are_read_from_either_file_of_a_folder() -> None:
 
 def test_published_checkpoints_have_the_tokens_that_they_say() -> None:
     """SmolVLM2-256M's and 500M's files: 64 tokens for each tile of 512 pixels."""
-    config = {
-        "model_type": "smolvlm",
-        "vision_config": {"patch_size": 16},
-        "scale_factor": 4,
-        "image_token_id": 49190,
-    }
-    settings_ = {
-        "max_image_size": {"longest_edge": 512},
-        "size": {"longest_edge": 2048},
-        "do_image_splitting": True,
-    }
+    config = {"model_type": "smolvlm", "vision_config": {"patch_size": 16}, "scale_factor": 4, "image_token_id": 49190}
+    settings_ = {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "do_image_splitting": True}
     assert image_rules(config, settings_) == TiledImages(512, 2048, True, 64, 49190)
 
 
@@ -177,9 +144,7 @@ def test_what_has_no_whole_tiles_is_refused(wrong: dict[str, Any]) -> None:
     gaps=st.lists(st.integers(1, 3), min_size=10, max_size=10),
     extra=st.integers(0, 2),
 )
-def test_runs_are_found_where_they_are_and_nowhere_else(
-    lengths: list[list[int]], gaps: list[int], extra: int
-) -> None:
+def test_runs_are_found_where_they_are_and_nowhere_else(lengths: list[list[int]], gaps: list[int], extra: int) -> None:
     tokens, places = [7] * gaps[0], []
     shapes = [[ImagePlaces(length) for length in of] for of in lengths]
     for place, length in enumerate(length for of in lengths for length in of):

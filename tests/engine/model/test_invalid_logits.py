@@ -61,9 +61,7 @@ def runner(path: Path) -> tuple[TorchRunner, Spoiling]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", VALUES)
-def test_only_the_request_whose_logits_they_are_ends(
-    runner: tuple[TorchRunner, Spoiling], way: str, kind: str
-) -> None:
+def test_only_the_request_whose_logits_they_are_ends(runner: tuple[TorchRunner, Spoiling], way: str, kind: str) -> None:
     model, spoiling = runner
     spoiling.context = 0
     expected = {}

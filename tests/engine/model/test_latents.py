@@ -57,8 +57,7 @@ def test_both_forms_answer_as_transformers_does(
 
 def test_a_token_of_deepseek_v3_s_shape_keeps_seventy_kilobytes() -> None:
     layers = tuple(
-        AttentionLayer(index, 128, 1, 576, 512, None, latent=(512, 64), expanded=(192, 128))
-        for index in range(61)
+        AttentionLayer(index, 128, 1, 576, 512, None, latent=(512, 64), expanded=(192, 128)) for index in range(61)
     )
     plan = plan_cache(layers, 16)
     assert plan.elements_per_block * 2 // 16 == 61 * 576 * 2 == 70_272
@@ -156,9 +155,7 @@ def test_the_library_is_tried_out_before_it_is_relied_on(fails: str) -> None:
             return super().run(**given) * (2 if fails == "otherwise" else 1)
 
     library = SimpleNamespace(
-        mla=SimpleNamespace(
-            MLAPlanMetadata=fake_flashinfer.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Wrong
-        )
+        mla=SimpleNamespace(MLAPlanMetadata=fake_flashinfer.MLAPlanMetadata, BatchMLAPagedAttentionWrapper=Wrong)
     )
     plan = plan_cache(LAYERS, 4)
     cache = torch.zeros(plan.shape(9), dtype=torch.bfloat16)

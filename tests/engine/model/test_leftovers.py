@@ -40,18 +40,11 @@ def test_more_layers_than_the_configuration_says_are_refused(llama: Path, native
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "opt", "phi3", "gpt-oss"])
-def test_layers_are_known_by_whatever_name_an_architecture_gives_them(
-    tmp_path: Path, architecture: str
-) -> None:
+def test_layers_are_known_by_whatever_name_an_architecture_gives_them(tmp_path: Path, architecture: str) -> None:
     path = tiny.save(architecture, tmp_path)
     config = json.loads((path / "config.json").read_text())
     key = "n_layer" if architecture == "gpt2" else "num_hidden_layers"
-    edit(
-        path,
-        "config.json",
-        **{key: config[key] - 1},
-        layer_types=(config.get("layer_types") or [])[:1] or None,
-    )
+    edit(path, "config.json", **{key: config[key] - 1}, layer_types=(config.get("layer_types") or [])[:1] or None)
     assert f"holds {config[key]} layers, and its configuration says {config[key] - 1}" in refusal(path)
 
 
@@ -70,9 +63,7 @@ def test_a_bias_that_the_configuration_promises_is_missed(llama: Path, native: b
 
 
 @BOTH_PATHS
-def test_what_text_does_not_need_may_be_there(
-    llama: Path, native: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_text_does_not_need_may_be_there(llama: Path, native: bool, caplog: pytest.LogCaptureFixture) -> None:
     expected = greedy(load(llama, native=native))
     weights = load_file(llama / "model.safetensors")
     add(

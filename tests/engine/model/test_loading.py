@@ -81,20 +81,13 @@ def test_a_model_is_described_as_the_engine_needs_it(tmp_path: Path) -> None:
 def test_the_context_may_be_shorter_than_what_was_trained_and_never_longer(llama: Path) -> None:
     assert load(llama, max_model_len=100).info.max_model_len == 100
     assert load(llama).info.max_model_len == 256
-    with pytest.raises(
-        ConfigurationError, match="max_model_len is 1000, and the model's context is 256 tokens"
-    ):
+    with pytest.raises(ConfigurationError, match="max_model_len is 1000, and the model's context is 256 tokens"):
         load(llama, max_model_len=1000)
 
 
 def test_yarn_stretches_a_model_that_says_the_length_it_had_before(llama: Path) -> None:
     """As Qwen's own instructions have it: the rotary parameters are added, and nothing else is changed."""
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-    }
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
     edit(llama, "config.json", rope_parameters=rope)
     assert load(llama).info.max_model_len == 1024
     prompt = [3 + 7 * index % 120 for index in range(300)]
@@ -119,15 +112,11 @@ def test_rotary_embedding_that_depends_on_the_batch_is_kept_to_its_constant_rang
     assert load(llama).info.max_model_len == 64
 
 
-@pytest.mark.parametrize(
-    ("dtype", "native"), [("auto", True), ("auto", False), ("bfloat16", True), ("float16", True)]
-)
+@pytest.mark.parametrize(("dtype", "native"), [("auto", True), ("auto", False), ("bfloat16", True), ("float16", True)])
 def test_half_precision_runs(llama: Path, dtype: str, native: bool) -> None:
     weights = load_file(llama / "model.safetensors")
     save_file(
-        {name: tensor.bfloat16() for name, tensor in weights.items()},
-        llama / "model.safetensors",
-        {"format": "pt"},
+        {name: tensor.bfloat16() for name, tensor in weights.items()}, llama / "model.safetensors", {"format": "pt"}
     )
     edit(llama, "config.json", dtype="bfloat16")
     runner = load(llama, dtype=dtype, native=native)
@@ -186,18 +175,14 @@ def test_missing_weights_are_an_error_and_not_a_random_model(llama: Path, native
 def test_weights_of_another_size_are_named_with_both(llama: Path, native: bool) -> None:
     edit(llama, "config.json", intermediate_size=40)
     message = refusal(llama, native=native)
-    assert re.search(
-        r"mlp\.\w+\.weight is \(.*48.*\) in its checkpoint, and \(.*40.*\) by its configuration", message
-    )
+    assert re.search(r"mlp\.\w+\.weight is \(.*48.*\) in its checkpoint, and \(.*40.*\) by its configuration", message)
 
 
 def test_memory_that_the_cache_left_too_little_of_is_said_in_a_sentence(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attention(*_: Any) -> Any:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has more to say."
-        )
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has more to say.")
 
     monkeypatch.setattr(paths, "_choose_attention", attention)
     message = refusal(llama, native=False)
@@ -222,9 +207,7 @@ def test_unknown_dtype_and_device_are_refused(llama: Path) -> None:
         load_runner(ModelConfig(path=str(llama), device="abacus"), CacheConfig(), SchedulerConfig())
 
 
-def test_a_device_that_this_machine_does_not_have_is_refused(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_this_machine_does_not_have_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(device: str) -> str:
         with pytest.raises(ConfigurationError) as caught:
             load_runner(ModelConfig(path=str(llama), device=device), CacheConfig(), SchedulerConfig())
@@ -243,9 +226,7 @@ def refused_config(tmp_path: Path, config: Any) -> str:
 
 
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
-    config = transformers.Qwen3Config(
-        num_hidden_layers=2, layer_types=["minimax_m3_sparse", "full_attention"]
-    )
+    config = transformers.Qwen3Config(num_hidden_layers=2, layer_types=["minimax_m3_sparse", "full_attention"])
     assert "layers of the kind minimax_m3_sparse, of whose tokens" in refused_config(tmp_path, config)
 
 
@@ -267,9 +248,7 @@ def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
         ("MptConfig", {"vocab_size": 50, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64}),
     ],
 )
-def test_attention_that_is_not_ours_to_page_is_noticed(
-    tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
+def test_attention_that_is_not_ours_to_page_is_noticed(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """An attention outside of the interface that looks ahead: only running the model shows it."""
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
     model.save_pretrained(tmp_path / kind)
@@ -317,12 +296,7 @@ def test_a_mask_that_is_no_window_is_noticed(llama: Path, monkeypatch: pytest.Mo
 
     def chunked(**kwargs: Any) -> Any:
         left = torch.zeros(1, dtype=torch.int64)
-        return probed_mask(
-            batch_size=1,
-            q_length=8,
-            kv_length=8,
-            mask_function=chunked_causal_mask_function(64, left),
-        )
+        return probed_mask(batch_size=1, q_length=8, kv_length=8, mask_function=chunked_causal_mask_function(64, left))
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
     assert "how far layer 0 sees depends on where it is" in refusal(llama, native=False)
@@ -336,9 +310,7 @@ def test_a_position_bias_that_the_kernel_does_not_know_is_left_to_the_model_s_ow
 
     own = modeling_llama.eager_attention_forward
 
-    def biased(
-        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any
-    ) -> Any:
+    def biased(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
         keys, rows = torch.arange(key.shape[2]), torch.arange(query.shape[2])
         ahead = key.shape[2] - query.shape[2] if right else 0
         distance = keys[None, :] - rows[:, None] - ahead
@@ -371,9 +343,7 @@ def test_the_pool_is_a_share_of_what_is_free_up_to_what_can_be_used(
 
     def blocks(free: int, seqs: int = 256, share: float = 0.5) -> int:
         monkeypatch.setattr(memory, "available_bytes", lambda device: free)
-        return load_runner(
-            config, CacheConfig(memory_share=share), SchedulerConfig(max_num_seqs=seqs)
-        ).info.num_blocks
+        return load_runner(config, CacheConfig(memory_share=share), SchedulerConfig(max_num_seqs=seqs)).info.num_blocks
 
     assert blocks(100 * block) == 50
     assert blocks(100 * block, share=0.8) == 80
@@ -441,9 +411,7 @@ def test_a_model_that_is_computed_without_the_native_library_says_so(
 ) -> None:
     monkeypatch.setattr(library, "_outcome", [BuildFailed("there is no C++ compiler:\ninstall g++")])
     slower = load(llama).info.slower
-    assert slower.startswith(
-        "it computes without the native library, several times slower: there is no C++ compiler"
-    )
+    assert slower.startswith("it computes without the native library, several times slower: there is no C++ compiler")
     assert "\n" not in slower
     monkeypatch.setattr(library, "_outcome", [])
     assert load(llama).info.slower == ""

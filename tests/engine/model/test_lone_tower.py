@@ -22,15 +22,7 @@ from tandem.engine.model.vision.alone import load_tower
 from tandem.engine.model.vision.tower import find_tower, loader_of
 from tandem.engine.scheduling.output import EncoderInput
 from tests.engine.model.tiny import save
-from tests.engine.model.tiny_vision import (
-    IDEFICS3,
-    QWEN2_5_VL,
-    QWEN2_VL,
-    QWEN3_VL,
-    SMOLVLM,
-    VisionFamily,
-    prompt_of,
-)
+from tests.engine.model.tiny_vision import IDEFICS3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, SMOLVLM, VisionFamily, prompt_of
 from tests.pictures import picture
 
 FAMILIES = {

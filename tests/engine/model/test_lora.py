@@ -27,12 +27,7 @@ LENGTHS = (3, 17, 29, 12)
 # What PEFT can be told about the three adapters of a test.
 KINDS: dict[str, dict[str, Any]] = {
     "all": {},
-    "some": {
-        "target_modules": ["q_proj", "down_proj"],
-        "r": 8,
-        "use_rslora": True,
-        "layers_to_transform": [1],
-    },
+    "some": {"target_modules": ["q_proj", "down_proj"], "r": 8, "use_rslora": True, "layers_to_transform": [1]},
     "patterns": {
         "target_modules": r".*\.(self_attn\.v_proj|mlp\.(up|gate)_proj)",
         "rank_pattern": {"v_proj": 2},
@@ -69,8 +64,7 @@ def made_case(architecture: str, kinds: dict[str, dict[str, Any]], folder: Path)
     rng = random.Random(architecture)
     prompts = [[rng.randrange(3, tiny.VOCAB) for _ in range(length)] for length in LENGTHS]
     folders = {
-        name: save_adapter(path, folder / name, seed, **options)
-        for seed, (name, options) in enumerate(kinds.items())
+        name: save_adapter(path, folder / name, seed, **options) for seed, (name, options) in enumerate(kinds.items())
     }
     answers: dict[str | None, list[list[int]]] = {
         None: [answer.tokens for answer in tiny.reference(path, prompts, NUM_TOKENS)]
@@ -177,9 +171,7 @@ def test_models_whose_rows_are_computed_apart_are_refused(architecture: str, tmp
     models = tiny.RECURRENT if architecture in tiny.RECURRENT else tiny.ARCHITECTURES
     assert architecture in models
     path = tiny.save(architecture, tmp_path)
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be served with adapters: .* Set scheduler.max_loras to 0"
-    ):
+    with pytest.raises(ConfigurationError, match=r"cannot be served with adapters: .* Set scheduler.max_loras to 0"):
         load(path, {})
 
 
@@ -222,9 +214,7 @@ def refusal(case: Case, folder: Path) -> str:
         ({"target_modules": "(*"}, "no regular expression"),
     ],
 )
-def test_what_is_not_computed_is_refused(
-    llama: Case, tmp_path: Path, config: dict[str, Any], says: str
-) -> None:
+def test_what_is_not_computed_is_refused(llama: Case, tmp_path: Path, config: dict[str, Any], says: str) -> None:
     assert says in refusal(llama, changed(llama, tmp_path, **config))
 
 

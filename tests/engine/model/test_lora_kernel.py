@@ -61,9 +61,7 @@ def some_updates(
     ]
 
 
-def added_by(
-    slots: torch.Tensor, updates: Sequence[LayerUpdate | None], x: torch.Tensor, outputs: int
-) -> torch.Tensor:
+def added_by(slots: torch.Tensor, updates: Sequence[LayerUpdate | None], x: torch.Tensor, outputs: int) -> torch.Tensor:
     added = torch.zeros(len(x), outputs, dtype=torch.float64)
     for row, slot in enumerate(slots.tolist()):
         update = updates[slot] if slot >= 0 else None
@@ -80,9 +78,7 @@ def close(ours: torch.Tensor, right: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("rank", [1, 3, 8, 16])
-def test_each_row_gets_what_its_own_adapter_adds(
-    dtype: torch.dtype, inputs: int, outputs: int, rank: int
-) -> None:
+def test_each_row_gets_what_its_own_adapter_adds(dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
     kernels = pieces(dtype)
     updates = [None, *some_updates(3, rank, inputs, outputs, dtype)]
     layer = a_layer(kernels, inputs, outputs, updates, rank)

@@ -127,9 +127,7 @@ def test_published_models_are_read_as_transformers_reads_them(name: str, tmp_pat
 
 @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_is_changed_it_says_what_transformers_says_or_nothing(
-    tmp_path: Path, data: st.DataObject
-) -> None:
+def test_whatever_is_changed_it_says_what_transformers_says_or_nothing(tmp_path: Path, data: st.DataObject) -> None:
     content = dict(data.draw(st.sampled_from(list(PUBLISHED.values()))))
     for key in data.draw(st.lists(st.sampled_from([*CHANGES, *content]), min_size=1, max_size=3)):
         if key in CHANGES and data.draw(st.booleans()):

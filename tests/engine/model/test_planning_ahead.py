@@ -66,9 +66,7 @@ def draw_life(seed: int, kinds: list[SamplingParams], count: int, aborts: float)
     arrivals = []
     for _ in range(count):
         at = rng.randrange(40)
-        prompt = shared[: rng.choice([0, 9, 20])] + [
-            rng.randrange(3, tiny.VOCAB) for _ in range(rng.randrange(1, 30))
-        ]
+        prompt = shared[: rng.choice([0, 9, 20])] + [rng.randrange(3, tiny.VOCAB) for _ in range(rng.randrange(1, 30))]
         sampling = msgspec.structs.replace(rng.choice(kinds), max_tokens=rng.randrange(1, 24))
         aborted_at = at + rng.randrange(12) if rng.random() < aborts else None
         arrivals.append(Arrival(at, prompt, sampling, aborted_at))

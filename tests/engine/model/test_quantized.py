@@ -56,9 +56,7 @@ _SHARES |= dict.fromkeys(("compressed-int8", "gptq-8bit-v2"), 0.36)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(_SHARES))
-def test_the_native_library_keeps_the_bits_and_computes_the_same(
-    name: str, dtype: str, tmp_path: Path
-) -> None:
+def test_the_native_library_keeps_the_bits_and_computes_the_same(name: str, dtype: str, tmp_path: Path) -> None:
     def computed(path: Path) -> tuple[torch.Tensor, int]:
         forward = load(path, dtype=dtype).forward
         assert isinstance(forward, NativeLlamaForward)
@@ -81,9 +79,7 @@ def test_fp8_in_blocks_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         quantized, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
-    found = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[
-        0, len(PROMPT) :
-    ].tolist()
+    found = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
     assert tokens_of(quantized, native=False) == found
 
 
@@ -101,11 +97,7 @@ def rewritten(path: Path, **changes: Any) -> Path:
         ("awq", {"version": "gemv"}, "AWQ's version gemv packs weights otherwise"),
         ("gptq", {"bits": 3}, "gptq with 3 bits; 2 and 4 and 8 are known here"),
         ("gptq", {"dynamic": {"-:.*down": {}}}, "GPTQ with other settings for some of its layers"),
-        (
-            "compressed-int8",
-            {"sparsity_config": {"format": "sparse-24"}},
-            r"its weights are sparse \(sparse-24\)",
-        ),
+        ("compressed-int8", {"sparsity_config": {"format": "sparse-24"}}, r"its weights are sparse \(sparse-24\)"),
         ("compressed-int8", {"quant_method": "fp8"}, None),
     ],
 )
@@ -146,9 +138,7 @@ def test_biases_that_a_model_does_not_have_may_be_zeros_alone(native: bool, tmp_
     with_biases(quantized, 0.0)
     assert tokens_of(quantized, native=native) == tokens_of(ordinary, native=native)
     with_biases(quantized, 0.5)
-    with pytest.raises(
-        ConfigurationError, match=r"proj has a bias in its checkpoint, and none by its config"
-    ):
+    with pytest.raises(ConfigurationError, match=r"proj has a bias in its checkpoint, and none by its config"):
         tokens_of(quantized, native=native)
 
 
@@ -181,10 +171,7 @@ def test_integers_are_read_without_transformers(tmp_path: Path) -> None:
     ("changes", "complaint"),
     [
         ({"num_hidden_layers": 1}, r"its checkpoint holds 2 layers, and its configuration says 1"),
-        (
-            {"intermediate_size": 256},
-            r"gate_proj.weight is \(320, 128\) in its checkpoint, and \(256, 128\) by",
-        ),
+        ({"intermediate_size": 256}, r"gate_proj.weight is \(320, 128\) in its checkpoint, and \(256, 128\) by"),
         ({"num_hidden_layers": 3}, r"its checkpoint lacks model.layers.2"),
     ],
 )
@@ -266,9 +253,7 @@ def test_a_kernel_computes_what_the_matrix_stands_for(
 
 
 @pytest.mark.parametrize("name", ["fp8-tensor", "awq", "gptq-act-order"])
-def test_kernels_are_fused_like_ordinary_matrices(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_fused_like_ordinary_matrices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, _ = files.save(name, tmp_path, torch.bfloat16, intermediate_size=256)
     model = loaded(quantized, monkeypatch)
     before = sum(weight.nbytes for weight in model.parameters())
@@ -294,22 +279,16 @@ def test_one_that_computes_something_else_gives_way(
     assert "the kernel finds something else" in caplog.text
 
 
-def test_blocks_are_given_to_the_library_as_it_wants_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_given_to_the_library_as_it_wants_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signature is held to in tests/engine/model/test_flashinfer_package.py."""
     asked: list[tuple[Any, ...]] = []
 
     class Library:
         @staticmethod
-        def fp8_blockscale_gemm_sm90(
-            x: Any, weight: Any, input_scale: Any, weight_scale: Any
-        ) -> torch.Tensor:
+        def fp8_blockscale_gemm_sm90(x: Any, weight: Any, input_scale: Any, weight_scale: Any) -> torch.Tensor:
             asked.append((x.shape, weight.shape, input_scale, weight_scale.shape))
             spread = weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            return (
-                x.float() @ (weight.float() * spread[: weight.shape[0], : weight.shape[1]]).t()
-            ).bfloat16()
+            return (x.float() @ (weight.float() * spread[: weight.shape[0], : weight.shape[1]]).t()).bfloat16()
 
     monkeypatch.setitem(sys.modules, "flashinfer.gemm", Library)
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}

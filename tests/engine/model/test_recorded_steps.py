@@ -158,19 +158,14 @@ def test_vectors_and_prompts_are_computed_as_they_come(tmp_path: Path) -> None:
 
 def test_adapters_take_turns_in_a_slot_and_change_different_layers(tmp_path: Path) -> None:
     path = tiny.save("llama-untied-odd-heads", tmp_path)
-    options: dict[str, dict[str, Any]] = {
-        "one": {"target_modules": ["q_proj"], "layers_to_transform": [1]},
-        "all": {},
-    }
+    options: dict[str, dict[str, Any]] = {"one": {"target_modules": ["q_proj"], "layers_to_transform": [1]}, "all": {}}
     folders = {name: save_adapter(path, tmp_path / name, 3, **each) for name, each in options.items()}
     prompts = prompts_of("llama")[1:3]
     expected = {
         name: merged_answers(path, folder, prompts, NUM_TOKENS, tmp_path / f"{name}-merged")
         for name, folder in folders.items()
     }
-    runner = load(
-        path, threads=1, adapters={name: str(folder) for name, folder in folders.items()}, max_loras=1
-    )
+    runner = load(path, threads=1, adapters={name: str(folder) for name, folder in folders.items()}, max_loras=1)
     steps = runner.forward
     assert isinstance(steps, RecordedSteps)
     assert runner.adapters is not None

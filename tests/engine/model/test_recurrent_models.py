@@ -191,9 +191,7 @@ def test_what_keeps_its_state_elsewhere_is_refused(tmp_path: Path, name: str) ->
         load(tiny.save(name, tmp_path))
 
 
-def test_a_state_that_does_not_hold_all_is_noticed_before_the_model_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_state_that_does_not_hold_all_is_noticed_before_the_model_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a module of a new architecture kept something beside its states."""
     model = AutoModelForCausalLM.from_config(tiny.RECURRENT["qwen3.5"](), attn_implementation="eager")
     model.eval()

@@ -51,9 +51,7 @@ def references() -> dict[str, Reference]:
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: v[0] if v[1] else f"{v[0]}-by-transformers")
 def case(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    references: dict[str, Reference],
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, references: dict[str, Reference]
 ) -> Case:
     architecture, native = request.param
     if architecture not in references:
@@ -101,9 +99,7 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_request_moves_to_another_runner_with_its_blocks(
-    case: Case, other_runner: TorchRunner, after: int
-) -> None:
+def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_runner: TorchRunner, after: int) -> None:
     prefill, decode = case.driver(1), Driver(other_runner, 2)
     for index in (2, 3):
         prefill.add(f"r{index}", case.prompts[index])

@@ -60,9 +60,7 @@ def test_different_seeds_give_different_texts(alone: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("with_its_blocks", [True, False])
-def test_moved_to_another_node(
-    path: Path, runner: TorchRunner, alone: list[list[int]], with_its_blocks: bool
-) -> None:
+def test_moved_to_another_node(path: Path, runner: TorchRunner, alone: list[list[int]], with_its_blocks: bool) -> None:
     """Without its blocks it is replayed from its tokens, as after the loss of a node."""
     first, second = Driver(runner), Driver(load(path))
     for index, params in enumerate(VARIED):
@@ -118,9 +116,7 @@ def test_logprobs_are_the_models_own(path: Path, runner: TorchRunner) -> None:
 
 
 @pytest.mark.parametrize("max_chunk", [1, 3, 100])
-def test_prompt_logprobs_come_once_whatever_the_chunks(
-    path: Path, runner: TorchRunner, max_chunk: int
-) -> None:
+def test_prompt_logprobs_come_once_whatever_the_chunks(path: Path, runner: TorchRunner, max_chunk: int) -> None:
     driver = Driver(runner)
     driver.add("other", PROMPT[::-1], SamplingParams(seed=1))
     driver.add("r", PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=2))
@@ -147,9 +143,7 @@ def test_prompt_logprobs_come_once_whatever_the_chunks(
     driver.step({})
 
 
-def test_prompt_logprobs_are_not_told_again_after_a_preemption_or_a_move(
-    path: Path, runner: TorchRunner
-) -> None:
+def test_prompt_logprobs_are_not_told_again_after_a_preemption_or_a_move(path: Path, runner: TorchRunner) -> None:
     params = SamplingParams(temperature=0.0, prompt_logprobs=2)
     driver = Driver(runner)
     driver.add("r", PROMPT, params)

@@ -14,13 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling import sampler
-from tandem.engine.model.sampling.sampler import (
-    Sampler,
-    TokenDraw,
-    hashed_indices,
-    log_exponential,
-    noise_keys,
-)
+from tandem.engine.model.sampling.sampler import Sampler, TokenDraw, hashed_indices, log_exponential, noise_keys
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
@@ -47,9 +41,7 @@ class Bench:
         positions = self.requests.num_tokens[index].astype(np.int64)
         return self.sampler.sample(logits, index, positions, self.requests, self.table).tolist()
 
-    def histogram(
-        self, logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any
-    ) -> torch.Tensor:
+    def histogram(self, logits: torch.Tensor, prompt: list[int], output: list[int], **params: Any) -> torch.Tensor:
         """Relative frequency of each token over many seeds."""
         counts = torch.zeros(logits.shape[0])
         rows = [self.add(f"r{i}", prompt, output, **params) for i in range(len(self.table.seed))]
@@ -93,9 +85,7 @@ def test_plain_sampling_follows_the_softmax() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 def test_temperature_sharpens_or_flattens(temperature: float) -> None:
     logits = logits_of(1)
-    assert_follows(
-        bench().histogram(logits, [1], [], temperature=temperature), (logits / temperature).softmax(-1)
-    )
+    assert_follows(bench().histogram(logits, [1], [], temperature=temperature), (logits / temperature).softmax(-1))
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 3000])
@@ -174,9 +164,7 @@ def test_bad_words_are_not_completed_but_may_begin() -> None:
     ("output", "ignore_eos", "allowed"),
     [([], False, False), ([4], False, False), ([4, 4], False, True), ([], True, True)],
 )
-def test_min_tokens_bans_the_tokens_that_would_end_it(
-    output: list[int], ignore_eos: bool, allowed: bool
-) -> None:
+def test_min_tokens_bans_the_tokens_that_would_end_it(output: list[int], ignore_eos: bool, allowed: bool) -> None:
     run = bench(1)
     logits = torch.zeros(VOCAB)
     logits[2] = 10.0
@@ -240,9 +228,7 @@ def variates(seeds: list[int], positions: list[int], count: int, stream: int = 0
 
 
 def test_noise_differs_between_positions_seeds_and_streams() -> None:
-    drawn = torch.cat(
-        [variates([1, 1, 2, 2**64 - 1], [5, 6, 5, 5], 1000), variates([1], [5], 1000, stream=1)]
-    )
+    drawn = torch.cat([variates([1, 1, 2, 2**64 - 1], [5, 6, 5, 5], 1000), variates([1], [5], 1000, stream=1)])
     assert (torch.corrcoef(drawn) - torch.eye(5)).abs().max() < 0.15
     assert drawn.isfinite().all()
     # The mean and the deviation of an exponential variate's logarithm.

@@ -151,9 +151,7 @@ def test_blocks_are_as_many_as_the_poorest_rank_can_hold(
 ) -> None:
     """A node's memory is shared by what a block takes on each rank: the first of two stages has two of three layers."""
     monkeypatch.setitem(
-        tiny.ALL,
-        "three",
-        lambda: transformers.LlamaConfig(**{**tiny.ALL["llama"]().to_dict(), "num_hidden_layers": 3}),
+        tiny.ALL, "three", lambda: transformers.LlamaConfig(**{**tiny.ALL["llama"]().to_dict(), "num_hidden_layers": 3})
     )
     path, memory_bytes = tiny.save("three", tmp_path), 24 << 20
     made: dict[int, TorchRunner] = {}
@@ -280,9 +278,7 @@ def test_what_a_model_does_beside_its_plan_is_found(
     assert said in refusal(small)
 
 
-def test_what_a_model_does_between_two_layers_is_done_once(
-    changed_llama: Callable[[str], None], small: Path
-) -> None:
+def test_what_a_model_does_between_two_layers_is_done_once(changed_llama: Callable[[str], None], small: Path) -> None:
     """By the next stage, which the stage's last layer sends its output as it is."""
     changed_llama("between")
     prompt = list(range(3, 20))

@@ -31,9 +31,7 @@ def test_states_of_requests_lie_side_by_side(
     requests: int,
     seed: int,
 ) -> None:
-    layout = StateLayout.of(
-        tuple(State(layer, "conv", 0, shape, dtype) for layer, (shape, dtype) in enumerate(shapes))
-    )
+    layout = StateLayout.of(tuple(State(layer, "conv", 0, shape, dtype) for layer, (shape, dtype) in enumerate(shapes)))
     layers = (AttentionLayer(9, 2, 1, 4, 4, None),) if attends else ()
     plan = plan_cache(layers, block_size, layout, cache)
     count = plan.state_blocks

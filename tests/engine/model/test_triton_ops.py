@@ -104,9 +104,7 @@ print("agree")
 
 def test_kernels_compute_their_formulas() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", _CODE], env=environment, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run([sys.executable, "-c", _CODE], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout == "agree\n"
 
@@ -197,12 +195,8 @@ print(len(compiled))
 
 
 @pytest.mark.timeout(600)  # compiling takes half a minute of a core
-@pytest.mark.parametrize(
-    ("capability", "which", "most"), [(90, "all", 60), (80, "some", 5), (100, "some", 5)]
-)
-def test_every_kernel_is_compiled_to_a_card_s_own_code(
-    capability: int, which: str, most: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("capability", "which", "most"), [(90, "all", 60), (80, "some", 5), (100, "some", 5)])
+def test_every_kernel_is_compiled_to_a_card_s_own_code(capability: int, which: str, most: int, tmp_path: Path) -> None:
     """Ampere has no FP8, so nothing is rounded to it there."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     ran = subprocess.run(

@@ -52,15 +52,10 @@ def reference(path: Path, prompts: list[list[int]]) -> list[Vector]:
     """The last hidden states of each prompt, [tokens, size]."""
     model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
-        return [
-            model(input_ids=torch.tensor([prompt])).last_hidden_state[0].double().numpy()
-            for prompt in prompts
-        ]
+        return [model(input_ids=torch.tensor([prompt])).last_hidden_state[0].double().numpy() for prompt in prompts]
 
 
-def pooled(
-    hidden: Vector, kind: PoolingKind, *, normalize: bool = True, dimensions: int | None = None
-) -> Vector:
+def pooled(hidden: Vector, kind: PoolingKind, *, normalize: bool = True, dimensions: int | None = None) -> Vector:
     """sentence-transformers' `Pooling`, its truncation, and `Normalize`."""
     match kind:
         case PoolingKind.MEAN:
@@ -156,9 +151,7 @@ def test_the_last_tokens_vector_may_begin_with_a_cached_prefix(case: Case) -> No
     driver = Driver(case.runner)
     driver.add("first", case.prompts[3])
     driver.step({"first": 33})  # a window forgets no more than the second needs
-    driver.add(
-        "second", case.prompts[3], pooling=Pooling(PoolingKind.LAST), prefix_of="first", shared_tokens=32
-    )
+    driver.add("second", case.prompts[3], pooling=Pooling(PoolingKind.LAST), prefix_of="first", shared_tokens=32)
     finish(driver)
     expected = pooled(case.hidden[3], PoolingKind.LAST)
     assert driver.requests["second"].vector == pytest.approx(expected, abs=TOLERANCE)
@@ -248,15 +241,10 @@ def test_what_is_not_computed_is_refused(plain: Path, change: dict[str, Any], wh
     [
         ({"is_causal": False}, "attend to those after them"),
         ({"use_bidirectional_attention": True}, "attend to those after them"),
-        (
-            {"architectures": ["Qwen3ForSequenceClassification"]},
-            "scores pairs of texts with a head of its own",
-        ),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "scores pairs of texts with a head of its own"),
     ],
 )
-def test_other_attention_and_other_heads_are_refused(
-    tmp_path: Path, written: dict[str, Any], why: str
-) -> None:
+def test_other_attention_and_other_heads_are_refused(tmp_path: Path, written: dict[str, Any], why: str) -> None:
     path = tiny.save("qwen3", tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | written))

@@ -42,10 +42,7 @@ WIDE = [
     *(("qwen3-moe", 2), ("phi3", 2), ("llama4", 2)),
     # Latents, which all ranks keep: transformers' plan cuts V2's heads, and leaves V3's whole.
     *(("deepseek-v2", 2), ("deepseek-v3", 4)),
-    *(
-        pytest.param((name, 4 - 2 * (number % 2)), marks=pytest.mark.more)
-        for number, name in enumerate(EITHER)
-    ),
+    *(pytest.param((name, 4 - 2 * (number % 2)), marks=pytest.mark.more) for number, name in enumerate(EITHER)),
 ]
 
 
@@ -62,17 +59,11 @@ class WideCase:
 
 
 @pytest.fixture(scope="module")
-def saved(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]]:
     return {}
 
 
-@pytest.fixture(
-    scope="module",
-    params=WIDE,
-    ids=lambda param: f"{param[0]}-on-{param[1]}",
-)
+@pytest.fixture(scope="module", params=WIDE, ids=lambda param: f"{param[0]}-on-{param[1]}")
 def wide(
     request: pytest.FixtureRequest,
     saved: dict[str, tuple[Path, list[list[int]], list[tiny.Answer]]],
@@ -185,9 +176,7 @@ def test_the_bytes_of_the_cache_lie_where_one_rank_has_them(wide: WideCase) -> N
         torch.testing.assert_close(held[0], held[1], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def test_a_layer_is_saved_when_all_ranks_have_written_it(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_saved_when_all_ranks_have_written_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them is slow, so what asked rank 0 alone would be early."""
     written: collections.Counter[int] = collections.Counter()
     write = GatheredCache.write
@@ -268,14 +257,10 @@ def test_the_layers_of_each_rank_are_fused(
     assert said == answer.tokens
 
 
-def test_no_rank_is_fused_if_one_would_compute_something_else(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_rank_is_fused_if_one_would_compute_something_else(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
     least = Shard.least
-    monkeypatch.setattr(
-        Shard, "least", lambda shard, number: least(shard, 0 if number == 1 and shard.rank else number)
-    )
+    monkeypatch.setattr(Shard, "least", lambda shard, number: least(shard, 0 if number == 1 and shard.rank else number))
     ranks, said = fused_on_ranks(small)
     assert ranks == [None, None]
     (answer,) = tiny.reference(small, [[5, 9, 11, 7, 3]], NUM_TOKENS)
@@ -362,11 +347,7 @@ def test_all_ranks_compute_a_step_in_the_same_shape(
     [
         ("gpt2", 2, "transformers has no plan that cuts a model of type gpt2"),
         ("gpt-oss", 2, "transformers has no plan that cuts"),
-        (
-            "llama-untied-odd-heads",
-            2,
-            "6 heads of queries and 3 of keys and values cannot be shared equally.* 1, 3, 6",
-        ),
+        ("llama-untied-odd-heads", 2, "6 heads of queries and 3 of keys and values cannot be shared equally.* 1, 3, 6"),
         ("deepseek-v3", 3, "4 heads of queries.* cannot be shared equally.* 1, 2, 4"),
         ("qwen3.5", 2, "cannot be served on .* ranks"),
     ],

@@ -67,18 +67,10 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         attn_logit_softcapping=3.0,
         final_logit_softcapping=8.0,
     ),
-    "gemma3": _config(
-        "Gemma3TextConfig", head_dim=8, sliding_window=WINDOW, num_hidden_layers=4, layer_types=_HYBRID
-    ),
+    "gemma3": _config("Gemma3TextConfig", head_dim=8, sliding_window=WINDOW, num_hidden_layers=4, layer_types=_HYBRID),
     "phi3": _config("Phi3Config", sliding_window=WINDOW),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=256,
-        initializer_range=0.3,
-        eos_token_id=2,
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3, eos_token_id=2
     ),
     "opt": lambda: transformers.OPTConfig(
         vocab_size=VOCAB,
@@ -92,9 +84,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         eos_token_id=2,
     ),
     "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": _config(
-        "Qwen3MoeConfig", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
-    ),
+    "qwen3-moe": _config("Qwen3MoeConfig", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     "gpt-oss": _config(
         "GptOssConfig",
         head_dim=8,
@@ -163,9 +153,7 @@ RECURRENT: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": _config("Qwen3_5TextConfig", head_dim=8, **_DELTA),
     "mamba": _config("MambaConfig", state_size=8, conv_kernel=4, expand=2, time_step_rank=4),
-    "mamba2": _config(
-        "Mamba2Config", state_size=8, num_heads=8, head_dim=8, expand=2, n_groups=2, chunk_size=4
-    ),
+    "mamba2": _config("Mamba2Config", state_size=8, num_heads=8, head_dim=8, expand=2, n_groups=2, chunk_size=4),
     "falcon-mamba": _config("FalconMambaConfig", state_size=8, conv_kernel=4, expand=2, time_step_rank=4),
     "jamba": _config(
         "JambaConfig",
@@ -288,13 +276,8 @@ RECURRENT: dict[str, Callable[[], Any]] = {
         shared_expert_intermediate_size=24,
         **_DELTA,
     ),
-    "lfm2": _config(
-        "Lfm2Config", num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"]
-    ),
-    "olmo-hybrid": _config(
-        "OlmoHybridConfig",
-        **{**_DELTA, "linear_num_key_heads": 4},
-    ),
+    "lfm2": _config("Lfm2Config", num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "olmo-hybrid": _config("OlmoHybridConfig", **{**_DELTA, "linear_num_key_heads": 4}),
     "minimax": _config(
         "MiniMaxConfig",
         head_dim=8,

@@ -83,10 +83,7 @@ def smolvlm(folder: Path, kind: str = "SmolVLM") -> Path:
 def qwen(folder: Path, kind: str = "Qwen2_5_VL") -> Path:
     path = folder / kind.lower()
     words = tokenizer(QWEN_SPECIAL)
-    ids = {
-        name: words.token_to_id(f"<|{name}|>")
-        for name in ("im_end", "vision_start", "vision_end", "video_pad")
-    }
+    ids = {name: words.token_to_id(f"<|{name}|>") for name in ("im_end", "vision_start", "vision_end", "video_pad")}
     text: dict[str, Any] = {
         "vocab_size": words.get_vocab_size(),
         "hidden_size": 32,
@@ -145,13 +142,7 @@ class VisionFamily:
 
 
 SMOLVLM = VisionFamily(
-    RULES,
-    tokenizer(),
-    "<image>",
-    "",
-    "",
-    SmolVLMImageProcessorPil(**PROCESSOR, return_row_col_info=True),
-    smolvlm,
+    RULES, tokenizer(), "<image>", "", "", SmolVLMImageProcessorPil(**PROCESSOR, return_row_col_info=True), smolvlm
 )
 IDEFICS3 = dataclasses.replace(SMOLVLM, save=functools.partial(smolvlm, kind="Idefics3"))
 QWEN2_5_VL = VisionFamily(
@@ -192,9 +183,7 @@ def reference(
     path: Path, prompts: Sequence[Sequence[str | bytes]], num_tokens: int, family: VisionFamily = SMOLVLM
 ) -> list[list[int]]:
     """The answer of transformers' `generate` to each prompt alone. No token ends an answer."""
-    model = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     answers = []
     for parts in prompts:

@@ -34,9 +34,7 @@ class Sequences:
         self.tables = order.reshape(len(kinds), count, per_sequence)
         self.computed = [0] * count
         self.groups = tuple(
-            KVCacheGroup(
-                AttentionKind.SLIDING if kind else AttentionKind.FULL, BLOCK_SIZE, members, window=kind
-            )
+            KVCacheGroup(AttentionKind.SLIDING if kind else AttentionKind.FULL, BLOCK_SIZE, members, window=kind)
             for kind, members in zip(kinds, layers, strict=True)
         )
         self.cache = torch.full(
@@ -51,9 +49,7 @@ class Sequences:
         members = list(work)
         lengths = [len(work[m]) for m in members]
         starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-        positions = np.concatenate(
-            [np.arange(self.computed[m], self.computed[m] + len(work[m])) for m in members]
-        )
+        positions = np.concatenate([np.arange(self.computed[m], self.computed[m] + len(work[m])) for m in members])
         owner = np.repeat(members, lengths)
         slots = [
             table[owner, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -43,8 +43,7 @@ CONFIGS: dict[str, Any] = {
     "llama-linear": lambda: transformers.LlamaConfig(**_COMMON, **rope("linear")),
     "llama-yarn": lambda: transformers.LlamaConfig(**_COMMON, **rope("yarn")),
     "llama-llama3": lambda: transformers.LlamaConfig(
-        **_COMMON,
-        **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        **_COMMON, **rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
     ),
     "qwen2": lambda: transformers.Qwen2Config(**_COMMON),
     "qwen2-some-layers-sliding": lambda: transformers.Qwen2Config(
@@ -60,9 +59,7 @@ def build(name: str) -> PreTrainedModel:
     torch.manual_seed(len(name))
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
     for parameter in model.parameters():
-        if (
-            parameter.std() == 0
-        ):  # norms and biases begin as constants, which would hide that they are left out
+        if parameter.std() == 0:  # norms and biases begin as constants, which would hide that they are left out
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().flatten()[0]), std=0.2)
     return model
 
@@ -73,9 +70,7 @@ def windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def native(
-    model: PreTrainedModel, instruction_set: str = "", threads: int = 1
-) -> tuple[NativeLlamaForward, Sequences]:
+def native(model: PreTrainedModel, instruction_set: str = "", threads: int = 1) -> tuple[NativeLlamaForward, Sequences]:
     forward = NativeLlamaForward.from_module(model, threads=threads, instruction_set=instruction_set)
     return forward, Sequences(forward, model, windows(model.config), count=3)
 
@@ -203,9 +198,7 @@ def test_a_checkpoint_in_shards_gives_what_its_model_gives(tmp_path: Path) -> No
     expected = forward(sequences.batch({0: tokens(40)})).clone()
     shares: list[float] = []
     config = AutoConfig.from_pretrained(tmp_path)
-    read = NativeLlamaForward.from_checkpoint(
-        tmp_path, config, dtype=torch.float32, threads=1, progress=shares.append
-    )
+    read = NativeLlamaForward.from_checkpoint(tmp_path, config, dtype=torch.float32, threads=1, progress=shares.append)
     assert torch.equal(read(Sequences(read, model, windows(config)).batch({0: tokens(40)})), expected)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0

@@ -70,9 +70,7 @@ def test_close_ends_the_threads_at_once() -> None:
 
 
 @linux
-def test_threads_are_bound_only_to_cores_that_are_all_this_process_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_are_bound_only_to_cores_that_are_all_this_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 9})
     assert cores_for(0) == [2, 5, 9]
     assert cores_for(3) == [2, 5, 9]

@@ -114,9 +114,7 @@ def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
     def made(threads: int) -> NativeLlamaForward:
         options: dict[str, Any] = {"threads": threads, "instruction_set": instruction_set}
         if name in (BLOCKS, INTEGERS):
-            return NativeLlamaForward(
-                model.config, in_blocks(model, name == INTEGERS), dtype=dtype, **options
-            )
+            return NativeLlamaForward(model.config, in_blocks(model, name == INTEGERS), dtype=dtype, **options)
         return NativeLlamaForward.from_module(model, **options)
 
     def computed(threads: int, rng: random.Random | None, texts: list[list[int]]) -> list[torch.Tensor]:
@@ -132,9 +130,7 @@ def test_no_company_changes_a_bit(unit: Unit, name: str) -> None:
         rng = random.Random(run)
         texts = [[rng.randrange(VOCAB) for _ in range(rng.randint(40, LENGTH))] for _ in range(COUNT)]
         alone = computed(1, None, texts)
-        for number, (one, other) in enumerate(
-            zip(computed(rng.randint(1, 3), rng, texts), alone, strict=True)
-        ):
+        for number, (one, other) in enumerate(zip(computed(rng.randint(1, 3), rng, texts), alone, strict=True)):
             same = (one == other).all(dim=1)
             assert same.all(), f"run {run}: token {int((~same).nonzero()[0])} of text {number} has other bits"
 
@@ -153,14 +149,7 @@ def test_nothing_that_happens_to_a_request_changes_a_bit(
     monkeypatch.setitem(defaults, "instruction_set", instruction_set)
     path, name = saved(kind, tmp_path), str(dtype).removeprefix("torch.")
     quiet, *nodes = (
-        load(
-            path,
-            dtype=name,
-            threads=threads,
-            num_speculative_tokens=drafts,
-            max_num_seqs=16,
-            memory_bytes=1 << 20,
-        )
+        load(path, dtype=name, threads=threads, num_speculative_tokens=drafts, max_num_seqs=16, memory_bytes=1 << 20)
         for threads, drafts in ((1, 0), (1, 4), (2, 4))
     )
     happened: collections.Counter[str] = collections.Counter()

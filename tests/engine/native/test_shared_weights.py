@@ -37,9 +37,7 @@ def test_a_model_of_a_file_gives_the_same_bits(unit: Unit, name: str, tmp_path: 
     with (tmp_path / "weights").open("xb") as written:
         forward.write_file(written.fileno())
     with (tmp_path / "weights").open("rb") as file:
-        other = NativeLlamaForward(
-            model.config, None, dtype=dtype, threads=2, instruction_set=instruction_set
-        )
+        other = NativeLlamaForward(model.config, None, dtype=dtype, threads=2, instruction_set=instruction_set)
         other.use_file(file.fileno())
     assert torch.equal(logits(other, Sequences(other, model, windows(model.config), count=3)), expected)
     assert other.weight_bytes == forward.weight_bytes
@@ -203,18 +201,11 @@ def test_what_is_old_goes_and_what_is_used_stays(tmp_path: Path) -> None:
     ):
         os.utime(tmp_path / name, times=(time.time() - ago_s,) * 2)
     os.close(make(shelf, "model-now"))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "old-used",
-        "model-today",
-        "other-model",
-        "model-now",
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"old-used", "model-today", "other-model", "model-now"}
     os.close(used)
 
 
-def test_a_full_disk_loses_what_was_unused_for_longest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_what_was_unused_for_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = shelf_of(tmp_path)
     for ago_s, name in enumerate(("c", "b", "a")):
         os.close(make(shelf, name))

@@ -59,15 +59,11 @@ class FakeConnector(SchedulerConnector):
     def on_new_request(self, request: TransferRequest) -> None:
         self.calls.append(("new", request.request_id))
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         self.calls.append(("match", request.request_id, num_computed_tokens))
         return self.offers.get(request.request_id, (0, False))
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         self.calls.append(("alloc", request.request_id, num_external_tokens))
         if num_external_tokens:
             self.offers.pop(request.request_id, None)
@@ -243,9 +239,7 @@ def received(request_id: str, first_token: int, num_tokens: int) -> ConnectorOut
     return ConnectorOutput(finished_recving={request_id: Handoff(first_token, num_tokens)})
 
 
-def failed(
-    request_id: str, valid_tokens: int = 0, reason: str = "lost", unsafe: Iterable[int] = ()
-) -> ConnectorOutput:
+def failed(request_id: str, valid_tokens: int = 0, reason: str = "lost", unsafe: Iterable[int] = ()) -> ConnectorOutput:
     return ConnectorOutput(failed_recving={request_id: LoadFailure(reason, valid_tokens, frozenset(unsafe))})
 
 

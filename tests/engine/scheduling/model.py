@@ -25,9 +25,7 @@ def kv_chain(token_ids: Sequence[int], salt: object = None, media: Sequence[Medi
     """The right content of the KV at each position."""
     value = zlib.crc32(repr(salt).encode())
     chain = []
-    seen = {
-        place: each.identifier for each in media for place in range(each.offset, each.offset + each.length)
-    }
+    seen = {place: each.identifier for each in media for place in range(each.offset, each.offset + each.length)}
     for place, token in enumerate(token_ids):
         value = hash((value, token, seen[place])) if place in seen else hash((value, token))
         chain.append(value)
@@ -80,9 +78,7 @@ class FakeModel:
                 if block:
                     self.kv[block, position % group.block_size] = chain[position]
 
-    def read(
-        self, who: str, tables: Sequence[Sequence[int]], chain: Sequence[int], first: int, end: int
-    ) -> None:
+    def read(self, who: str, tables: Sequence[Sequence[int]], chain: Sequence[int], first: int, end: int) -> None:
         """Checks all KV that the tokens from `first` to `end` attend to."""
         for group, table in zip(self.groups, tables, strict=True):
             if group.kind is AttentionKind.STATE:
@@ -168,11 +164,7 @@ class FakeModel:
         return output
 
     def _read_all(
-        self,
-        step: SchedulerOutput,
-        computed: dict[str, int],
-        chains: dict[str, list[int]],
-        stale: set[str],
+        self, step: SchedulerOutput, computed: dict[str, int], chains: dict[str, list[int]], stale: set[str]
     ) -> None:
         """Reads for all requests. A request that reads wrong KV computes wrong KV, which others may read in the same step."""
         self.misread = set(stale)

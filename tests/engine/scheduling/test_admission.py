@@ -53,11 +53,7 @@ def test_prompt_logprobs_are_computed_whatever_is_cached():
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ({"cache_salt": "x"}, {"cache_salt": "y"}),
-        ({"cache_salt": "x"}, {}),
-        ({"lora": "x"}, {"cache_salt": "x"}),
-    ],
+    [({"cache_salt": "x"}, {"cache_salt": "y"}), ({"cache_salt": "x"}, {}), ({"lora": "x"}, {"cache_salt": "x"})],
 )
 def test_tenants_and_adapters_find_nothing_of_each_other(first, second):
     driver = Driver()
@@ -224,9 +220,7 @@ def test_what_is_cached_counts_for_a_prompts_reservation():
 
 
 def test_a_long_prompt_with_a_window_needs_only_what_it_holds_at_once():
-    driver = Driver(
-        groups=(sliding(5),), num_blocks=8, max_num_batched_tokens=8, reserve=Reserve.PROMPT, caching=False
-    )
+    driver = Driver(groups=(sliding(5),), num_blocks=8, max_num_batched_tokens=8, reserve=Reserve.PROMPT, caching=False)
     driver.add("a", prompt=60, max_tokens=3)
     driver.run()
     assert len(driver.outputs["a"]) == 3

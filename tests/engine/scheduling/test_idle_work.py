@@ -128,8 +128,6 @@ def test_their_steps_stay_short_because_a_request_may_come() -> None:
     driver.add("idle", prompt=3000, max_tokens=1, when_idle=True)
     for seconds, tokens in ((0.001, 256), (0.001, 512), (0.01, 1024), (0.004, 512)):
         step = driver.schedule()
-        assert (
-            step.total_num_scheduled_tokens == tokens
-        )  # at most twice as many, and as fit into half of the target
+        assert step.total_num_scheduled_tokens == tokens  # at most twice as many, and as fit into half of the target
         driver.scheduler.took(step, seconds)
         driver.finish(step)

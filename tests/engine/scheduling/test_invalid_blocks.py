@@ -13,16 +13,7 @@ from tandem.wire.images import MediaFeature
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 from tests.engine.made_requests import made_request
-from tests.engine.scheduling.driving import (
-    BLOCK,
-    FULL,
-    Driver,
-    FakeConnector,
-    consume,
-    produce,
-    received,
-    sliding,
-)
+from tests.engine.scheduling.driving import BLOCK, FULL, Driver, FakeConnector, consume, produce, received, sliding
 from tests.engine.scheduling.model import alone
 
 
@@ -182,15 +173,11 @@ def fail(driver: Driver, step: SchedulerOutput, request_id: str, error: TandemEr
 
 def found(driver: Driver, prompt: list[int] = PROMPT) -> int:
     """How many tokens of the prompt with the image another request would find."""
-    request = made_request(
-        "asks", prompt, media=IMAGE, images=[b"file"], block_hasher=driver.scheduler.block_hasher
-    )
+    request = made_request("asks", prompt, media=IMAGE, images=[b"file"], block_hasher=driver.scheduler.block_hasher)
     return driver.scheduler.find_prefix(request)[1]
 
 
-@pytest.mark.parametrize(
-    "error", [InvalidImage("broken"), Unavailable("not now"), InvalidLogits("no number")]
-)
+@pytest.mark.parametrize("error", [InvalidImage("broken"), Unavailable("not now"), InvalidLogits("no number")])
 def test_who_shares_the_blocks_of_an_input_that_fails_computes_them_again(error: TandemError) -> None:
     connector = FakeConnector()
     driver = Driver(connector=connector, encoder_tokens=64)

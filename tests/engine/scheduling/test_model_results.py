@@ -22,12 +22,7 @@ def test_an_end_of_sequence_token_stops():
     request = driver.add("a", max_tokens=9)
     assert answer(driver, 5).finish is None
     update = answer(driver, 2)
-    assert (update.start, update.token_ids, update.finish, update.stop_token) == (
-        1,
-        [2],
-        FinishReason.STOP,
-        2,
-    )
+    assert (update.start, update.token_ids, update.finish, update.stop_token) == (1, [2], FinishReason.STOP, 2)
     assert request.status is RequestStatus.FINISHED_STOPPED
     assert not driver.scheduler.has_unfinished_requests()
 
@@ -95,10 +90,7 @@ def test_log_probabilities_follow_their_tokens():
     logprobs = [TokenLogprobs(token, -1.0, 1) for token in (6, 2, 7)]
     driver = Driver(eos=[2])
     driver.add("a", max_tokens=9)
-    assert (
-        answer(driver, 5, draft_token_ids={"a": [6, 2]}, logprobs={"a": logprobs[:1]}).logprobs
-        == logprobs[:1]
-    )
+    assert answer(driver, 5, draft_token_ids={"a": [6, 2]}, logprobs={"a": logprobs[:1]}).logprobs == logprobs[:1]
     assert answer(driver, 6, 2, 7, logprobs={"a": logprobs}).logprobs == logprobs[:2]
 
 
@@ -114,9 +106,7 @@ def test_prompt_log_probabilities_that_come_before_any_token_are_not_lost():
     driver = Driver(max_num_batched_tokens=6)
     driver.add("a", prompt=6, max_tokens=9, output_token_ids=[1, 2, 3])
     updates = driver.book(driver.schedule(), ModelOutput({}, prompt_logprobs={"a": [None]}))
-    assert [(update.start, update.token_ids, update.prompt_logprobs) for update in updates] == [
-        (3, [], [None])
-    ]
+    assert [(update.start, update.token_ids, update.prompt_logprobs) for update in updates] == [(3, [], [None])]
 
 
 def test_a_new_request_under_an_old_id_gets_nothing_of_the_old_ones_step():

@@ -119,9 +119,7 @@ class TestScheduler:
         world.add("long", 450)
         shared = list(range(4 * 4 + 1))
         world.add("known", shared, max_tokens=1)
-        assert "known" not in world.step()[0].num_scheduled_tokens, (
-            "its turn comes after the prompt before it"
-        )
+        assert "known" not in world.step()[0].num_scheduled_tokens, "its turn comes after the prompt before it"
         world.run()
         world.add("more", 6, max_tokens=100)
         world.step()
@@ -130,11 +128,7 @@ class TestScheduler:
 
     def test_a_prompt_that_must_be_computed_at_once_is(self) -> None:
         world = Driver(
-            num_blocks=2000,
-            max_model_len=2000,
-            max_num_batched_tokens=2048,
-            chunked_prefill=False,
-            step_target_ms=200,
+            num_blocks=2000, max_model_len=2000, max_num_batched_tokens=2048, chunked_prefill=False, step_target_ms=200
         )
         world.add("decodes", 6, max_tokens=100)
         step, _ = world.step()
@@ -176,11 +170,7 @@ def test_the_engine_measures_its_steps_and_keeps_them_as_short_as_asked(ahead: b
     clock = Clock()
     runner = TimedRunner(clock)
     engine = Engine(
-        make_scheduler(runner, config=SchedulerConfig(step_target_ms=200)),
-        runner,
-        None,
-        ahead=ahead,
-        clock=clock,
+        make_scheduler(runner, config=SchedulerConfig(step_target_ms=200)), runner, None, ahead=ahead, clock=clock
     )
 
     def add(name: str, prompt: int, max_tokens: int) -> None:

@@ -32,9 +32,7 @@ class Vectors:
         return plan, self.finish(plan)
 
     def finish(self, plan: SchedulerOutput) -> list[TokenChunk]:
-        self.pooled |= {
-            new.req_id: len(new.token_ids) for new in plan.new_reqs if new.facts.pooling is not None
-        }
+        self.pooled |= {new.req_id: len(new.token_ids) for new in plan.new_reqs if new.facts.pooling is not None}
         begin = {new.req_id: new.num_computed_tokens for new in plan.new_reqs}
         cached = plan.cached_reqs
         begin |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

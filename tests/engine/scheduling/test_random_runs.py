@@ -93,9 +93,7 @@ def random_media(draw: random.Random, prompt: list[int], at: int) -> list[MediaF
     return media
 
 
-def run(
-    number: int, ahead: bool, states: bool = False, *, jobs: bool = False, with_images: bool = False
-) -> None:
+def run(number: int, ahead: bool, states: bool = False, *, jobs: bool = False, with_images: bool = False) -> None:
     """`jobs`: under continuum, with turns of jobs whose tools are as quick as chance will have it."""
     images = random.Random(number + 2) if with_images else None
     draw, of_jobs, seconds = random.Random(number), random.Random(number + 1), 0.0
@@ -153,9 +151,7 @@ def run(
                 world.reset_prefix_cache()
         world.step()
         if jobs:
-            ended = [
-                request for request in world.requests.values() if request.is_finished and request.facts.job_id
-            ]
+            ended = [request for request in world.requests.values() if request.is_finished and request.facts.job_id]
             if ended and of_jobs.random() < 0.5:
                 turn = of_jobs.choice(ended)
                 assert turn.facts.job_id is not None

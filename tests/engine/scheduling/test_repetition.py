@@ -55,10 +55,7 @@ def said(driver: Driver, tokens: list[int], drafts: int = 0) -> tuple[list[int],
 def test_the_answer_ends_with_the_last_of_them(drafts: int) -> None:
     driver = Driver()
     driver.add("a", sampling=SamplingParams(max_tokens=40, repetition_detection=WANTED))
-    assert said(driver, [5, 6, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8], drafts) == (
-        [5, 6, 7, 8, 7, 8, 7, 8],
-        FinishReason.STOP,
-    )
+    assert said(driver, [5, 6, 7, 8, 7, 8, 7, 8, 7, 8, 7, 8], drafts) == ([5, 6, 7, 8, 7, 8, 7, 8], FinishReason.STOP)
 
 
 def test_not_before_the_fewest_tokens_and_not_where_it_is_not_asked_for() -> None:

@@ -73,10 +73,7 @@ def test_without_chunks_a_prompt_waits_until_it_fits_whole():
     driver.add("a", prompt=20)
     driver.add("b", prompt=15)
     driver.add("c", prompt=2)  # would fit, and waits its turn all the same
-    assert [driver.step()[0].num_scheduled_tokens for _ in range(2)] == [
-        {"a": 20},
-        {"a": 1, "b": 15, "c": 2},
-    ]
+    assert [driver.step()[0].num_scheduled_tokens for _ in range(2)] == [{"a": 20}, {"a": 1, "b": 15, "c": 2}]
 
 
 def test_without_chunks_a_budget_below_the_context_is_refused():

@@ -80,13 +80,9 @@ BREAKAGES: dict[str, Callable[[Driver], object]] = {
         d.scheduler.requests["waits"], "status", RequestStatus.WAITING_FOR_GRAMMAR
     ),
     "drafts of one that does not run": lambda d: d.scheduler.requests["waits"].spec_token_ids.append(1),
-    "a held request that has not ended": lambda d: setattr(
-        state(d).held["held"], "status", RequestStatus.RUNNING
-    ),
+    "a held request that has not ended": lambda d: setattr(state(d).held["held"], "status", RequestStatus.RUNNING),
     "blocks of a request that has ended": lambda d: state(d).held.clear(),
-    "computed tokens without blocks": lambda d: setattr(
-        d.scheduler.requests["waits"], "num_computed_tokens", 4
-    ),
+    "computed tokens without blocks": lambda d: setattr(d.scheduler.requests["waits"], "num_computed_tokens", 4),
     "a line that miscounts its tokens": lambda d: setattr(state(d).waiting._waiting, "num_tokens", 1),
     "more at once than may run": lambda d: setattr(state(d), "config", type(state(d).config)(max_num_seqs=1)),
 }

@@ -14,12 +14,7 @@ def test_a_new_request_is_described_in_full_once():
     request = driver.add("a", prompt=6, sampling=sampling, lora="x")
     (new,) = driver.step()[0].new_reqs
     assert (new.req_id, new.token_ids, len(new.facts.prompt_token_ids)) == ("a", request.prompt_token_ids, 6)
-    assert (new.facts.sampling, new.block_ids, new.num_computed_tokens, new.facts.lora) == (
-        sampling,
-        [[1, 2]],
-        0,
-        "x",
-    )
+    assert (new.facts.sampling, new.block_ids, new.num_computed_tokens, new.facts.lora) == (sampling, [[1, 2]], 0, "x")
     step, _ = driver.step()
     assert step.new_reqs == []
     assert step.cached_reqs.req_ids == ["a"]

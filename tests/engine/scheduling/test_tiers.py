@@ -370,9 +370,7 @@ def test_the_log_probabilities_of_a_prompt_are_computed_and_not_loaded() -> None
 
 
 @pytest.mark.parametrize("groups", GROUPS[1:])
-def test_where_layers_have_windows_a_conversation_goes_on_from_its_last_turn(
-    groups: Sequence[KVCacheGroup],
-) -> None:
+def test_where_layers_have_windows_a_conversation_goes_on_from_its_last_turn(groups: Sequence[KVCacheGroup]) -> None:
     world = TierWorld(groups=groups, num_blocks=200)
     answer = world.run(PROMPT, max_tokens=3 * BLOCK)
     push_out(world)
@@ -391,9 +389,7 @@ def test_where_layers_have_windows_a_conversation_goes_on_from_its_last_turn(
 
 @pytest.mark.parametrize("groups", GROUPS_WITH_STATES.values(), ids=list(GROUPS_WITH_STATES))
 @pytest.mark.parametrize("ahead", [False, True])
-def test_states_are_loaded_with_the_prefix_that_they_come_after(
-    groups: Sequence[KVCacheGroup], ahead: bool
-) -> None:
+def test_states_are_loaded_with_the_prefix_that_they_come_after(groups: Sequence[KVCacheGroup], ahead: bool) -> None:
     """They are kept where a prompt's last block ends, so a conversation's next turn, and the same prompt, go on from there."""
     world = TierWorld(groups=groups, ahead=ahead)
     answer = world.run(PROMPT, max_tokens=3 * BLOCK)

@@ -168,8 +168,7 @@ def test_a_failed_load_that_is_all_right_still_computes_the_last_token():
 
 
 @pytest.mark.parametrize(
-    ("own", "used"),
-    [({}, 8), ({"lora": "x"}, 0), ({"media": [MediaFeature("image", 5, 2)], "images": [b"file"]}, 5)],
+    ("own", "used"), [({}, 8), ({"lora": "x"}, 0), ({"media": [MediaFeature("image", 5, 2)], "images": [b"file"]}, 5)]
 )
 def test_of_a_part_nothing_is_used_that_was_computed_from_the_requests_own_input(own, used):
     """It may have failed at a producer that ended before it could say so."""

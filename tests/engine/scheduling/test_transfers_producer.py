@@ -19,12 +19,7 @@ def test_the_connector_hears_of_a_request_from_beginning_to_end():
     driver, connector = producer(max_num_batched_tokens=6)
     driver.add("a", prompt=10, max_tokens=1, transfer=produce())
     driver.run()
-    assert [call[0] for call in connector.calls if call[1:2] == ("a",)] == [
-        "new",
-        "match",
-        "alloc",
-        "finished",
-    ]
+    assert [call[0] for call in connector.calls if call[1:2] == ("a",)] == ["new", "match", "alloc", "finished"]
 
 
 @pytest.mark.parametrize("begun", [False, True])

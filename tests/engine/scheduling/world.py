@@ -85,9 +85,7 @@ class WorldConnector(FakeConnector):
         self.loaded: set[str] = set()  # requests with a handoff, which comes only once
         self.kept: dict[str, tuple[Request, list[list[int]]]] = {}  # blocks kept for producers' requests
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         request_id = request.request_id
         if self.deferrals.get(request_id, 0) > 0:
             self.deferrals[request_id] -= 1
@@ -106,9 +104,7 @@ class WorldConnector(FakeConnector):
             case _:
                 return 0, False
 
-    def update_state_after_alloc(
-        self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
         assert isinstance(request, Request)
         if num_external_tokens:
@@ -158,9 +154,7 @@ class LazyDevice:
         )
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> _Queued:
-        if (
-            not step.spec_token_ids
-        ):  # a request whose drafts are being verified is computed further than it reaches
+        if not step.spec_token_ids:  # a request whose drafts are being verified is computed further than it reaches
             self._driver.scheduler.check_integrity()
         self.num_with_work += bool(step.num_scheduled_tokens)
         assert sum(job.step.total_num_scheduled_tokens > 0 for job in self._queue) <= 1
@@ -291,14 +285,7 @@ class World:
             self._write(load, load.start, load.end, good)
             load.written = good
 
-    def conclude(
-        self,
-        which: int,
-        num_valid: int | None = None,
-        *,
-        spoil: bool = False,
-        unsafe: bool = False,
-    ) -> None:
+    def conclude(self, which: int, num_valid: int | None = None, *, spoil: bool = False, unsafe: bool = False) -> None:
         """Ends a load: whole, or with its first `num_valid` tokens only. `spoil`: one of its blocks is wrong. `unsafe`: a peer may still
         write to the blocks that are not valid."""
         loads = sorted(self.connector.loads)
@@ -367,9 +354,7 @@ class World:
             for position in range(request.num_computed_tokens):
                 if block := table[position // group.block_size]:
                     slot = block, position % group.block_size
-                    assert self.model.kv[slot] == chain[position], (
-                        f"{request_id} would send token {position} wrong"
-                    )
+                    assert self.model.kv[slot] == chain[position], f"{request_id} would send token {position} wrong"
         self.news.finished_sending.add(request_id)
 
     def reset_prefix_cache(self) -> None:
@@ -390,9 +375,7 @@ class World:
         """Lets all loads and sends succeed. Then every request must end, and no block may be left in use."""
         self.connector.deferrals.clear()
         self.spoil_next = False
-        tokens_to_go = sum(
-            request.num_tokens + request.facts.sampling.max_tokens for request in self.requests.values()
-        )
+        tokens_to_go = sum(request.num_tokens + request.facts.sampling.max_tokens for request in self.requests.values())
         patience = 50 + 10 * tokens_to_go
         under_way = self.connector.loads, self.connector.kept
         while self.scheduler.has_unfinished_requests() or self.scheduler.has_work() or any(under_way):

@@ -56,21 +56,14 @@ def _objects(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
 
 def _arrays(inner: st.SearchStrategy[Schema]) -> st.SearchStrategy[Schema]:
     return st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(
-        lambda found: {
-            "type": "array",
-            "items": found[0],
-            "minItems": found[1],
-            "maxItems": found[1] + found[2],
-        }
+        lambda found: {"type": "array", "items": found[0], "minItems": found[1], "maxItems": found[1] + found[2]}
     )
 
 
 schemas: st.SearchStrategy[Schema] = st.recursive(
     _leaves,
     lambda inner: st.one_of(
-        _objects(inner),
-        _arrays(inner),
-        st.lists(inner, min_size=1, max_size=2).map(lambda few: {"anyOf": few}),
+        _objects(inner), _arrays(inner), st.lists(inner, min_size=1, max_size=2).map(lambda few: {"anyOf": few})
     ),
     max_leaves=5,
 )

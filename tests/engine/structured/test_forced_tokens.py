@@ -80,9 +80,7 @@ def test_a_grammar_that_forces_a_very_long_text_is_left_alone(monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.more
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_answers_are_the_same_in_fewer_steps(
-    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int
-) -> None:
+def test_answers_are_the_same_in_fewer_steps(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2_path / "tokenizer.json"))
     end = tokenizer.token_to_id("<|im_end|>")
     prompts = ["A customer as JSON:", "The order of a book, as JSON:"]

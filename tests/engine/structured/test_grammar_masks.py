@@ -109,9 +109,7 @@ def test_rows_without_a_grammar_are_left_alone() -> None:
     logits = torch.stack([logits_at(0, 3), logits_at(0, 3)])
     before = logits.clone()
     rows, positions = np.array([model.row, free]), np.array([3, 3])
-    constrained, unconstrained = model.sampler.sample(
-        logits, rows, positions, model.requests, model.table
-    ).tolist()
+    constrained, unconstrained = model.sampler.sample(logits, rows, positions, model.requests, model.table).tolist()
     assert unconstrained == int(logits[1].argmax())
     assert decode([constrained])[0] in "yn"
     assert torch.equal(logits, before)
@@ -131,16 +129,12 @@ def test_a_rows_next_request_knows_nothing_of_the_last() -> None:
 
 def test_the_grammar_outranks_bans() -> None:
     """What it asks for has been banned, and something has to be said: it says what it asks for."""
-    params = SamplingParams(
-        temperature=0, grammar='start: "yes"', bad_words=[encode("y"), encode("yes")], min_tokens=5
-    )
+    params = SamplingParams(temperature=0, grammar='start: "yes"', bad_words=[encode("y"), encode("yes")], min_tokens=5)
     assert Model(params).finish() == "yes"
 
 
 def test_a_ban_is_kept_where_the_grammar_leaves_a_choice() -> None:
-    params = SamplingParams(
-        temperature=0, grammar='start: "yes" | "no"', bad_words=[encode("y"), encode("yes")]
-    )
+    params = SamplingParams(temperature=0, grammar='start: "yes" | "no"', bad_words=[encode("y"), encode("yes")])
     assert Model(params).finish() == "no"
 
 
@@ -212,10 +206,7 @@ def test_a_grammar_without_an_end_is_told_in_words(grammar: str) -> None:
 
 
 def test_a_schema_as_large_as_people_write_them_is_within_the_limits() -> None:
-    part = {
-        "type": "object",
-        "properties": {f"field_{i}": {"type": "string", "maxLength": 3} for i in range(20)},
-    }
+    part = {"type": "object", "properties": {f"field_{i}": {"type": "string", "maxLength": 3} for i in range(20)}}
     schema: Schema = {
         "type": "object",
         "properties": {f"part_{i}": part for i in range(30)},

@@ -63,9 +63,7 @@ def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Pending]) -> None
     assert not pending.must_wait('start: "a"')
 
 
-def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(
-    slow: tuple[Slow, Pending],
-) -> None:
+def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow: tuple[Slow, Pending]) -> None:
     of, pending = slow
     pending.begin("first", 'start: "a"', now=0.0)
     pending.begin("second", 'start: "b"', now=3.0)
@@ -108,11 +106,7 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Pendin
     assert "too late" in [request_id for request_id, _ in pending.overdue(6.0)]
     of.go.set()
     assert of.begun.get(timeout=PATIENCE_S) == 'start: "e"'
-    assert {pending.told.get(timeout=PATIENCE_S).request_id for _ in range(3)} == {
-        "busy 0",
-        "busy 1",
-        "in time",
-    }
+    assert {pending.told.get(timeout=PATIENCE_S).request_id for _ in range(3)} == {"busy 0", "busy 1", "in time"}
 
 
 def test_a_text_that_is_no_grammar_is_an_error_that_says_so() -> None:

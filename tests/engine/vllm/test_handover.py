@@ -31,9 +31,7 @@ class Plans(SchedulerConnector):
     def __init__(self) -> None:
         self.told: list[ConnectorOutput] = []
 
-    def get_num_new_matched_tokens(
-        self, request: TransferRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
 
     def update_state_after_alloc(
@@ -105,10 +103,7 @@ def test_kv_of_another_number_of_tokens_has_failed(handover: Handover) -> None:
 def test_a_failed_load_is_heard_of_when_no_peer_can_write_any_more(handover: Handover) -> None:
     comes(
         handover,
-        failed_recving={
-            "r": LoadFailure("late", unsafe_blocks=frozenset({3, 4})),
-            "safe": LoadFailure("refused"),
-        },
+        failed_recving={"r": LoadFailure("late", unsafe_blocks=frozenset({3, 4})), "safe": LoadFailure("refused")},
     )
     assert handover.collect(set()) == (set(), {"safe"}, {"safe"})
     assert handover.quarantined == 2

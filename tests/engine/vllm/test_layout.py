@@ -55,9 +55,7 @@ def layers(spec: Any, count: int) -> Any:
 
 def cache_config(*groups: Any, blocks: int = 6, stride: int = 128) -> Any:
     tensor = SimpleNamespace(block_stride=stride, size=stride * blocks)
-    return SimpleNamespace(
-        kv_cache_groups=list(groups), num_blocks=blocks, kv_cache_tensors=[tensor for _ in groups]
-    )
+    return SimpleNamespace(kv_cache_groups=list(groups), num_blocks=blocks, kv_cache_tensors=[tensor for _ in groups])
 
 
 def test_each_group_has_its_kind_and_its_layers() -> None:
@@ -102,10 +100,7 @@ def test_all_recurrent_states_are_the_last_group() -> None:
             "hold 32 or 64 tokens, and those of one size",
         ),
         ([layers(MambaSpec(4096), 1)], "hold no tokens"),
-        (
-            [layers(FullAttentionSpec(32), 1), layers(MambaSpec(32, "align"), 1)],
-            r"set cache\.prefix_caching to false",
-        ),
+        ([layers(FullAttentionSpec(32), 1), layers(MambaSpec(32, "align"), 1)], r"set cache\.prefix_caching to false"),
     ],
 )
 def test_what_is_not_handed_over_is_refused_with_the_reason(groups: list[Any], said: str) -> None:

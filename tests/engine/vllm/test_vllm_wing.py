@@ -34,9 +34,7 @@ def python_that_says(folder: Path, **other: Any) -> str:
 
 
 def test_an_environment_with_all_that_is_needed_is_right(tmp_path: Path) -> None:
-    found = look(
-        ModelConfig(engine_python=python_that_says(tmp_path), engine_args={"enforce_eager": True}), {}
-    )
+    found = look(ModelConfig(engine_python=python_that_says(tmp_path), engine_args={"enforce_eager": True}), {})
     assert (found.version, found.device, found.wrong) == (f"{TRIED[-1]}+cpu", "cpu", [])
 
 
@@ -52,9 +50,7 @@ def test_an_environment_with_all_that_is_needed_is_right(tmp_path: Path) -> None
         ({"missing": ["xxhash", "rich"]}, "lacks xxhash, rich"),
     ],
 )
-def test_what_is_wrong_is_said_with_what_would_be_right(
-    tmp_path: Path, other: dict[str, Any], said: str
-) -> None:
+def test_what_is_wrong_is_said_with_what_would_be_right(tmp_path: Path, other: dict[str, Any], said: str) -> None:
     found = look(ModelConfig(engine_python=python_that_says(tmp_path, **other)), {})
     assert len(found.wrong) == 1
     assert said in found.wrong[0]
@@ -70,9 +66,7 @@ def test_a_python_that_is_none_is_no_traceback(tmp_path: Path) -> None:
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\necho oh >&2\n")
     silent.chmod(0o755)
-    assert (
-        "is no Python that answers; it said: oh" in look(ModelConfig(engine_python=str(silent)), {}).wrong[0]
-    )
+    assert "is no Python that answers; it said: oh" in look(ModelConfig(engine_python=str(silent)), {}).wrong[0]
     assert "cannot be run" in look(ModelConfig(engine_python=str(tmp_path / "nowhere")), {}).wrong[0]
     assert "model.engine_python is empty" in look(ModelConfig(), {}).wrong[0]
 
@@ -85,9 +79,7 @@ def test_the_script_runs_in_any_python() -> None:
 def test_each_setting_that_vllm_lacks_is_refused_by_name(tmp_path: Path) -> None:
     assert not list(refusals(EngineConfig(model=ModelConfig(path=str(tmp_path / "m"), engine="vllm"))))
     config = EngineConfig(
-        model=ModelConfig(
-            path="model.gguf", pooling="mean", engine_args={"dtype": "auto", "enable_lora": True}
-        ),
+        model=ModelConfig(path="model.gguf", pooling="mean", engine_args={"dtype": "auto", "enable_lora": True}),
         cache=CacheConfig(block_size=32, dtype="fp8"),
         scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, max_loras=2),
     )

@@ -107,9 +107,7 @@ def test_a_write_that_is_not_expected_any_more_touches_nothing_and_costs_no_othe
     assert set(there.transport.callees) == pairs
 
 
-def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(
-    sides: tuple[Side, Side],
-) -> None:
+def test_a_write_to_blocks_of_another_transfer_ends_the_pair_and_touches_nothing(sides: tuple[Side, Side]) -> None:
     here, there = sides
     remote = here.transport.connect(there.memory)
     here.tensor[:] = 1.0
@@ -241,9 +239,7 @@ def test_a_read_can_be_taken_back_and_the_pair_goes_on(
     assert (here.tensor[4] == 5.0).all()
 
 
-def test_a_write_that_has_begun_is_not_taken_back(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_has_begun_is_not_taken_back(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = sides
     remote = here.transport.connect(there.memory)
     there.transport.expect("t", [5])
@@ -337,9 +333,7 @@ def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
         here.write(remote, [3], [5])
 
 
-@pytest.mark.parametrize(
-    "metadata", [b"", b"nonsense", msgspec.msgpack.encode(Rendezvous("ipc://x", b"", "gloo"))]
-)
+@pytest.mark.parametrize("metadata", [b"", b"nonsense", msgspec.msgpack.encode(Rendezvous("ipc://x", b"", "gloo"))])
 def test_a_description_that_leads_nowhere_is_refused(sides: tuple[Side, Side], metadata: bytes) -> None:
     here, there = sides
     memory: CacheMemory = msgspec.structs.replace(there.memory, agent_metadata=metadata)
@@ -348,8 +342,7 @@ def test_a_description_that_leads_nowhere_is_refused(sides: tuple[Side, Side], m
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"backend": "nccl"}, {"backend": "tape"}, {"idle_s": "0"}, {"layerwise_tokens": "-1"}, {"x": "1"}],
+    "options", [{"backend": "nccl"}, {"backend": "tape"}, {"idle_s": "0"}, {"layerwise_tokens": "-1"}, {"x": "1"}]
 )
 def test_options_that_cannot_be_are_refused_by_name(options: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match=r"transfer\.options"):

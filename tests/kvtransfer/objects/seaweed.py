@@ -20,9 +20,7 @@ from tandem.kvtransfer.objects.signing import signed
 from tests.integration.cluster_lab import free_port
 
 WEED = Path(os.environ.get("TANDEM_WEED", Path(__file__).resolve().parents[3] / "build/objects/bin/weed"))
-NEEDS_WEED = pytest.mark.skipif(
-    not WEED.exists(), reason=f"{WEED} is not there: `make test-objects` installs it"
-)
+NEEDS_WEED = pytest.mark.skipif(not WEED.exists(), reason=f"{WEED} is not there: `make test-objects` installs it")
 START_S = 60.0
 KEYS = AccessKeys("tandem-key", "tandem-secret")
 

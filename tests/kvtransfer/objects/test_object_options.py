@@ -43,9 +43,7 @@ def test_a_request_is_signed_as_in_awss_own_example() -> None:
         ({"url": "https://host/bucket", "ca_file": "/nowhere"}, "ca_file"),
     ],
 )
-def test_wrong_options_are_refused_by_name(
-    options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     with pytest.raises(ConfigurationError, match=said):

@@ -30,12 +30,7 @@ def memory(num_blocks: int = 16, *, transposed: bool = False) -> KVCacheMemory:
 
 
 def test_neighbours_are_copied_together() -> None:
-    assert list(runs_of([3, 4, 5, 9, 10, 1], [7, 8, 9, 2, 4, 5])) == [
-        (3, 7, 3),
-        (9, 2, 1),
-        (10, 4, 1),
-        (1, 5, 1),
-    ]
+    assert list(runs_of([3, 4, 5, 9, 10, 1], [7, 8, 9, 2, 4, 5])) == [(3, 7, 3), (9, 2, 1), (10, 4, 1), (1, 5, 1)]
     assert list(runs_of([6], [0])) == [(6, 0, 1)]
 
 
@@ -133,8 +128,7 @@ def test_too_little_memory_and_unknown_specs_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="no room for 1 of this model's blocks"):
         CpuTier(TierConfig(cpu=100)).open(memory(), lambda: None)
     with pytest.raises(
-        ConfigurationError,
-        match=r"cache.tiers: there is no spec 'tape'; there are cpu, disk, objects, synthetic",
+        ConfigurationError, match=r"cache.tiers: there is no spec 'tape'; there are cpu, disk, objects, synthetic"
     ):
         create_tier(TierConfig(spec="tape"))
     with pytest.raises(ConfigurationError, match="each entry is one of"):

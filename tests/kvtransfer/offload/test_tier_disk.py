@@ -176,8 +176,7 @@ def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Pa
     def write(room: StoreRoom | None) -> bool:
         assert room is not None
         written = [
-            file.write(slot, key, memoryview(chunk_of(key)), 0)
-            for key, slot in zip(room.keys, room.slots, strict=True)
+            file.write(slot, key, memoryview(chunk_of(key)), 0) for key, slot in zip(room.keys, room.slots, strict=True)
         ]
         manager.complete_store(room, written=all(written))
         return all(written)
@@ -240,9 +239,7 @@ def test_a_disk_that_cannot_be_used_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no room for one entry"):
         create_tier(TierConfig(disk=str(tmp_path), size=100)).open(cache, lambda: None)
     with pytest.raises(ConfigurationError, match="MiB left for a tier"):
-        create_tier(TierConfig(disk=str(tmp_path), size=1 << 55, block_factor=1 << 30)).open(
-            cache, lambda: None
-        )
+        create_tier(TierConfig(disk=str(tmp_path), size=1 << 55, block_factor=1 << 30)).open(cache, lambda: None)
 
 
 class Crashes:

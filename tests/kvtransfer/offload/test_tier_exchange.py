@@ -13,13 +13,7 @@ import torch
 from tandem.base.errors import InternalError, TransferError
 from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.offload import exchange
-from tandem.kvtransfer.offload.exchange import (
-    MAX_IN_FLIGHT,
-    ChecksummedAnswer,
-    Exchange,
-    RemoteRead,
-    RemoteReadEnded,
-)
+from tandem.kvtransfer.offload.exchange import MAX_IN_FLIGHT, ChecksummedAnswer, Exchange, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.protocol.side import PeerKey
 from tandem.kvtransfer.protocol.transport import HandleId, Move, RemoteId, Transport
 from tandem.wire.handoff import CacheMemory
@@ -127,9 +121,7 @@ def reader() -> Iterator[Reader]:
     assert made.transport.closed
 
 
-def test_a_long_read_goes_in_pieces_and_ends_with_the_last(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_read_goes_in_pieces_and_ends_with_the_last(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_POST_BYTES", 4 * PLACE_BYTES)
     reader.read(1, places=4 * (MAX_IN_FLIGHT + 1))
     moves = reader.wait_for_moves(MAX_IN_FLIGHT)
@@ -224,9 +216,7 @@ def test_what_was_copied_is_compared_with_what_its_owner_has(
     try:
         owner.pool.random_(0, 256, generator=torch.Generator().manual_seed(1))
         found = ChunksFound(owner.exchange.envelope(7), number, theirs)
-        owner.exchange.answer(
-            ChecksummedAnswer(PeerAddress("n", 7, reader.exchange.endpoint), found, factor, every)
-        )
+        owner.exchange.answer(ChecksummedAnswer(PeerAddress("n", 7, reader.exchange.endpoint), found, factor, every))
         events: list[object] = []
         reader.until(lambda: events or events.extend(reader.exchange.take()), "the answer")
         (answer,) = events
@@ -238,9 +228,7 @@ def test_what_was_copied_is_compared_with_what_its_owner_has(
             place, byte, bit = flipped
             reader.pool.view(PLACES, -1)[place, byte] ^= 1 << bit
         until = time.monotonic() + 60
-        reader.exchange.read(
-            RemoteRead(number, A, MEMORY, here, there, until, True, factor, every, answer.checksums)
-        )
+        reader.exchange.read(RemoteRead(number, A, MEMORY, here, there, until, True, factor, every, answer.checksums))
         reader.transport.end(reader.wait_for_moves(1)[0])
         ended: list[RemoteReadEnded] = []
         reader.until(lambda: ended or ended.extend(reader.exchange.take()), "the end")  # type: ignore[arg-type]

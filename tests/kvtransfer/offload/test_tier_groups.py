@@ -223,9 +223,7 @@ def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_
     ("which", "there"),
     [(None, 3), ([0, 1, 4], 3), ([0, 0, 1], 0), ([1, 0, 2], 0), ([-1, 0, 1], 0), ([0, 1, 9], 0), ([0, 1], 0)],
 )
-def test_which_chunks_a_peer_has_is_believed_only_where_it_makes_sense(
-    which: list[int] | None, there: int
-) -> None:
+def test_which_chunks_a_peer_has_is_believed_only_where_it_makes_sense(which: list[int] | None, there: int) -> None:
     """None is said by a node of the version before, which answers up to the first that it lacks."""
     world = World()
     a, b = world.nodes["a"], world.nodes["b"]

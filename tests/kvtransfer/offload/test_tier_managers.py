@@ -51,11 +51,7 @@ class Machine(RuleBasedStateMachine):
     def store(self, keys: list[bytes]) -> None:
         there = [key for key in keys if self.manager.policy.get(key) is not None]
         before = sorted(self.manager.policy.all_keys())
-        idle = [
-            key
-            for key in before
-            if not self.manager.busy[self.manager.policy.get(key) or 0] and key not in keys
-        ]
+        idle = [key for key in before if not self.manager.busy[self.manager.policy.get(key) or 0] and key not in keys]
         room = self.manager.prepare_store(keys)
         needed = len(keys) - len(there)
         if room is None:

@@ -91,9 +91,7 @@ def suffices(groups: Sequence[KVCacheGroup], there: set[Part], first: int, end: 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=range(len(GROUPS)))
 @given(data=st.data())
-def test_a_hit_is_the_longest_that_all_groups_have(
-    groups: tuple[KVCacheGroup, ...], data: st.DataObject
-) -> None:
+def test_a_hit_is_the_longest_that_all_groups_have(groups: tuple[KVCacheGroup, ...], data: st.DataObject) -> None:
     every = parts_of(groups)
     lost = data.draw(st.sets(st.sampled_from(every), max_size=8))
     there = set(every) - lost
@@ -132,8 +130,4 @@ def test_states_that_are_there_stand_beside_the_blocks_that_they_come_after() ->
     assert room is not None
     manager.complete_store(room, written=True)
     blocks = list(prefixes.keys(request, 0, 0, BLOCKS))
-    assert prefixes.all_keys(manager, request) == [
-        *blocks[:2],
-        *prefixes.state_keys(request, 2),
-        *blocks[2:],
-    ]
+    assert prefixes.all_keys(manager, request) == [*blocks[:2], *prefixes.state_keys(request, 2), *blocks[2:]]

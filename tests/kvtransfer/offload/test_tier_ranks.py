@@ -160,9 +160,7 @@ def test_a_copy_that_is_wrong_at_one_rank_is_wrong(
         assert here.ended(1, 2) == {1: False, 2: True}
 
 
-def test_a_copy_has_ended_when_it_has_at_all_ranks(
-    config: TierConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_has_ended_when_it_has_at_all_ranks(config: TierConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     memories, go_on, over = caches(), threading.Event(), []
     for kind in (HostCopier, DiskCopier):
         copy = kind.copy
@@ -275,10 +273,7 @@ def test_bytes_that_hold_no_block_of_all_ranks_are_refused() -> None:
 
 def test_what_a_rank_cannot_open_is_said(tmp_path: Path) -> None:
     (tmp_path / "rank2of4").write_text("no folder")
-    with (
-        pytest.raises(ConfigurationError, match="rank2of4"),
-        node(TierConfig(disk=str(tmp_path), size=1 << 20)),
-    ):
+    with pytest.raises(ConfigurationError, match="rank2of4"), node(TierConfig(disk=str(tmp_path), size=1 << 20)):
         pass
 
 

@@ -23,15 +23,7 @@ from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import LEASE_S, AskChunks, SharingMessage
-from tests.kvtransfer.offload.test_tier_prefixes import (
-    BLOCK,
-    BLOCKS,
-    STATES,
-    a_request,
-    key_of,
-    parts_of,
-    suffices,
-)
+from tests.kvtransfer.offload.test_tier_prefixes import BLOCK, BLOCKS, STATES, a_request, key_of, parts_of, suffices
 
 SLOTS = 12
 CHUNK_BYTES = 1000
@@ -74,9 +66,7 @@ class FakeExchange:
     def read(self, reading: RemoteRead) -> None:
         owner = self._world.nodes[reading.peer.node_id]
         # An earlier incarnation's memory is gone: the transport fails.
-        seen = (
-            [owner.content.get(slot) for slot in reading.there] if owner.epoch == reading.peer.epoch else None
-        )
+        seen = [owner.content.get(slot) for slot in reading.there] if owner.epoch == reading.peer.epoch else None
         self._world.reads.append((self._node, reading, seen))
 
     def take(self) -> list[Event]:

@@ -117,9 +117,7 @@ def test_copies_that_a_full_disk_refuses_are_counted(tmp_path: Path, monkeypatch
     tier.close()
 
 
-def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(
-    tmp_path: Path, hung: Disk
-) -> None:
+def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(tmp_path: Path, hung: Disk) -> None:
     cache, clock = memory(), Clock()
     tier = open_tier(tmp_path, cache, clock)
     store(tier, 0, KEYS[:2], [1, 2])
@@ -127,9 +125,7 @@ def test_a_read_that_does_not_return_is_given_up_and_writes_to_no_block_later(
     slots = tier.manager.prepare_load(KEYS[:1])
     tier.mover.submit([], [Copy(1, [5], slots, KEYS[:1], within_s=LEAST_LOAD_S)])
     assert hung.entered.wait(PATIENCE_S)
-    tier.mover.submit(
-        [Copy(2, [7], [5], [KEYS[3]])], [Copy(3, [6], slots, KEYS[:1], within_s=2 * LEAST_LOAD_S)]
-    )
+    tier.mover.submit([Copy(2, [7], [5], [KEYS[3]])], [Copy(3, [6], slots, KEYS[:1], within_s=2 * LEAST_LOAD_S)])
     thread_of(tier).look()
     assert not tier.mover.take_ended(), "its time is not over"
     clock.now += LEAST_LOAD_S
@@ -170,9 +166,7 @@ def test_a_write_that_does_not_return_holds_no_block(tmp_path: Path, hung: Disk,
     tier.close()  # does not wait for it
 
 
-def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_start(
-    tmp_path: Path, hung: Disk
-) -> None:
+def test_a_tier_that_is_forgotten_while_its_disk_hangs_is_empty_at_the_next_start(tmp_path: Path, hung: Disk) -> None:
     cache, clock = memory(), Clock()
     tier = open_tier(tmp_path, cache, clock)
     store(tier, 0, KEYS[:1], [1])

@@ -29,11 +29,7 @@ class Node:
         self.runner = load(path, native=native)
         info = self.runner.info
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_batched_tokens=64),
-            CacheConfig(),
-            info.groups,
-            info.num_blocks,
-            info.max_model_len,
+            SchedulerConfig(max_num_batched_tokens=64), CacheConfig(), info.groups, info.num_blocks, info.max_model_len
         )
         self.engine = Engine(self.scheduler, self.runner, None, debug=True)
         self.checks = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, share, exact=exact)
@@ -110,18 +106,14 @@ def test_a_request_that_arrives_is_served_at_once_and_the_check_begins_again(nod
     node.receive("r", PROMPT)
     assert node.engine.use_idle_time()
     assert node.scheduler.stats().free_blocks < node.free
-    node.engine.add_request(
-        made_request("other", [9, *PROMPT], SamplingParams(temperature=0.0, max_tokens=2))
-    )
+    node.engine.add_request(made_request("other", [9, *PROMPT], SamplingParams(temperature=0.0, max_tokens=2)))
     assert node.scheduler.stats().free_blocks == node.free
     node.scheduler.check_integrity()
     assert not node.engine.use_idle_time()
     while node.scheduler.has_unfinished_requests():
         node.engine.step()
     node.idle()
-    assert (node.findings.checked, node.findings.wrong) == (1, {}), (
-        "the first prompt; only one is checked at a time"
-    )
+    assert (node.findings.checked, node.findings.wrong) == (1, {}), "the first prompt; only one is checked at a time"
 
 
 def test_a_prompt_that_fills_no_block_is_left_out(node: Node) -> None:

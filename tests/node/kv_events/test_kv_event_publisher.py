@@ -131,9 +131,7 @@ def test_what_was_missed_can_be_asked_for(publisher: KVEventPublisher) -> None:
             asker.send_multipart((b"", wanted.to_bytes(8, "big")))
             found = []
             while (frames := asker.recv_multipart())[2]:
-                assert decoder.decode(frames[2]).events[0].block_hashes == [
-                    bytes([int.from_bytes(frames[1], "big")])
-                ]
+                assert decoder.decode(frames[2]).events[0].block_hashes == [bytes([int.from_bytes(frames[1], "big")])]
                 found.append(int.from_bytes(frames[1], "big"))
             assert int.from_bytes(frames[1], "big", signed=True) == -1
             assert found == expected
@@ -168,9 +166,7 @@ def test_it_needs_a_prefix_cache_and_a_replay_something_to_ask_for() -> None:
 
 def test_a_salt_is_published_as_a_digest_that_only_this_process_can_make() -> None:
     def published(*salts: str) -> list[str]:
-        publisher = KVEventPublisher(
-            f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", "kv", 9
-        )
+        publisher = KVEventPublisher(f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}", "kv", 9)
         context = zmq.Context()
         asker = context.socket(zmq.DEALER)
         asker.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)

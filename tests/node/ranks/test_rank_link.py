@@ -18,8 +18,7 @@ from tandem.node.ranks.processes import device_of_rank, ranks_on, with_memory_sh
 
 _ARRAYS = st.lists(
     arrays_of_numpy.arrays(
-        st.sampled_from([np.int32, np.int64]),
-        arrays_of_numpy.array_shapes(min_dims=1, max_dims=2, min_side=0),
+        st.sampled_from([np.int32, np.int64]), arrays_of_numpy.array_shapes(min_dims=1, max_dims=2, min_side=0)
     ),
     max_size=6,
 )

@@ -15,9 +15,7 @@ from tandem.node.ranks.memory import SharedMemory, create_memory
 from tandem.node.ranks.processes import shares_of
 
 _ARRAYS = st.lists(
-    arrays_of.arrays(
-        st.sampled_from([np.int32, np.int64]), arrays_of.array_shapes(min_dims=1, max_dims=2, min_side=0)
-    ),
+    arrays_of.arrays(st.sampled_from([np.int32, np.int64]), arrays_of.array_shapes(min_dims=1, max_dims=2, min_side=0)),
     max_size=6,
 )
 

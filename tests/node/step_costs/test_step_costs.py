@@ -94,16 +94,8 @@ class Node:
     def __init__(self, *, ahead: bool, answers: bool = True, kept: StepCosts | None = None) -> None:
         self.device = Device()
         runner = TimedRunner(self.device)
-        scheduler = make_scheduler(
-            runner, config=SchedulerConfig(max_num_batched_tokens=1024, step_target_ms=1500)
-        )
-        self.engine = Engine(
-            scheduler,
-            cast("ModelRunner", runner),
-            None,
-            ahead=ahead,
-            clock=lambda: self.device.now,
-        )
+        scheduler = make_scheduler(runner, config=SchedulerConfig(max_num_batched_tokens=1024, step_target_ms=1500))
+        self.engine = Engine(scheduler, cast("ModelRunner", runner), None, ahead=ahead, clock=lambda: self.device.now)
         self.learner = StepLearner(kept)
         self.part = StepCostsPart(scheduler, self.learner)
         self._answers = answers
@@ -210,9 +202,7 @@ def test_a_node_that_only_reads_prompts_knows_nothing_of_answers() -> None:
     assert middle(errors_of_prompts(node.costs, 1)) < 0.06
 
 
-def test_a_started_node_has_the_costs_of_the_last_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_started_node_has_the_costs_of_the_last_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     node = Node(ahead=False)
     context = PartContext(
@@ -239,9 +229,7 @@ def test_a_started_node_has_the_costs_of_the_last_start(
     again.stop()
     for tokens, _ in PROMPTS:
         pairs = tokens * (tokens + 1) / 2
-        assert told["step_costs"].prompt_s(tokens, pairs) == pytest.approx(
-            learnt.prompt_s(tokens, pairs), rel=0.01
-        )
+        assert told["step_costs"].prompt_s(tokens, pairs) == pytest.approx(learnt.prompt_s(tokens, pairs), rel=0.01)
     other = msgspec.structs.replace(node.engine.info, content="sha256:b")
     assert read(file_of(context.config, other)) is None
 

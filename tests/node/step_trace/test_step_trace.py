@@ -71,10 +71,7 @@ def test_what_keeps_the_next_in_line_waiting_is_told() -> None:
     full.driver.add("a", prompt=12, max_tokens=1)
     full.driver.add("b", prompt=12, max_tokens=1)
     full.driver.step()
-    assert (full.of(StepDecision)[-1].held_back, full.of(StepDecision)[-1].why) == (
-        "b",
-        "too few free blocks",
-    )
+    assert (full.of(StepDecision)[-1].held_back, full.of(StepDecision)[-1].why) == ("b", "too few free blocks")
 
 
 def test_a_load_is_told_when_it_begins() -> None:

@@ -28,9 +28,7 @@ from tests.waiting import until
 CHAT = "/v1/chat/completions"
 
 
-def line(
-    custom_id: str, prompt: str = "the fox", url: str = "/v1/completions", **fields: Any
-) -> dict[str, Any]:
+def line(custom_id: str, prompt: str = "the fox", url: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
     body = {"model": "fake", "prompt": prompt, "max_tokens": 4, "seed": 1, **fields}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
@@ -50,9 +48,7 @@ def put(router: RunningRouter, content: bytes, key: str = "", **fields: str) -> 
 
 def begin(router: RunningRouter, content: bytes, **fields: Any) -> dict[str, Any]:
     asked = {"endpoint": "/v1/completions", "completion_window": "24h", **fields}
-    made = router.client.post(
-        "/v1/batches", json={"input_file_id": put(router, content).json()["id"], **asked}
-    )
+    made = router.client.post("/v1/batches", json={"input_file_id": put(router, content).json()["id"], **asked})
     assert made.status_code == 200, made.text
     found: dict[str, Any] = made.json()
     return found
@@ -92,10 +88,7 @@ def test_openais_client_has_a_file_of_requests_answered(router: RunningRouter, t
     with given.open("rb") as content:
         file = client.files.create(file=content, purpose="batch")
     batch = client.batches.create(
-        input_file_id=file.id,
-        endpoint="/v1/completions",
-        completion_window="24h",
-        metadata={"of": "tests"},
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"of": "tests"}
     )
     assert batch.status == "validating"
     until(lambda: client.batches.retrieve(batch.id).status == "completed", 20)
@@ -121,10 +114,7 @@ def test_openais_client_has_a_file_of_requests_answered(router: RunningRouter, t
     assert client.files.delete(file.id).deleted
     assert router.client.get(f"/v1/files/{file.id}").status_code == 404
     assert router.client.get(f"/v1/files/{batch.output_file_id}").json()["purpose"] == "batch_output"
-    assert (
-        'tandem_batch_lines_total{model_name="fake",outcome="answered"} 70.0'
-        in router.client.get("/metrics").text
-    )
+    assert 'tandem_batch_lines_total{model_name="fake",outcome="answered"} 70.0' in router.client.get("/metrics").text
     router.wait_for(router.idle, "nothing is left behind")
 
 
@@ -137,12 +127,7 @@ def test_chats_and_vectors_are_answered_too(start_router: StartRouter, tmp_path:
         "url": CHAT,
         "body": {"model": "fake", "messages": messages, "max_tokens": 3},
     }
-    vector = {
-        "custom_id": "a",
-        "method": "POST",
-        "url": "/v1/embeddings",
-        "body": {"model": "fake", "input": "hi"},
-    }
+    vector = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "fake", "input": "hi"}}
     for asked, kind in ((chat, "chat.completion"), (vector, "list")):
         batch = ended(router, begin(router, jsonl([asked]), endpoint=asked["url"]))
         (answer,) = lines_of(router, batch["output_file_id"])
@@ -177,12 +162,7 @@ def test_what_is_asked_wrongly_is_refused_by_name(router: RunningRouter) -> None
         ({"metadata": {"a": "b" * 600}}, "512"),
         ({"input_file_id": "file-none"}, "file-none"),
     ):
-        asked = {
-            "input_file_id": file_id,
-            "endpoint": "/v1/completions",
-            "completion_window": "24h",
-            **fields,
-        }
+        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h", **fields}
         answer = post("/v1/batches", json=asked)
         assert answer.status_code in (400, 404)
         assert named in answer.json()["error"]["message"]
@@ -219,9 +199,7 @@ def test_one_key_never_sees_anothers(start_router: StartRouter, tmp_path: Path) 
 
 
 def test_a_cancelled_batch_keeps_what_it_has(router: RunningRouter) -> None:
-    batch = begin(
-        router, jsonl([line("quick", max_tokens=2), *(line(f"n{i}", max_tokens=9) for i in range(5))])
-    )
+    batch = begin(router, jsonl([line("quick", max_tokens=2), *(line(f"n{i}", max_tokens=9) for i in range(5))]))
     for node in router.nodes.values():
         node.set(pause_at=4)
     until(lambda: look(router, batch)["request_counts"]["completed"] == 1, 10)
@@ -324,9 +302,7 @@ def test_interactive_requests_take_the_places_of_lines(start_router: StartRouter
         stream.close()
 
 
-def test_lines_together_leave_others_half_of_the_routers_memory(
-    start_router: StartRouter, tmp_path: Path
-) -> None:
+def test_lines_together_leave_others_half_of_the_routers_memory(start_router: StartRouter, tmp_path: Path) -> None:
     router = start_router(batches_folder=str(tmp_path), limits=Limits(kept_bytes=220_000))
     for node in router.nodes.values():
         node.set(pause_at=1)
@@ -405,9 +381,7 @@ def test_the_event_loop_never_asks_the_file_system(
     assert set(asked) == {"batches"}
 
 
-def test_a_file_too_large_is_cut_off(
-    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_too_large_is_cut_off(router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "MOST_FILE_BYTES", 100_000)
     assert put(router, b"x" * 300_000).status_code == 413
     assert put(router, b"x" * 120_000).status_code == 413
@@ -430,9 +404,7 @@ def test_files_go_when_their_time_is_over(tmp_path: Path) -> None:
     store.close()
 
 
-def test_where_no_batch_was_ever_asked_for_nothing_is_written(
-    start_router: StartRouter, tmp_path: Path
-) -> None:
+def test_where_no_batch_was_ever_asked_for_nothing_is_written(start_router: StartRouter, tmp_path: Path) -> None:
     router = start_router(batches_folder=str(tmp_path / "none"))
     assert router.complete(max_tokens=2).status_code == 200
     assert router.wing(Batches).thread.store.place.exists is False

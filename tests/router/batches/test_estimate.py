@@ -32,9 +32,7 @@ def all_tokens_alike(prompt: int, answer: int) -> float:
         ("long ones first", all_tokens_alike),
     ],
 )
-def test_a_batch_says_when_it_will_be_done(
-    tmp_path: Path, order: str, cost: Callable[[int, int], float]
-) -> None:
+def test_a_batch_says_when_it_will_be_done(tmp_path: Path, order: str, cost: Callable[[int, int], float]) -> None:
     """From a tenth of the lines on, it is wrong by at most a fifth of the time that the batch takes."""
     rng = random.Random(1)
     prompts = [rng.randint(20, 400) for _ in range(LINES)]

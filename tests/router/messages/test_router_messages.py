@@ -33,12 +33,7 @@ def client_of(router: RunningRouter, key: str = "unused") -> anthropic.Anthropic
 
 
 @pytest.fixture
-def router(
-    start_router: StartRouter,
-    thinking_folder: str,
-    tokenizer: Tokenizer,
-    end_token: int,
-) -> RunningRouter:
+def router(start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
     return start_router(rule=scripted(script), tokenizer_path=thinking_folder)
 
@@ -50,9 +45,7 @@ def prompt_of(router: RunningRouter) -> str:
 
 def test_a_tool_loop_through_anthropics_own_client(router: RunningRouter) -> None:
     client = client_of(router)
-    answer = client.messages.create(
-        model="fake", max_tokens=500, messages=ASK, tools=[WEATHER], system="Be brief."
-    )
+    answer = client.messages.create(model="fake", max_tokens=500, messages=ASK, tools=[WEATHER], system="Be brief.")
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
     thinking, text, call = answer.content
     assert thinking.type == "thinking"
@@ -66,17 +59,9 @@ def test_a_tool_loop_through_anthropics_own_client(router: RunningRouter) -> Non
     cached = answer.usage.cache_read_input_tokens or 0
     assert answer.usage.input_tokens + cached == len(router.nodes["p0"].submits[-1].prompt_token_ids)
 
-    result: Any = {
-        "type": "tool_result",
-        "tool_use_id": call.id,
-        "content": [{"type": "text", "text": "rain"}],
-    }
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
     said: Any = [result, {"type": "text", "text": "and now?"}]
-    messages: Any = [
-        *ASK,
-        {"role": "assistant", "content": answer.content},
-        {"role": "user", "content": said},
-    ]
+    messages: Any = [*ASK, {"role": "assistant", "content": answer.content}, {"role": "user", "content": said}]
     client.messages.create(model="fake", max_tokens=500, messages=messages, tools=[WEATHER])
     prompt = prompt_of(router)
     assert '"name": "weather", "arguments": {"city": "Paris"}' in prompt
@@ -119,10 +104,7 @@ def test_tool_choices(router: RunningRouter, choice: dict[str, Any], fields: dic
 
 
 def test_thinking_is_turned_off(router: RunningRouter) -> None:
-    for thinking, closed in (
-        ({"type": "disabled"}, True),
-        ({"type": "enabled", "budget_tokens": 1024}, False),
-    ):
+    for thinking, closed in (({"type": "disabled"}, True), ({"type": "enabled", "budget_tokens": 1024}, False)):
         body = {"max_tokens": 5, "messages": ASK, "thinking": thinking}
         assert router.client.post("/v1/messages", json=body).status_code == 200
         assert prompt_of(router).endswith("</think>\n\n") is closed
@@ -183,10 +165,7 @@ def test_what_other_clients_send_besides_is_ignored(router: RunningRouter) -> No
     body = {
         "max_tokens": 5,
         "messages": [
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
-            }
+            {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]}
         ],
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "metadata": {"user_id": "x"},

@@ -13,9 +13,7 @@ from tests.router.conftest import RunningRouter
 pytest.importorskip("tandem.router.realtime")
 
 
-def test_a_conversation_goes_to_the_model_that_its_address_names(
-    two: tuple[RunningRouter, RunningRouter],
-) -> None:
+def test_a_conversation_goes_to_the_model_that_its_address_names(two: tuple[RunningRouter, RunningRouter]) -> None:
     front, code = two
     with closing(RealtimeClient(front.url, query="?model=code")) as client:
         assert client.hear("session.created")["session"]["model"] == "code"

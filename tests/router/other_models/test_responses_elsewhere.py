@@ -15,9 +15,7 @@ def test_a_response_is_found_by_its_id_at_whichever_deployment_made_it(
 ) -> None:
     front, code = two
     for model in ("fake", "code"):
-        made = front.client.post(
-            "/v1/responses", json={"model": model, "input": "hi", "max_output_tokens": 3}
-        )
+        made = front.client.post("/v1/responses", json={"model": model, "input": "hi", "max_output_tokens": 3})
         response_id = made.json()["id"]
         found = front.client.get(f"/v1/responses/{response_id}")
         assert found.json() == made.json()

@@ -28,9 +28,7 @@ def test_each_model_answers_at_one_address(two: tuple[RunningRouter, RunningRout
     assert ask(front, model="fake").json()["model"] == "fake"
     assert code.nodes["d0"].submits == []
     passed_on = ask(front, model="code")
-    assert (
-        passed_on.json()["choices"][0]["message"] == ask(code, model="code").json()["choices"][0]["message"]
-    )
+    assert passed_on.json()["choices"][0]["message"] == ask(code, model="code").json()["choices"][0]["message"]
     assert passed_on.json()["model"] == "code"
     assert passed_on.headers["x-tandem-nodes"], "what the other router tells of it"
 
@@ -48,9 +46,7 @@ def test_a_stream_comes_as_it_is_written(two: tuple[RunningRouter, RunningRouter
     assert texts[0] == texts[1]
 
 
-def test_all_are_listed_and_what_none_has_is_refused_with_their_names(
-    two: tuple[RunningRouter, RunningRouter],
-) -> None:
+def test_all_are_listed_and_what_none_has_is_refused_with_their_names(two: tuple[RunningRouter, RunningRouter]) -> None:
     front, _ = two
     listed = [card["id"] for card in front.client.get("/v1/models").json()["data"]]
     assert listed == ["fake", "code", "fast-code"]
@@ -60,9 +56,7 @@ def test_all_are_listed_and_what_none_has_is_refused_with_their_names(
     assert "this server has fake, code, fast-code" in unknown.json()["error"]["message"]
 
 
-def test_what_the_other_router_refuses_is_refused_in_its_words(
-    two: tuple[RunningRouter, RunningRouter],
-) -> None:
+def test_what_the_other_router_refuses_is_refused_in_its_words(two: tuple[RunningRouter, RunningRouter]) -> None:
     front, _ = two
     answer = ask(front, model="fast-code")  # a name that it does not know itself
     assert answer.status_code == 404
@@ -81,9 +75,7 @@ def test_keys_and_request_ids_go_with_it(start_router: StartRouter) -> None:
     assert ask(front, model="code").status_code == 401
 
 
-def test_a_client_that_goes_away_is_gone_for_the_other_router(
-    two: tuple[RunningRouter, RunningRouter],
-) -> None:
+def test_a_client_that_goes_away_is_gone_for_the_other_router(two: tuple[RunningRouter, RunningRouter]) -> None:
     front, code = two
     node = code.nodes["d0"]
     node.set(pause_at=2)
@@ -102,9 +94,7 @@ def test_a_router_that_is_away_is_unavailable_and_one_that_dies_ends_a_stream_wi
     assert away.status_code == 503
     assert "the router of the model 'away' does not answer" in away.json()["error"]["message"]
     code.nodes["d0"].set(pause_at=2)
-    with front.client.stream(
-        "POST", "/v1/chat/completions", json={**CHAT, "model": "code", "stream": True}
-    ) as answer:
+    with front.client.stream("POST", "/v1/chat/completions", json={**CHAT, "model": "code", "stream": True}) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if line.startswith("data: "))
         code.call(code.server.stop())

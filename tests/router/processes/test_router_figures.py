@@ -29,9 +29,7 @@ def figures(counts: dict[str, int], running: int, wait: int, created: int = 0, n
 
 
 def values(families: list[Family]) -> dict[tuple[str, str], float]:
-    return {
-        (name, labels.get("how", "")): value for family in families for name, labels, value in family.samples
-    }
+    return {(name, labels.get("how", "")): value for family in families for name, labels, value in family.samples}
 
 
 @given(st.lists(st.tuples(COUNTS, st.integers(0, 99), st.integers(0, 99), st.booleans()), min_size=1))

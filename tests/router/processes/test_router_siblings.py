@@ -55,9 +55,7 @@ def start_pair(start_router: StartRouter, api_keys: tuple[ApiKey, ...] = ()) -> 
 
 
 def introduce(*routers: RunningRouter) -> None:
-    desks = {
-        f"router~{number}": router.server.services.siblings.desk for number, router in enumerate(routers)
-    }
+    desks = {f"router~{number}": router.server.services.siblings.desk for number, router in enumerate(routers)}
     for router in routers:
         router.look(lambda router=router: router.server.set_siblings(desks))  # type: ignore[misc]
 
@@ -154,9 +152,7 @@ def on_new_connection_to(router: RunningRouter) -> str:
     return router.server.services.metrics.render(figures).decode()
 
 
-def test_one_that_does_not_answer_is_named_and_not_waited_for(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_answer_is_named_and_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = pair
     monkeypatch.setattr(sockets, "ANSWER_S", 0.05)
     going_on, hanging = hang(second)
@@ -257,9 +253,7 @@ def test_a_quota_holds_for_all_together(start_router: StartRouter) -> None:
     streams = []
     for number in range(2):
         streams.append(
-            EventReader(
-                first.url, "/v1/completions", {**BODY, "max_tokens": 5, "stream": True}, headers=headers
-            )
+            EventReader(first.url, "/v1/completions", {**BODY, "max_tokens": 5, "stream": True}, headers=headers)
         )
         assert streams[-1].read_header() == 200
         both_count(number + 1)

@@ -10,14 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from wsproto.connection import Connection, ConnectionType
-from wsproto.events import (
-    AcceptConnection,
-    CloseConnection,
-    Ping,
-    Pong,
-    RejectConnection,
-    TextMessage,
-)
+from wsproto.events import AcceptConnection, CloseConnection, Ping, Pong, RejectConnection, TextMessage
 
 from tandem.http_server.turns import PASS_S, Turns
 from tandem.http_server.websocket import READ_FRAMES, WebSocket
@@ -54,9 +47,7 @@ def test_an_answer_is_that_of_the_chat(router: RunningRouter, client: RealtimeCl
     assert client.hear("response.done")["response"]["usage"]["output_tokens"] == 5
 
 
-def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
-    router: RunningRouter, client: RealtimeClient
-) -> None:
+def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(router: RunningRouter, client: RealtimeClient) -> None:
     prefill = next(node for node in router.nodes.values() if node.role == "prefill")
     client.say("input_text_buffer.append", text=LONG)
     prefill.wait_until(lambda: bool(prefill.submits), "the beginning of the prompt")
@@ -71,9 +62,7 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(
 
 
 @pytest.mark.parametrize("prefills", [1, 2])
-def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(
-    start_router: StartRouter, prefills: int
-) -> None:
+def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(start_router: StartRouter, prefills: int) -> None:
     router = start_router(prefill=prefills)
     with closing(RealtimeClient(router.url)) as client:
         client.say("input_text_buffer.append", text=LONG)
@@ -90,9 +79,7 @@ def test_a_prefill_node_that_dies_between_two_parts_changes_no_answer(
 
 
 def test_a_client_that_takes_nothing_is_cut_off(start_router: StartRouter) -> None:
-    router = start_router(
-        prefill=0, decode=1, timeouts=Timeouts(slow_reader=0.2), limits=Limits(inflight_per_node=8)
-    )
+    router = start_router(prefill=0, decode=1, timeouts=Timeouts(slow_reader=0.2), limits=Limits(inflight_per_node=8))
     router.remove("d0").kill()
     node = router.add("d0", Role.DECODE, max_model_len=400_000)
     router.wait_ready()
@@ -117,8 +104,7 @@ def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> 
             client.say("response.create", response={"max_output_tokens": 3})
             name = client.hear("response.done")["response"]["id"]
             router.wait_for(
-                lambda name=name: (found := traces.find(name)) is not None and not found.missing,
-                "the nodes' parts",
+                lambda name=name: (found := traces.find(name)) is not None and not found.missing, "the nodes' parts"
             )
             told = router.client.get(f"/traces/{name}").json()
             assert (told["route"], told["status"], told["output_tokens"]) == ("/v1/realtime", 200, 3)
@@ -126,14 +112,10 @@ def test_each_answer_has_a_trace_under_its_own_id(start_router: StartRouter) -> 
 
 
 @pytest.mark.parametrize("how", ["event", "gone"])
-def test_an_answer_that_is_cancelled_ends_on_the_nodes(
-    router: RunningRouter, client: RealtimeClient, how: str
-) -> None:
+def test_an_answer_that_is_cancelled_ends_on_the_nodes(router: RunningRouter, client: RealtimeClient, how: str) -> None:
     for node in router.nodes.values():
         node.set(pause_at=2)
-    client.say(
-        "conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
-    )
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
     client.say("response.create", response={"max_output_tokens": 50})
     client.hear("response.output_text.delta")
     if how == "event":

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.base.errors import ConfigurationError
-from tandem.router.receipts.receipt import (
-    AnswerMarks,
-    Receipt,
-    is_signed_by,
-    marks_of,
-    read_receipt,
-    signed,
-)
+from tandem.router.receipts.receipt import AnswerMarks, Receipt, is_signed_by, marks_of, read_receipt, signed
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 

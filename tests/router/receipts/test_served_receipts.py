@@ -25,9 +25,7 @@ def key(tmp_path: Path) -> str:
     return str(file)
 
 
-def ask(
-    router: RunningRouter, receipt: str = "sign", path: str = "/v1/completions", **fields: Any
-) -> httpx.Response:
+def ask(router: RunningRouter, receipt: str = "sign", path: str = "/v1/completions", **fields: Any) -> httpx.Response:
     asked = {} if "messages" in fields else {"prompt": "the fox"}
     body = {"model": "fake", "max_tokens": 5, **asked, **fields}
     return router.client.post(path, json=body, headers={HEADER: receipt})
@@ -46,9 +44,7 @@ def test_a_router_without_a_key_signs_nothing(start_router: StartRouter) -> None
     assert HEADER not in router.complete().headers
 
 
-def test_nodes_that_do_not_promise_the_same_bits_get_nothing_signed(
-    start_router: StartRouter, key: str
-) -> None:
+def test_nodes_that_do_not_promise_the_same_bits_get_nothing_signed(start_router: StartRouter, key: str) -> None:
     answer = ask(start_router(receipt_key_file=key))
     assert answer.status_code == 400
     assert "the operator sets model.exact to require" in answer.json()["error"]["message"]
@@ -64,9 +60,7 @@ def test_nodes_that_do_not_promise_the_same_bits_get_nothing_signed(
         *([(MESSAGE, "is of answers at /v1/completions")] if is_there("tandem.router.messages") else []),
     ],
 )  # fmt: skip
-def test_what_a_receipt_is_not_of(
-    start_router: StartRouter, key: str, fields: dict[str, Any], said: str
-) -> None:
+def test_what_a_receipt_is_not_of(start_router: StartRouter, key: str, fields: dict[str, Any], said: str) -> None:
     answer = ask(exact_router(start_router, key), **fields)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
@@ -87,9 +81,7 @@ def test_a_receipt_says_what_the_answer_was_made_of(start_router: StartRouter, k
     assert "which differs in its sampling" in other.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"), [(b"short", "has 5 bytes"), (None, "cannot be read: No such file")]
-)
+@pytest.mark.parametrize(("content", "said"), [(b"short", "has 5 bytes"), (None, "cannot be read: No such file")])
 def test_a_key_that_cannot_serve_is_refused_when_the_router_starts(
     start_router: StartRouter, tmp_path: Path, content: bytes | None, said: str
 ) -> None:

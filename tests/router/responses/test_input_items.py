@@ -12,9 +12,7 @@ def test_openais_client_lists_and_counts_what_a_response_was_asked_with(start_ro
     client = router.official_client()
     first = client.responses.create(model="fake", input="one", max_output_tokens=3)
     asked: Any = [{"role": "user", "content": "two"}]
-    second = client.responses.create(
-        model="fake", input=asked, previous_response_id=first.id, max_output_tokens=3
-    )
+    second = client.responses.create(model="fake", input=asked, previous_response_id=first.id, max_output_tokens=3)
     items: list[Any] = list(client.responses.input_items.list(second.id, order="asc", limit=2))
     assert [item.role for item in items] == ["user", "assistant", "user"]
     assert [items[0].content[0].text, items[2].content[0].text] == ["one", "two"]

@@ -35,12 +35,7 @@ def two_routers(start_router: StartRouter, **settings: Any) -> Pair:
 
 
 @pytest.fixture
-def pair(
-    start_router: StartRouter,
-    thinking_folder: str,
-    tokenizer: Tokenizer,
-    end_token: int,
-) -> Pair:
+def pair(start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> Pair:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
     return two_routers(start_router, rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=PATIENT)
 
@@ -127,9 +122,7 @@ def test_one_that_ended_is_found_and_then_forgotten_everywhere(pair: Pair) -> No
     path = f"/v1/responses/{response_id}"
     assert second.client.get(path).json()["output"] == done["output"]
     assert second.client.delete(path).json()["deleted"]
-    first.wait_for(
-        lambda: not any(node.answers.recall(response_id)[0] for node in first.nodes.values()), "forgotten"
-    )
+    first.wait_for(lambda: not any(node.answers.recall(response_id)[0] for node in first.nodes.values()), "forgotten")
     assert second.client.get(path).status_code == 404
 
 

@@ -12,12 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.api.responses.response_store import (
-    RESPONSE_BYTES,
-    ResponseStore,
-    StoredResponse,
-    StoreFull,
-)
+from tandem.api.responses.response_store import RESPONSE_BYTES, ResponseStore, StoredResponse, StoreFull
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import WireError
 from tandem.router.config import ApiKey, Heartbeat, Limits
@@ -36,12 +31,7 @@ TEXT = f"<think>\n{THOUGHT}\n</think>\n\nI look.\n{HERMES}"
 
 
 @pytest.fixture
-def router(
-    start_router: StartRouter,
-    thinking_folder: str,
-    tokenizer: Tokenizer,
-    end_token: int,
-) -> RunningRouter:
+def router(start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int) -> RunningRouter:
     script = [*tokenizer.encode(TEXT, special=False), end_token]
     patient = Heartbeat(ping_interval=0.1, silence=5)
     return start_router(rule=scripted(script), tokenizer_path=thinking_folder, heartbeat=patient)
@@ -77,9 +67,7 @@ def test_a_tool_loop_through_the_official_client(router: RunningRouter) -> None:
     assert first.usage.input_tokens == len(router.nodes["p0"].submits[-1].prompt_token_ids)
 
     answer: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    second = client.responses.create(
-        model="fake", input=[answer], previous_response_id=first.id, tools=[WEATHER]
-    )
+    second = client.responses.create(model="fake", input=[answer], previous_response_id=first.id, tools=[WEATHER])
     prompt = prompt_of(router)
     assert prompt.index("weather?") < prompt.index('"arguments": {"city": "Paris"}') < prompt.index("rain")
     assert second.previous_response_id == first.id

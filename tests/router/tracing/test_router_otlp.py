@@ -51,9 +51,7 @@ class Collector:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
 
     def spans(self) -> dict[str, list[dict[str, Any]]]:
@@ -135,10 +133,7 @@ def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() 
     assert root.attributes is not None
     assert root.attributes["gen_ai.usage.input_tokens"] == 7
     assert root.attributes["tandem.time_to_first_token_s"] == 13.0
-    named = {
-        name: root.attributes[f"gen_ai.{name}"]
-        for name in ("operation.name", "provider.name", "response.model")
-    }
+    named = {name: root.attributes[f"gen_ai.{name}"] for name in ("operation.name", "provider.name", "response.model")}
     assert named == {
         "operation.name": "text_completion",
         "provider.name": "tandem",
@@ -156,9 +151,7 @@ def test_the_request_is_the_callers_child_and_everything_else_is_the_requests() 
 
 def test_a_transfer_is_told_with_the_node_that_took_part() -> None:
     transfer = TransferRecord("req-1", "received", 4096, 2, waits={"handshake": 0.25, "register": 0.5})
-    nodes = [
-        NodePart("d0", "decode", "req-1", [Span(TracePhase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)
-    ]
+    nodes = [NodePart("d0", "decode", "req-1", [Span(TracePhase.INBOX, 101, 102)], 0.0, 0.0, transfer=transfer)]
     about = spans_of(record(nodes=nodes), "tandem")[2].attributes
     assert about is not None
     assert about["tandem.transfer.outcome"] == "received"
@@ -207,9 +200,7 @@ def test_a_trace_that_no_collector_takes_is_in_the_scrape(
     router = start_router(tracing=TracingConfig(otlp_endpoint=collector.url))
     body = {"model": "fake", "prompt": "x", "max_tokens": 1}
     router.client.post("/v1/completions", json=body, headers={"x-tandem-trace": "1"})
-    router.wait_for(
-        lambda: router.metric("tandem_traces_dropped_total", reason="not_sent") == 1, "it is counted"
-    )
+    router.wait_for(lambda: router.metric("tandem_traces_dropped_total", reason="not_sent") == 1, "it is counted")
     line = 'tandem_traces_dropped_total{model_name="fake",reason="not_sent"} 1.0'
     assert line in router.client.get("/metrics").text
 
@@ -219,9 +210,7 @@ def test_what_waits_when_the_router_stops_is_sent(start_router: StartRouter, col
     for node in router.nodes.values():
         node.set(hide_traces=True)
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-    router.client.post(
-        "/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": 2}, headers=headers
-    )
+    router.client.post("/v1/completions", json={"model": "fake", "prompt": "x", "max_tokens": 2}, headers=headers)
     router.call(router.server.stop())
     (spans,) = collector.spans().values()
     assert plain(spans[0]["attributes"])["tandem.missing"] == "d0, p0"
@@ -289,9 +278,7 @@ def test_the_environment_names_the_collector_and_the_service(
     assert plain(request["resourceSpans"][0]["resource"]["attributes"])["service.name"] == "ours"
 
 
-@pytest.mark.parametrize(
-    "url", ["collector:4318", "http://", "http://collector:99999", "http://c/\n", "ftp://c"]
-)
+@pytest.mark.parametrize("url", ["collector:4318", "http://", "http://collector:99999", "http://c/\n", "ftp://c"])
 def test_a_collector_that_nobody_can_reach_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigurationError, match="otlp_endpoint must be an http or https URL"):
         TracingConfig(otlp_endpoint=url)

@@ -28,9 +28,7 @@ def trace_of(router: RunningRouter, name: str, *, complete: bool = True) -> Trac
     traces = router.wing(TraceWing).traces
     if complete:
         router.wait_for(
-            lambda: (
-                (found := traces.find(name)) is not None and found.ended is not None and not found.missing
-            ),
+            lambda: (found := traces.find(name)) is not None and found.ended is not None and not found.missing,
             "the nodes' parts",
         )
     response = router.client.get(f"/traces/{name}")
@@ -43,8 +41,7 @@ def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: Start
     router.nodes["d0"].set(clock_ahead=5000.0)
     router.wait_for(
         lambda: all(
-            router.wing(TraceWing).traces.clocks.offset(n.info.node_id, n.info.epoch)
-            for n in router.nodes.values()
+            router.wing(TraceWing).traces.clocks.offset(n.info.node_id, n.info.epoch) for n in router.nodes.values()
         ),
         "the nodes' clocks",
     )
@@ -74,9 +71,7 @@ def test_router_and_both_nodes_tell_their_parts_on_one_clock(start_router: Start
             assert record.began - 0.1 <= span.start <= span.end <= record.ended + 0.1
 
 
-def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(
-    start_router: StartRouter,
-) -> None:
+def test_tokens_count_as_written_when_they_are_and_not_when_the_stream_ends(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["d0"].set(pause_at=3)
     body = {"model": "fake", "prompt": "the fox", "max_tokens": 6, "stream": True}
@@ -111,9 +106,7 @@ def test_only_who_asks_is_traced_and_nodes_are_told_so(start_router: StartRouter
     assert all(node.submits[-1].trace for node in router.nodes.values())
 
 
-def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten(
-    start_router: StartRouter,
-) -> None:
+def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten(start_router: StartRouter) -> None:
     router = start_router(tracing=TracingConfig(sample=1.0, keep=3))
     names = [ask(router, {}) for _ in range(5)]
     ask(router, {"traceparent": f"00-{TRACE}-{PARENT}-00"})  # decided for the whole trace
@@ -121,8 +114,7 @@ def test_a_share_of_those_who_say_nothing_is_traced_and_the_oldest_are_forgotten
     assert listed == names[:1:-1]
     assert router.client.get(f"/traces/{names[0]}").status_code == 404
     router.wait_for(
-        lambda: len(router.wing(TraceWing).traces.by_attempt) == 0,
-        "nothing is kept of traces that are complete",
+        lambda: len(router.wing(TraceWing).traces.by_attempt) == 0, "nothing is kept of traces that are complete"
     )
 
 

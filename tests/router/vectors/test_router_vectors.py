@@ -101,9 +101,7 @@ def test_openais_client_as_it_is(router: RunningRouter) -> None:
         made = client.embeddings.create(model="fake", input=["the fox", "a"])
         assert made.data[0].embedding == expected(router, "the fox")
         assert made.data[1].index == 1
-        floats = client.embeddings.create(
-            model="fake", input="the fox", encoding_format="float", dimensions=2
-        )
+        floats = client.embeddings.create(model="fake", input="the fox", encoding_format="float", dimensions=2)
         assert floats.data[0].embedding == pytest.approx(expected(router, "the fox", 2))
         assert floats.usage.prompt_tokens == floats.usage.total_tokens > 0
 
@@ -237,9 +235,7 @@ TOO_LONG = [70] * (CONTEXT + 1)
         ({"input": ["a"] * 5}, "input", "at most 4 texts in one request, not 5"),
     ],
 )
-def test_bad_embedding_requests(
-    start_router: StartRouter, body: dict[str, Any], param: str, says: str
-) -> None:
+def test_bad_embedding_requests(start_router: StartRouter, body: dict[str, Any], param: str, says: str) -> None:
     router = start_router(vectors=VECTORS, limits=Limits(inputs_per_request=4))
     message, named = refusal(ask(router, **body))
     assert (named or "").split("[")[0] == param
@@ -278,9 +274,7 @@ def test_the_whole_context_may_be_used_and_longer_texts_be_cut(router: RunningRo
         ("rerank", {"query": "a", "documents": ["b"]}),
     ],
 )
-def test_a_model_for_text_says_what_would_be_right(
-    start_router: StartRouter, path: str, body: dict[str, Any]
-) -> None:
+def test_a_model_for_text_says_what_would_be_right(start_router: StartRouter, path: str, body: dict[str, Any]) -> None:
     router = start_router()
     message, _ = refusal(ask(router, path, **body))
     assert "makes no vectors" in message
@@ -297,11 +291,6 @@ def test_no_node_at_all(start_router: StartRouter) -> None:
 @pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
 def test_texts_are_ranked_under_every_name(router: RunningRouter, path: str) -> None:
     asked = {"query": "the fox", "documents": ["the dog", "the fox"], "top_n": 1}
-    assert (
-        router.client.post(path, json=asked).json()["results"]
-        == ask(router, "rerank", **asked).json()["results"]
-    )
+    assert router.client.post(path, json=asked).json()["results"] == ask(router, "rerank", **asked).json()["results"]
     pair = {"text_1": "the fox", "text_2": "the dog"}
-    assert (
-        router.client.post("/score", json=pair).json()["data"] == ask(router, "score", **pair).json()["data"]
-    )
+    assert router.client.post("/score", json=pair).json()["data"] == ask(router, "score", **pair).json()["data"]

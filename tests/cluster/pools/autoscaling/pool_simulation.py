@@ -100,13 +100,7 @@ class Simulation:
         self.said: list[str] = []
         self.router_wait_s = 0.0
         self.autoscaler = Autoscaler(
-            config,
-            self.clock,
-            self.statuses,
-            lambda: self.router_wait_s,
-            self.view,
-            self.resize,
-            self.said.append,
+            config, self.clock, self.statuses, lambda: self.router_wait_s, self.view, self.resize, self.said.append
         )
 
     def statuses(self) -> list[NodeStatus]:
@@ -114,9 +108,7 @@ class Simulation:
 
     def view(self) -> list[PoolBounds]:
         return [
-            PoolBounds(
-                pool.role, pool.wanted, pool.minimum, pool.maximum, pool.ready_at is None, is_waiting=False
-            )
+            PoolBounds(pool.role, pool.wanted, pool.minimum, pool.maximum, pool.ready_at is None, is_waiting=False)
             for pool in self.pools.values()
         ]
 

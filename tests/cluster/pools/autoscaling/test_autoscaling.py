@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.cluster.config import AutoscalingConfig, SloConfig
 from tandem.cluster.pools.autoscaling.load_meter import LoadMeter
-from tandem.cluster.pools.autoscaling.rules import (
-    MOST_TIMES,
-    Breach,
-    PoolBounds,
-    PoolLoad,
-    QuietTimes,
-    decide,
-)
+from tandem.cluster.pools.autoscaling.rules import MOST_TIMES, Breach, PoolBounds, PoolLoad, QuietTimes, decide
 from tandem.cluster.tasks import cancel
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
@@ -176,9 +169,7 @@ def loads(role: Role = Role.DECODE, seconds: int = 60, nodes: int = 2, **fields:
     ]
 
 
-def decided(
-    pool: PoolBounds, history: list[PoolLoad], changed_at: float = 0.0, breaches: list[Breach] | None = None
-):
+def decided(pool: PoolBounds, history: list[PoolLoad], changed_at: float = 0.0, breaches: list[Breach] | None = None):
     known = {pool.role: breaches or []}
     return decide(history[-1].at, changed_at, {pool.role: history}, [pool], known, SLO, CONFIG)
 
@@ -208,16 +199,8 @@ def decided(
             "decode: from 2 to 3: requests wait 1.2 s for room, more than 1.0 s (50% of slo.ttft_s)",
         ),
         (Role.PREFILL, {"busy": 0.5, "wait_s": 9.0}, None),  # they wait for the other pool
-        (
-            Role.PREFILL,
-            {"busy": 0.5},
-            None,
-        ),
-        (
-            Role.PREFILL,
-            {"busy": 0.3},
-            "prefill: from 2 to 1: in 20 s 1 would have been 60% loaded at most",
-        ),
+        (Role.PREFILL, {"busy": 0.5}, None),
+        (Role.PREFILL, {"busy": 0.3}, "prefill: from 2 to 1: in 20 s 1 would have been 60% loaded at most"),
     ],
 )
 def test_every_decision_says_why(role: Role, measured: dict[str, float], why: str | None) -> None:
@@ -241,25 +224,14 @@ async def test_requests_that_wait_in_routers_make_the_pool_grow_that_writes_answ
 
 
 def status(**fields: float) -> NodeStatus:
-    known = {
-        "free_blocks": 50,
-        "total_blocks": 100,
-        "running": 1,
-        "waiting": 0,
-        "waiting_tokens": 0,
-        "transfers": 0,
-    }
+    known = {"free_blocks": 50, "total_blocks": 100, "running": 1, "waiting": 0, "waiting_tokens": 0, "transfers": 0}
     given = {**known, "held_blocks": 0, "step_age_s": 0.0, **fields}
     return NodeStatus("d", Role.DECODE, 1, NodeState.READY, counters=NodeCounters(), **given)  # type: ignore[arg-type]
 
 
 def test_requests_wait_for_a_node_unless_their_kv_is_on_its_way() -> None:
     meter = LoadMeter(10)
-    for seen, waits_s in [
-        ({"waiting": 2, "loading": 2}, 0.0),
-        ({"waiting": 2, "loading": 1}, 4.0),
-        ({}, 0.0),
-    ]:
+    for seen, waits_s in [({"waiting": 2, "loading": 2}, 0.0), ({"waiting": 2, "loading": 1}, 4.0), ({}, 0.0)]:
         meter.look(1.0, [status(oldest_wait_s=4.0, **seen)])
         assert meter.history[Role.DECODE][-1].wait_s == waits_s
     meter.look(1.0, [status()], router_wait_s=7.0)
@@ -301,10 +273,7 @@ def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> Non
 
 
 def test_of_two_pools_the_one_in_greater_need_comes_first() -> None:
-    history = {
-        Role.PREFILL: loads(Role.PREFILL, queue_s=1.2),
-        Role.DECODE: loads(Role.DECODE, step_s=0.19),
-    }
+    history = {Role.PREFILL: loads(Role.PREFILL, queue_s=1.2), Role.DECODE: loads(Role.DECODE, step_s=0.19)}
     both = [pool(Role.PREFILL), pool(Role.DECODE)]
     resize = decide(60.0, 0.0, history, both, {}, SLO, CONFIG)
     assert resize is not None
@@ -332,9 +301,7 @@ def test_nodes_that_write_what_fewer_could_not_are_not_idle() -> None:
     calm = loads(step_s=0.03, written_per_s=790.0)
     assert decided(pool(), calm).size == 1, "0.6 nodes' worth, by its steps"
     assert decided(pool(), calm, breaches=[Breach(1, 2.0, 800.0)]) is None
-    assert (
-        decided(pool(), loads(step_s=0.03, written_per_s=600.0), breaches=[Breach(1, 2.0, 800.0)]).size == 1
-    )
+    assert decided(pool(), loads(step_s=0.03, written_per_s=600.0), breaches=[Breach(1, 2.0, 800.0)]).size == 1
 
 
 SHARES = st.floats(0.0, 1.0)

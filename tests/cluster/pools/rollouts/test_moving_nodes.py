@@ -83,9 +83,7 @@ async def test_where_no_machine_fits_no_node_goes_and_in_the_end_all_is_taken_ba
 async def test_a_machine_that_comes_in_time_is_used() -> None:
     hosts = three_machines()
     async with started(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.apply(
-            labelled(rig.config, "decode", label_selector={"zone": "c"}), dry_run=False
-        )
+        await rig.controller.apply(labelled(rig.config, "decode", label_selector={"zone": "c"}), dry_run=False)
         await rig.clock.advance(60.0)
         late = machine("4", prefill=1, decode=2)
         hosts.offers[late.name] = Offer({"prefill": 1.0, "decode": 2.0}, {"zone": "c"})
@@ -100,9 +98,7 @@ async def test_a_pool_that_follows_the_machines_does_not_shrink_before_its_new_p
     kept = [host.name for host in hosts.hosts[2:4]]
     async with started(pools=replace(pools(1, 1), decode=PoolConfig(nodes=None)), hosts=hosts) as rig:
         assert len(places_of(rig, Role.DECODE)) == 6
-        await rig.controller.apply(
-            labelled(rig.config, "decode", label_selector={"zone": "a"}), dry_run=False
-        )
+        await rig.controller.apply(labelled(rig.config, "decode", label_selector={"zone": "a"}), dry_run=False)
         fewest = 6
         for _ in range(int(ENOUGH_S)):
             await rig.clock.advance(1.0)
@@ -116,9 +112,7 @@ async def test_a_controller_that_comes_back_in_the_middle_finds_old_and_new_node
     hosts = three_machines()
     async with started(pools=pools(1, 2), hosts=hosts) as rig:
         only = hosts.hosts[1].name
-        await rig.controller.apply(
-            labelled(rig.config, "decode", label_selector={"zone": "b"}), dry_run=False
-        )
+        await rig.controller.apply(labelled(rig.config, "decode", label_selector={"zone": "b"}), dry_run=False)
         await rig.clock.advance(4.0)
         running = {id(node) for node in rig.launcher.running}
         rig.hosts.forget_waiters()

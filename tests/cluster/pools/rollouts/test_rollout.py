@@ -12,26 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 
 from tandem.base.errors import ConfigurationError, Unavailable
-from tandem.cluster.config import (
-    AutoscalingConfig,
-    ClusterTimeouts,
-    PoolConfig,
-    RolloutConfig,
-    TandemConfig,
-)
+from tandem.cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, RolloutConfig, TandemConfig
 from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools import state, wings
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
-from tests.cluster.pools.helpers import (
-    TIMEOUTS,
-    FakeHosts,
-    FakeNode,
-    Rig,
-    in_loop,
-    one_machine,
-    settle,
-    started,
-)
+from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle, started
 from tests.cluster.pools.pools_rig import machine, pools
 
 replace = msgspec.structs.replace
@@ -65,9 +50,7 @@ async def test_new_nodes_start_before_old_ones_go() -> None:
         assert change.nodes == ["scheduler.max_num_seqs"]
         assert set(change.replaced) == {"prefill-0", "decode-0", "decode-1"}
         await rig.clock.advance(20.0)
-        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}, (
-            "nothing goes before something new is ready"
-        )
+        assert rig.routed == {"prefill-0", "decode-0", "decode-1"}, "nothing goes before something new is ready"
         assert names(rig) == {*rig.routed, "prefill-1", "decode-2"}
         view = (await rig.controller.view()).rollout
         assert view is not None
@@ -252,9 +235,7 @@ async def test_the_only_node_that_writes_answers_waits_for_room() -> None:
 async def test_what_lacks_a_machine_or_is_left_out_anyway_keeps_no_rollout_from_its_end() -> None:
     hosts = FakeHosts(machine("1", prefill=2, decode=2))
     async with Rig(pools=pools(1, 3), hosts=hosts) as rig:
-        rig.launcher.prepare["decode-1"] = lambda node, _: setattr(
-            node, "start_error", ConfigurationError("never")
-        )
+        rig.launcher.prepare["decode-1"] = lambda node, _: setattr(node, "start_error", ConfigurationError("never"))
         rig.launcher.prepare |= {
             f"{role}-{number}": lambda node, _: setattr(node, "start_error", Unavailable("not now"))
             for role, number in (("prefill", 1), ("decode", 3))
@@ -429,11 +410,7 @@ BLOWS = st.lists(
     blows=BLOWS,
 )
 def test_whatever_happens_meanwhile_all_nodes_have_one_configuration_in_the_end(
-    sizes: tuple[int, int],
-    surge: int,
-    unavailable: int | None,
-    broken: str,
-    blows: list[tuple[str, int, float]],
+    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[tuple[str, int, float]]
 ) -> None:
     if surge == 0 and unavailable == 0:
         surge = 1  # nothing could ever go

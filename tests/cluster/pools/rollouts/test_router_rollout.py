@@ -48,9 +48,7 @@ async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() 
         await rig.clock.advance(10.0)
         assert old.left_with == rig.config.router.timeouts.total
         view = await rig.controller.view()
-        assert (view.rollout, view.revision) == (None, change.revision), (
-            "what it has does not keep the rollout"
-        )
+        assert (view.rollout, view.revision) == (None, change.revision), "what it has does not keep the rollout"
         assert {node.node_id for node in view.nodes} == {"prefill-0", "decode-0"}, "nodes stay"
         assert [(router.name, router.phase) for router in view.routers] == [
             ("router", "draining"),
@@ -68,9 +66,7 @@ async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() 
 async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> None:
     hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
     config = TandemConfig(
-        router=replace(
-            TandemConfig().router, model_name="fake", placement=RouterPlacement.EVERY_HOST, host="0.0.0.0"
-        )
+        router=replace(TandemConfig().router, model_name="fake", placement=RouterPlacement.EVERY_HOST, host="0.0.0.0")
     )
     async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
         await rig.controller.apply(wish(rig, seqs=77), dry_run=False)
@@ -196,9 +192,7 @@ async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_its
         rig.launcher.router.may_start.set()
         await rig.clock.advance(LONG_S)
         view = await rig.controller.view()
-        assert any(
-            "taken back: router~2" in one.text and "no such template" in one.text for one in view.decisions
-        )
+        assert any("taken back: router~2" in one.text and "no such template" in one.text for one in view.decisions)
         (router,) = running(rig).values()
         assert router.config == rig.config.router
         assert router.node_ids == {"prefill-0", "decode-0"}
@@ -297,18 +291,14 @@ async def test_a_router_with_another_environment_gets_the_socket_and_shares_noth
         await rig.clock.advance(3.0)
         new = rig.launcher.router
         assert (new.name, new.config.env, new.door) == ("router~2", wanted.router.env, "door of router 0")
-        assert (list(new.desks), list(old.desks)) == (["router~2"], ["router"]), (
-            "it may be of another version"
-        )
+        assert (list(new.desks), list(old.desks)) == (["router~2"], ["router"]), "it may be of another version"
         await rig.clock.advance(10.0)
         old.may_leave.set()
         await rig.clock.advance(3.0)
         assert list(running(rig)) == ["router~2"]
 
 
-async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_and_is_the_one_to_ask() -> (
-    None
-):
+async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_and_is_the_one_to_ask() -> None:
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
@@ -345,9 +335,7 @@ async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> Non
         await rig.controller.apply(config, dry_run=False)
         await rig.clock.advance(20.0)
         assert all(router.left_with is not None for router in others)
-        assert set(running(rig)) == {"router", "router-10.0.0.1", "router-10.0.0.2"}, (
-            "they finish what they have"
-        )
+        assert set(running(rig)) == {"router", "router-10.0.0.1", "router-10.0.0.2"}, "they finish what they have"
         rig.hosts.forget_waiters()
         await rig.kill_controller()
         starting = asyncio.create_task(rig.controller.start())

@@ -103,9 +103,7 @@ def late_on_other_ranks(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, 
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_a_step_is_over_when_no_rank_uses_its_blocks(
-    small: Path, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_over_when_no_rank_uses_its_blocks(small: Path, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank is slow. A block that it wrote later might be another request's by then."""
     attended: list[int] = []
     with ranks_here(2, partial(load, small), lines=[] if apart else None, contexts=2) as runner:
@@ -120,9 +118,7 @@ def test_a_step_is_over_when_no_rank_uses_its_blocks(
         assert written == (list(range(runner.info.num_layers)) if apart else []), "a decode is rank 0's"
 
 
-def test_a_layer_is_saved_when_all_ranks_have_written_it(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_saved_when_all_ranks_have_written_it(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
 
     class Watching(Recorder):
@@ -166,9 +162,7 @@ def test_what_is_asked_of_each_token_is_rank_0s(small: Path) -> None:
         ("llama", {"pooling": "last"}, "makes vectors of all tokens .* Set pools.<pool>.context_parallel to 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_together_is_refused(
-    name: str, settings: dict[str, str], why: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_together_is_refused(name: str, settings: dict[str, str], why: str, tmp_path: Path) -> None:
     path = tiny.save(name, tmp_path)
 
     def refused(shard: Shard | None) -> TorchRunner:
@@ -205,9 +199,7 @@ def test_each_row_is_one_ranks_and_those_asked_for_rank_0s(seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.randint(2, 5)
     requests = [(1, rng.randint(1, 50)) for _ in range(rng.randint(0, 4))]
-    requests += [
-        (rows, rows + rng.choice((0, 17))) for rows in sorted(rng.choices(range(2, 90), k=rng.randint(1, 4)))
-    ]
+    requests += [(rows, rows + rng.choice((0, 17))) for rows in sorted(rng.choices(range(2, 90), k=rng.randint(1, 4)))]
     total = sum(rows for rows, _ in requests)
     asked = sorted(rng.sample(range(total), rng.randint(0, min(4, total))))
     batch = batch_of(requests, asked)

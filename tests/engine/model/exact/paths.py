@@ -25,17 +25,7 @@ from tandem.wire.adapters import identity_of
 from tests.engine.model import tiny
 from tests.engine.model.adapter_files import save_adapter
 from tests.engine.model.driver import DrivenRequest, Driver
-from tests.engine.model.lives import (
-    GGUF,
-    LENGTHS,
-    NUM_TOKENS,
-    PROMISED,
-    Bits,
-    Lives,
-    bits_of,
-    sampling,
-    saved,
-)
+from tests.engine.model.lives import GGUF, LENGTHS, NUM_TOKENS, PROMISED, Bits, Lives, bits_of, sampling, saved
 from tests.engine.model.ranks_here import ranks_here
 from tests.engine.model.tiny_vision import QWEN3_VL, SMOLVLM, VisionFamily, prompt_of
 from tests.pictures import picture
@@ -99,9 +89,7 @@ class Measured:
 
     def _with_images(self, index: int) -> list[int]:
         """No image, one or two; the fourth request has the second one's."""
-        pictures = [
-            picture(index % 3 + at, 40 + 10 * index, 30) for at in range((0, 1, 2, 1, 0, 2, 1)[index])
-        ]
+        pictures = [picture(index % 3 + at, 40 + 10 * index, 30) for at in range((0, 1, 2, 1, 0, 2, 1)[index])]
         tokens, media, images = prompt_of(["See ", *pictures, f"and say {index}."], IMAGES[self._way.kind])
         self._facts[index] = {"media": media, "images": images}
         return tokens
@@ -109,9 +97,7 @@ class Measured:
     def _load(self, threads: int, drafts: int, shard: Shard | None) -> TorchRunner:
         way = self._way
         return load_runner(
-            ModelConfig(
-                path=str(self._path), dtype=way.dtype, device="cpu", threads=threads, adapters=self._adapters
-            ),
+            ModelConfig(path=str(self._path), dtype=way.dtype, device="cpu", threads=threads, adapters=self._adapters),
             CacheConfig(block_size=4, memory_bytes=8 << 20),
             SchedulerConfig(max_num_seqs=len(LENGTHS), max_loras=way.loras, num_speculative_tokens=drafts),
             native=way.native,
@@ -202,9 +188,7 @@ def written_rows() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine.model.exact.paths", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="of models, such as llama (default: all)")
-    parser.add_argument(
-        "--write", action="store_true", help="write docs/exact.md; other rows stay as they are"
-    )
+    parser.add_argument("--write", action="store_true", help="write docs/exact.md; other rows stay as they are")
     options = parser.parse_args()
     rows = written_rows()
     for way in WAYS:

@@ -50,9 +50,7 @@ def test_how_a_node_computes_is_a_part_of_its_content(tmp_path: Path) -> None:
         ("llama", {"hidden_states_folder": "/tmp"}, "model.hidden_states_folder is /tmp, but model.exact is"),
     ],
 )
-def test_what_cannot_promise_it_is_not_loaded(
-    kind: str, options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_what_cannot_promise_it_is_not_loaded(kind: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tiny.save(kind, tmp_path)
     with pytest.raises(ConfigurationError, match="or leave model") as refused:
         load(path, **options)
@@ -69,10 +67,7 @@ def test_what_cannot_promise_it_is_not_loaded(
             "model.dtype is float32, but model.exact is require, and FlashInfer does not compute in it: set it to bfloat16",
         ),
         ("scheduler.max_loras=3", "transformers computes a model with adapters"),
-        (
-            "pools.decode.tensor_parallel=2",
-            "a node has 2 ranks, and transformers computes a model on several",
-        ),
+        ("pools.decode.tensor_parallel=2", "a node has 2 ranks, and transformers computes a model on several"),
     ],
 )
 def test_settings_that_cannot_have_it_are_refused_by_every_command(
