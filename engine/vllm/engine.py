@@ -67,7 +67,7 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from tandem.engine.vllm.figures import watching
+    from tandem.engine.vllm.figures import watch
     from tandem.engine.vllm.requests import GRAMMARS
 
     progress("reading the weights to know them again", 0.0)
@@ -79,11 +79,11 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
             structured_outputs_config={"backend": GRAMMARS},
             kv_events_config=KVEventsConfig(enable_kv_cache_events=config.cache.prefix_caching, publisher="null"),
         ).create_engine_config()
-        made.scheduler_config.scheduler_cls = watching(made.scheduler_config.get_scheduler_cls())
         # Its KV, its numbers and its noise are not those of another engine, so no request goes on there.
         identity = hashlib.sha256(f"vllm {content.digest}".encode()).hexdigest()
         handover = _handover(made, identity, connect) if connect is not None else None
         core = EngineCore(made, Executor.get_class(made), log_stats=False)
+        watch(core.scheduler)
     except (VLLMError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ConfigurationError(f"vLLM does not load {source.name}: {error}") from error
     progress("ready", 1.0)

@@ -11,17 +11,16 @@ from tandem.engine.vllm.requests import VllmRequest
 from tandem.kvtransfer.base import count_blocks
 
 
-def watching(scheduler: type[Any]) -> type[Any]:
-    """The scheduler class, and it keeps its newest plan for the loop."""
+def watch(scheduler: Any) -> None:
+    """Has the scheduler keep its newest plan for the loop. It stays of vLLM's own class, which a node with several ranks sends to their
+    processes."""
+    schedule, scheduler.newest = scheduler.schedule, None
 
-    class WatchedScheduler(scheduler):  # type: ignore[misc]  # it is only known when vLLM is loaded
-        newest: Any = None
+    def scheduled(*args: Any, **named: Any) -> Any:
+        scheduler.newest = plan = schedule(*args, **named)
+        return plan
 
-        def schedule(self, *args: Any, **named: Any) -> Any:
-            self.newest = plan = super().schedule(*args, **named)
-            return plan
-
-    return WatchedScheduler
+    scheduler.schedule = scheduled
 
 
 class VllmFigures:

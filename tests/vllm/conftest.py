@@ -111,10 +111,12 @@ def engine(tiny_model: Path) -> Iterator[Any]:
     made.shutdown()
 
 
-def serve_vllm(model: Path, path: Path, pools: Sequence[str], *flags: str) -> Iterator[tuple[Serve, httpx.Client]]:
-    """Serves the model with nodes in vLLM's environment."""
+def serve_vllm(
+    model: Path, path: Path, pools: Sequence[str], *flags: str, env: str = ""
+) -> Iterator[tuple[Serve, httpx.Client]]:
+    """Serves the model with nodes in vLLM's environment. `env`: further variables of theirs, such as `A: 1`."""
     (path / "tandem").symlink_to(Path(__file__).parents[2] / "tandem")
-    settings = [f"pools.{pool}.env={{PYTHONPATH: {path}}}" for pool in pools]
+    settings = [f"pools.{pool}.env={{PYTHONPATH: {path}, {env}}}" for pool in pools]
     command = Serve(
         str(model), "--engine", "vllm", "--dtype", "float32", "--max-model-len", str(CONTEXT), *flags,
         "--set", f"model.engine_python={PYTHON}", "model.engine_args={enforce_eager: true, block_size: 32}",

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,13 @@ def test_an_answer_outlives_its_node(served: tuple[Serve, httpx.Client], expecte
                     os.kill(pid_of_node(command, client, killed), signal.SIGKILL)
     assert killed
     assert found == whole
+
+
+def test_several_ranks_answer_as_one(tiny_model: Path, tmp_path: Path, expected: list[list[int]]) -> None:
+    """vLLM's workers are processes of their own then, one to a core."""
+    flags = ("--aggregated", "1", "--set", "pools.aggregated.engine_args={tensor_parallel_size: 2}")
+    serve, bound = contextmanager(serve_vllm), "VLLM_CPU_OMP_THREADS_BIND: '0|1'"
+    with serve(tiny_model, tmp_path, ("aggregated",), *flags, env=bound) as (_, client):
+        answers = [client.post("/v1/completions", json=asked(tokens)).json() for tokens in PROMPTS]
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+        until(client, is_at_rest)
