@@ -523,6 +523,8 @@ class Schedule:
             node.process.do(lambda: node.mailbox.put(ResetCache(threading.Event())))
 
     def _jump(self) -> None:
+        if not self.processes:
+            return
         process = self._drawn_for(f"jump {self.loop.time()}").choice(self.processes)
         self.note(f"{process.name}: its time of day jumps by {self.clocks.jump(process):.0f} s")
 

@@ -13,6 +13,7 @@ FOUND = {
     3025149879: "a block of recurrent states was given back while a peer still wrote to it",
     3025149909: "a request went on from such a block, and a token was wrong",
     2000252: "a preempted request stayed on such a node, though another had room",
+    1647009301: "the world's: a time of day jumped while no process lived",
     3987915351: "two nodes admitted four requests in different orders, and each waited for blocks that the other kept",
 }
 
