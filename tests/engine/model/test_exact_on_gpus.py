@@ -21,12 +21,11 @@ from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.cuda import capability, decode_graphs, flashinfer, same_bits, step_memory, triton_ops
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused import find
-from tandem.engine.model.sampling.row_sums import row_sums
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tests.engine.model import fake_flashinfer, tiny
 from tests.engine.model.driver import load
-from tests.engine.model.fake_device import CUDA, FakeDevice
+from tests.engine.model.fake_device import CUDA
 from tests.engine.model.lives import PROMISED, Lives, alone, prompts_of
 from tests.engine.model.recording import record
 from tests.more import more
@@ -137,15 +136,6 @@ def test_without_flashinfer_it_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(flashinfer, "find_library", lambda: None)
     with pytest.raises(ConfigurationError, match="FlashInfer does not attend"):
         runner_for(tiny.save("llama", tmp_path))
-
-
-def test_a_sum_has_the_same_bits_alone() -> None:
-    with FakeDevice().present(), torch.inference_mode():
-        numbers = torch.rand(5, 3, 1000 + 37)
-        on_device = numbers.to(CUDA)
-        found = row_sums(on_device)
-        torch.testing.assert_close(found.cpu(), numbers.sum(dim=-1))
-        assert torch.equal(row_sums(on_device[2:3, :1]).cpu(), found[2:3, :1].cpu())
 
 
 @pytest.mark.parametrize(

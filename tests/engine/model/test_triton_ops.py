@@ -22,6 +22,7 @@ _CODE = """
 import torch
 from tandem.engine.model.cuda import triton_ops as ops
 from tandem.engine.model.quantized import round_rows as rounds
+from tandem.engine.model.sampling import row_sums as sums
 from tandem.engine.model.pieces import Activation
 torch.manual_seed(0)
 wide = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -98,6 +99,12 @@ for dtype, most in ((torch.float32, 1e-4), (torch.float16, 0.05)):  # the interp
         for first, end in ((0, 1), (63, 65), (64, 150), (149, 150), (0, 64)):
             # The same bits alone, among others, and elsewhere in a tile.
             assert torch.equal(ops._launch_product(x[:, first:end], weight, bias), found[:, first:end]), (first, end)
+for shape in ((3, 5000), (4, 7, 64), (2, 1), (0, 9)):
+    for dtype in (torch.float32, torch.float64):
+        x = torch.rand(shape, dtype=dtype)
+        found = sums._launch_row_sums(x)
+        torch.testing.assert_close(found, x.sum(dim=-1))
+        assert torch.equal(sums._launch_row_sums(x[:1]), found[:1]), shape
 print("agree")
 """
 
@@ -140,6 +147,7 @@ def launcher(kernel, grid):
 JITFunction.__getitem__ = launcher
 from tandem.engine.model.cuda import triton_ops as ops
 from tandem.engine.model.quantized import round_rows as rounds
+from tandem.engine.model.sampling import row_sums as sums
 bf16, f16, f32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 for dtype in (bf16, f16) if all_of_them else (bf16,):
     for rows, n in ((1, 4096), (3, 576), (2, 8192)):
@@ -168,6 +176,8 @@ for rows in (1, 2, 7, 16, 64, 65, 2048):
     ops._launch_norm(heads.view(1, rows, 32, 128).transpose(1, 2), weight[:128], 0.0, 1e-5)
     q = heads.view(1, rows, 32, 128).transpose(1, 2)[0]
     cache = torch.zeros(3, 2, 8, 16, 128, dtype=bf16)
+    for probabilities in (torch.ones(rows, 128256), torch.ones(rows, 501, 256), torch.ones(rows, 2004).double()):
+        sums._launch_row_sums(probabilities)
     ops._launch_rotate_and_write(
         q, q[:8], q[:8], *(torch.ones(rows, 128, dtype=bf16),) * 2, weight[:128], weight[:128], 0.0, 1e-6,
         torch.arange(rows) + 16, cache[:, 0], cache[:, 1], False,
@@ -188,7 +198,7 @@ for dtype, kept in kinds if all_of_them else kinds[:1]:
                     torch.arange(tokens) + 16, cache[:, 1, 0], cache[:, 1, 1], pads,
                 )
 assert all(size > 0 for _, size, _ in compiled.values())
-assert {name for name, *_ in compiled.values()} >= {"norm_rows", "add_and_norm_rows", "gate_rows", "turn_and_write", "product_tiles"}
+assert {name for name, *_ in compiled.values()} >= {"norm_rows", "add_and_norm_rows", "gate_rows", "turn_and_write", "product_tiles", "sum_rows"}
 assert all(metadata.num_warps == 1 for name, _, metadata in compiled.values() if name == "turn_and_write")
 print(len(compiled))
 """
