@@ -208,7 +208,7 @@ def engine_on(
         )
         capabilities = capabilities_for(loading)
         loaded = load_general(loading, capabilities)
-    plan = plan_cache(loaded.layers, BLOCK)
+    plan = plan_cache(loaded.layers, BLOCK, loaded.states, kept)
     cache = torch.zeros(plan.shape(NUM_BLOCKS), device=CUDA, dtype=kept)
     device.synchronize()
     assert isinstance(cache, DeviceTensor)
@@ -219,7 +219,7 @@ def engine_on(
         recorded = DecodeGraphs(
             forward,  # type: ignore[arg-type]
             CudaRecorder(CUDA),
-            num_groups=len(plan.groups),
+            num_groups=len(plan.all_groups),
             block_size=BLOCK,
             max_tokens=CONFIG.max_num_seqs,
             device=CUDA,
@@ -237,7 +237,7 @@ def engine_on(
         num_layers=len(loaded.layers),
         num_kv_heads=plan.num_kv_heads,
         head_dim=plan.head_dim,
-        groups=plan.groups,
+        groups=plan.all_groups,
         num_blocks=NUM_BLOCKS,
     )
     masks = GrammarMasks(TokenizerGrammars(backend().to_str, loaded.vocab_size, frozenset({END})))
@@ -341,6 +341,8 @@ OF_THE_MODEL = "ordinary memory: modeling_"
         *more([("mixtral", False, 0)]),
         ("qwen3-moe", False, 0),
         ("deepseek-v3", False, 0),
+        ("lfm2", False, 0),
+        *more([("mamba", False, 0), ("qwen3.5", False, 0)]),
     ],
 )
 def test_no_step_makes_the_host_wait_for_the_device(
@@ -363,6 +365,7 @@ def test_no_step_makes_the_host_wait_for_the_device(
             engine.add_request(made_request(f"r{index}", range(5, 8 + index), sampling))
             engine.step()
         run_to_the_end(engine)
+        run_to_the_end(engine, made_request("again", range(5, 11), greedy(6)))  # begins with what is cached: states are copied
         assert waits_of_steps(device) == {ORDINARY}
 
 
