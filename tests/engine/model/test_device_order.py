@@ -365,7 +365,9 @@ def test_no_step_makes_the_host_wait_for_the_device(
             engine.add_request(made_request(f"r{index}", range(5, 8 + index), sampling))
             engine.step()
         run_to_the_end(engine)
-        run_to_the_end(engine, made_request("again", range(5, 11), greedy(6)))  # begins with what is cached: states are copied
+        run_to_the_end(
+            engine, made_request("again", range(5, 11), greedy(6))
+        )  # begins with what is cached: states are copied
         assert waits_of_steps(device) == {ORDINARY}
 
 
