@@ -20,7 +20,7 @@ from tests.loops import in_loop
 from tests.small_model import folder_with_tools, model_folder, thinking_folder, tokenizer  # noqa: F401 (fixtures)
 
 # hypothesis' deadline would measure how busy the machine is, and each test has a time limit of its own.
-settings.register_profile("tandem", deadline=None)
+settings.register_profile("tandem", deadline=None, max_examples=50)
 settings.load_profile("tandem")
 
 
