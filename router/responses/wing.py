@@ -7,6 +7,8 @@ not a handler.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -62,8 +64,21 @@ async def _read(
         services.model.check_name(request.model)
         before = await _before(service, exchange, request)
         chat = as_chat(request, before)
-        plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
+        with _said_of_input():
+            plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
+
+
+@contextmanager
+def _said_of_input() -> Iterator[None]:
+    """What is wrong with the chat's messages is said of the field that the client wrote."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is not None and error.param.startswith("messages"):
+            error.args = (str(error).replace(error.param, "input", 1),)
+            error.param = "input"
+        raise
 
 
 async def _answer(exchange: HttpExchange, request: ResponsesRequest, response: StoredResponse) -> None:
@@ -171,7 +186,8 @@ async def count_input(service: ResponseService, services: Services, exchange: Ht
                 check(request)
                 services.model.check_name(request.model)
                 before = await _before(service, exchange, request)
-                count = await prompt_size(services, exchange, as_chat(request, before))
+                with _said_of_input():
+                    count = await prompt_size(services, exchange, as_chat(request, before))
                 del request, before
             await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
 
