@@ -7,8 +7,6 @@ not a handler.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
@@ -19,7 +17,7 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.plan import plan_chat
 from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
 from tandem.api.responses.response_store import StoredResponse
-from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
+from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check, naming_its_fields
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
@@ -64,21 +62,9 @@ async def _read(
         services.model.check_name(request.model)
         before = await _before(service, exchange, request)
         chat = as_chat(request, before)
-        with _said_of_input():
+        with naming_its_fields():
             plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
-
-
-@contextmanager
-def _said_of_input() -> Iterator[None]:
-    """What is wrong with the chat's messages is said of the field that the client wrote."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.param is not None and error.param.startswith("messages"):
-            error.args = (str(error).replace(error.param, "input", 1),)
-            error.param = "input"
-        raise
 
 
 async def _answer(exchange: HttpExchange, request: ResponsesRequest, response: StoredResponse) -> None:
@@ -186,7 +172,7 @@ async def count_input(service: ResponseService, services: Services, exchange: Ht
                 check(request)
                 services.model.check_name(request.model)
                 before = await _before(service, exchange, request)
-                with _said_of_input():
+                with naming_its_fields():
                     count = await prompt_size(services, exchange, as_chat(request, before))
                 del request, before
             await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
