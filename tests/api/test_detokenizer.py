@@ -33,12 +33,6 @@ def test_an_incomplete_character_waits_and_is_shown_as_such_only_at_the_end(toke
     assert out[-1] == REPLACEMENT
 
 
-def test_bytes_that_are_no_character_do_not_swallow_what_follows(tokenizer: Tokenizer) -> None:
-    half = tokenizer.encode("😀", special=False)[:-1]
-    ids = [*half, *tokenizer.encode("fox", special=False)]
-    assert "".join(pieces(tokenizer, ids)) == REPLACEMENT + "fox" == tokenizer.decode(ids)
-
-
 def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("fox<|end|>", special=False)
     assert "".join(pieces(tokenizer, ids)) == "fox"

@@ -36,7 +36,7 @@ def outcome(text: str, *, in_pieces: bool) -> Any:
 
 
 @given(values, st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_the_value_is_the_same(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert outcome(text, in_pieces=True) == outcome(text, in_pieces=False)
@@ -45,7 +45,7 @@ def test_the_value_is_the_same(value: Any, ascii_only: bool) -> None:
 @given(
     values, st.booleans(), st.integers(0), st.sampled_from(['"', "\\", "\\u12", "\n", "x", "{", ""]), st.integers(0, 9)
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_a_mistake_is_found_in_the_same_place(
     value: Any, ascii_only: bool, place: int, wrong: str, dropped: int
 ) -> None:

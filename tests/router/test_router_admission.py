@@ -160,19 +160,6 @@ async def test_what_would_wait_for_too_long_at_a_node_is_refused_at_the_door() -
     (await patient.ask()).release_all()
 
 
-async def test_the_queue_has_an_end() -> None:
-    place = Place(1, queued=2)
-    slots = await place.ask()
-    waiting = [place.ask(), place.ask()]
-    await settle()
-    with pytest.raises(QueueFull) as full:
-        await place.ask()
-    assert full.value.retry_after_s >= 1
-    slots.release_all()
-    for task in waiting:
-        (await task).release_all()
-
-
 async def test_waiting_has_an_end() -> None:
     place = Place(1, timeout_s=0.05)
     slots = await place.ask()
@@ -291,20 +278,6 @@ async def test_whoever_is_cancelled_the_moment_its_place_comes_gives_it_back() -
     await settle()
     assert place.admission.held == 0
     (await place.ask()).release_all()
-
-
-async def test_a_request_for_more_than_there_is_begins_with_what_there_is() -> None:
-    place = Place(2)
-    slots = await place.ask()
-    large = await place.ask(count=5)
-    assert (large.held, place.admission.queued) == (1, 4)
-    slots.release_all()
-    assert (large.held, place.admission.queued) == (2, 3)
-    for left in (3, 2, 1, 0):
-        large.release_one()
-        assert place.admission.queued == max(0, left - 1)
-    large.release_all()
-    assert (place.admission.held, place.admission.queued) == (0, 0)
 
 
 async def test_a_wide_request_keeps_no_place_empty_and_nobody_waiting() -> None:

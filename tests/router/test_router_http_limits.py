@@ -228,13 +228,3 @@ def test_when_all_connections_have_requests_a_new_one_is_refused(router: Running
         assert body["error"]["code"] == "overloaded"
     router.client = router.new_client()
     router.wait_for(lambda: router.connections() == 0, "settled")
-
-
-def test_slow_headers_do_not_keep_others_waiting(impatient: RunningRouter) -> None:
-    slow = [connect(impatient) for _ in range(4)]
-    for connection in slow:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\n")
-    assert impatient.complete(max_tokens=3).status_code == 200
-    assert [parse(read_to_end(connection))[0] for connection in slow] == [408] * 4
-    for connection in slow:
-        connection.close()

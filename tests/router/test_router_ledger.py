@@ -26,13 +26,6 @@ def test_the_first_token_is_reported_by_both_nodes_and_counted_once() -> None:
     assert ledger.finish is FinishReason.LENGTH
 
 
-def test_the_loss_of_either_report_loses_nothing() -> None:
-    ledger = TokenLedger(wants_logprobs=False)
-    ledger.accept(chunk(0, [7]))
-    ledger.accept(chunk(1, [8]))
-    assert ledger.tokens == [7, 8]
-
-
 def test_the_first_report_of_a_token_counts_and_what_goes_on_from_another_one_is_dropped() -> None:
     ledger = TokenLedger(wants_logprobs=False)
     ledger.accept(chunk(0, [7, 8]))

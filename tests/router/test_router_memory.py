@@ -24,20 +24,6 @@ from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_to_end
 
 
-def test_shares_are_given_back() -> None:
-    refused: list[None] = []
-    kept = KeptMemory(100, lambda: refused.append(None))
-    with kept.share(60, ""):
-        with pytest.raises(Overloaded), kept.share(50, ""):
-            pass
-        with kept.share(40, ""):
-            assert kept.held == 100
-    assert kept.held == 0
-    with pytest.raises(InvalidRequest, match="101 bytes"), kept.share(101, ""):
-        pass
-    assert len(refused) == 2
-
-
 def test_a_key_leaves_half_to_others() -> None:
     kept = KeptMemory(100, lambda: None)
     with pytest.raises(InvalidRequest, match="the 50 that one key may have"):

@@ -93,12 +93,6 @@ def call() -> Iterator[Callable[[str, ProcessKeys | None], Caller]]:
     context.destroy(linger=0)
 
 
-def test_a_process_hears_itself(inbox: Inbox[Any], outbox: Outbox, heard: Heard) -> None:
-    assert key_of(inbox.endpoint) == public_key()
-    outbox.send(inbox.endpoint, Ping("own"))
-    assert heard.wait(1) == [Ping("own")]
-
-
 @pytest.mark.parametrize("has_keys", [False, True], ids=["without a key", "with a key that is not admitted"])
 def test_a_stranger_gets_nothing(
     impatient: None, inbox: Inbox[Any], outbox: Outbox, heard: Heard, call: Call, has_keys: bool

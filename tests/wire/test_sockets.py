@@ -78,12 +78,6 @@ def raw(inbox: Inbox[Any]) -> Iterator[Callable[[list[bytes]], None]]:
     context.term()
 
 
-def test_messages_arrive_in_order(inbox: Inbox[Any], outbox: Outbox, heard: Heard) -> None:
-    for index in range(500):
-        outbox.send(inbox.endpoint, Cancel("tcp://x:1", [str(index)]))
-    assert [message.request_ids for message in heard.wait(500)] == [[str(index)] for index in range(500)]
-
-
 def test_any_thread_may_send(inbox: Inbox[Any], outbox: Outbox, heard: Heard) -> None:
     def send(name: int) -> None:
         for index in range(50):
@@ -104,15 +98,11 @@ def test_any_thread_may_send(inbox: Inbox[Any], outbox: Outbox, heard: Heard) ->
     "frames",
     [
         [b""],
-        [b"\x00"],
         [b"nonsense"],
-        [b"\xc1"],
-        [b"\xff" * 1000],
         [b"\x91" * 100_000],
         [b"\x81\xa4type\xa4none"],
         [b"\x81\xa4type\xa4ping"],
         [msgspec.msgpack.encode({"type": "ping", "reply_to": 5})],
-        [msgspec.msgpack.encode({"type": "cancel", "reply_to": "x", "request_ids": "r"})],
         [msgspec.msgpack.encode(Ping("x")) + b"\x00"],
         [msgspec.msgpack.encode(Ping("x")), b"second"],
         [b"\x82\xa4type\xa4ping\xa8reply_to\xa2\xff\xfe"],

@@ -142,7 +142,7 @@ def as_a_later_version_says_it(value: Any) -> Any:
     ],
     ids=lambda kind: kind.__name__,
 )
-@settings(max_examples=20)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_fields_of_a_later_version_change_nothing_for_this_one(kind: Any, data: st.DataObject) -> None:
     message = data.draw(values_of(kind))

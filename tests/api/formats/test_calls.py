@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tandem.api.formats.calls import CallReader
 from tandem.api.formats.registry import CALLS
@@ -74,31 +72,3 @@ SAID = '{"text": "' + MARKS + '"}'
 def test_calls_as_models_write_them(name: ToolFormat, text: str, expected: tuple[str, list[Any]]) -> None:
     assert read(text, name) == expected
     assert read(text, name, list(range(len(text)))) == expected
-
-
-@given(
-    text=st.lists(
-        st.sampled_from(
-            [
-                "<tool_call>",
-                "</tool_call>",
-                "<tool",
-                "x",
-                " ",
-                "\n",
-                '{"name": "f"}',
-                "{",
-                '"',
-                "\\",
-                '": "',
-                '{"name": "',
-                HERMES,
-            ]
-        ),
-        max_size=6,
-    ).map("".join),
-    data=st.data(),
-)
-def test_calls_do_not_depend_on_how_the_text_is_cut(text: str, data: st.DataObject) -> None:
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    assert read(text, ToolFormat.HERMES, cuts) == read(text, ToolFormat.HERMES)

@@ -147,18 +147,6 @@ def test_in_the_background_and_taken_up_again(router: RunningRouter) -> None:
     assert router.client.get(path).json() == rest[-1]["response"]
 
 
-def test_one_in_the_background_outlives_its_stream(router: RunningRouter) -> None:
-    node = router.nodes["d0"]
-    node.set(pause_at=5)
-    body = {"input": "weather?", "background": True, "stream": True}
-    with router.client.stream("POST", "/v1/responses", json=body) as stream:
-        first = next(event for line in stream.iter_lines() for event in events_of(line))
-    node.resume()
-    path = f"/v1/responses/{first['response']['id']}"
-    router.wait_for(lambda: router.server.services.dispatcher.running == 0, "it has ended")
-    assert router.client.get(path).json()["status"] == "completed"
-
-
 def test_one_in_the_background_is_cancelled(router: RunningRouter) -> None:
     router.nodes["d0"].set(pause_at=5)
     begun = create(router, background=True).json()
