@@ -28,7 +28,7 @@ NodeCount = Annotated[int, Meta(ge=0, le=MOST_NODES)]
 # A pool may override these sections, except the settings listed here: they decide whether blocks fit each other, or routers rely on them.
 OF_ALL_POOLS = {
     "cache": ("dtype", "hash_algorithm", "hash_seed", "tell_routers", "events", "remote", "mirror"),
-    "scheduler": ("policy", "pin_seconds", "max_model_len", "max_loras"),
+    "scheduler": ("policy", "max_model_len", "max_loras"),
 }
 
 
@@ -169,7 +169,10 @@ class SloConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class AutoscalingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     period_s: Annotated[Seconds, fixed("between two looks at the load")] = 1.0
-    grow_after_s: Annotated[Seconds, about("seconds that `slo` is broken before a pool grows")] = 10.0
+    grow_after_s: Annotated[
+        Seconds,
+        fixed("that `slo` is broken before a pool grows: less would follow chance, and more would let users wait"),
+    ] = 10.0
     shrink_after_s: Annotated[Seconds, about("seconds with room to spare before a pool shrinks")] = 120.0
     settle_s: Annotated[
         Seconds, fixed("after a change before measurements count again: they are of the pool before it")
@@ -214,7 +217,8 @@ class ClusterTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 120.0
     restart_backoff_s: Annotated[Seconds, fixed("before a node is started again; doubles up to 15 s")] = 0.5
     restart_backoff_max_s: Annotated[
-        Seconds, about("longest wait before a node is started again; the first is 0.5 s, and each doubles")
+        Seconds,
+        fixed("the longest wait before a node is started again; a node that ends at once costs a start in 15 s"),
     ] = 15.0
     stop_s: Annotated[
         Seconds, fixed("for a process to end after it was told to; `timeouts.nodes.drain_s` is for its requests")

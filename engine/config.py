@@ -118,7 +118,9 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "where a subscriber asks for batches that it has missed, in the same form; empty: nowhere"
     )] = ""
     topic: Annotated[str, about("topic that each message begins with")] = ""
-    buffer_steps: Annotated[AtLeastOne, about("number of last batches that can be asked for again")] = 10_000
+    buffer_steps: Annotated[AtLeastOne, fixed(
+        "the last batches that can be asked for again: minutes of steps, and a subscriber that was away longer lists the cache"
+    )] = 10_000
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -227,9 +229,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "`fcfs`; `priority`: by the requests' `priority`; `continuum`: as `fcfs`, and an agent's turn keeps its KV while a "
         "quick tool runs ([agents](scheduler.md#agents))"
     )] = SchedulingPolicy.FCFS
-    pin_seconds: Annotated[Annotated[float, Meta(gt=0, le=600)], about(
-        "with `continuum`: how long an ended turn keeps its KV for its job's next turn. A turn whose tool should take longer "
-        "keeps none"
+    pin_seconds: Annotated[Annotated[float, Meta(gt=0, le=600)], fixed(
+        "with `continuum`: how long an ended turn keeps its KV for its job's next turn; a turn whose tool should take longer, "
+        "as measured, keeps none"
     )] = 2.0
     max_num_seqs: Annotated[AtLeastOne, about("requests that run at once on a node")] = 256
     max_num_batched_tokens: Annotated[AtLeastOne, about("tokens that one step computes")] = 2048

@@ -152,7 +152,7 @@ def _events(values: list[str]) -> list[Assignment]:
     for name in _NOT_OURS:
         if name in described:
             raise RefusedValue(f"has {name!r}, a size of vLLM's own queues: leave it out")
-    unknown = described.keys() - {"endpoint", "replay_endpoint", "buffer_steps", "topic"}
+    unknown = described.keys() - {"endpoint", "replay_endpoint", "topic"}
     if unknown:
         raise RefusedValue(f"has {', '.join(map(repr, sorted(unknown)))}, which Tandem does not read: leave it out")
     if not is_on or publisher == "null":
@@ -294,7 +294,7 @@ VLLM: tuple[Flag, ...] = (
     Flag(
         ("--kv-events-config",),
         SettingFlag(
-            tuple(f"cache.events.{name}" for name in ("endpoint", "replay_endpoint", "buffer_steps", "topic")),
+            tuple(f"cache.events.{name}" for name in ("endpoint", "replay_endpoint", "topic")),
             _events,
             "the `endpoint` names an address of this machine, not `*`",
         ),

@@ -367,12 +367,11 @@ def _together(config: TandemConfig) -> Iterator[Broken]:
                 "time: leave store_threshold out",
             )
     timeouts, scaling = config.timeouts, config.autoscaling
-    for name in ("grow_after_s", "shrink_after_s"):
-        if getattr(scaling, name) < scaling.period_s:
-            yield (
-                ("autoscaling", name),
-                f"must be at least {scaling.period_s:g}, the time between two looks at the load",
-            )
+    if scaling.shrink_after_s < scaling.period_s:
+        yield (
+            ("autoscaling", "shrink_after_s"),
+            f"must be at least {scaling.period_s:g}, the time between two looks at the load",
+        )
     if timeouts.unresponsive_s < timeouts.silence_s:
         yield (
             ("timeouts", "unresponsive_s"),

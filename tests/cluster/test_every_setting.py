@@ -100,7 +100,6 @@ VALUES: dict[str, list[Any]] = {
     "router.cors_origins": [[], ["*"], ["https://example.com"]],
     "router.tracing.otlp_endpoint": ["", "http://localhost:4318"],
     "router.limits.body_bytes": [1, 1 << 28],
-    "autoscaling.grow_after_s": [1, 1e6],
     "autoscaling.shrink_after_s": [1, 1e6],
     "timeouts.unresponsive_s": [2, 1e6],
     "router.tls_certificate": ["c.pem"],

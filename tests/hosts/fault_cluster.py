@@ -88,8 +88,6 @@ class FaultCluster:
             "pools": {"prefill": {"nodes": None}, "decode": {"nodes": None}},
             # Send every prompt to a prefill node, however short, because these tests are about transfers.
             "router": {"host": self.router.address, "port": HTTP_PORT, "local_prefill": "never"},
-            # Tests kill one node again and again; a short backoff makes its supervisor restart it soon each time.
-            "timeouts": {"restart_backoff_max_s": 0.5},
             "debug": True,
         }
         return _merged(base, self._settings)

@@ -49,11 +49,8 @@ def value_of(config: TandemConfig, setting: str) -> Any:
 
 COMMANDS: list[tuple[Sequence[str], dict[str, object]]] = [
     (
-        [
-            "--kv-events-config",
-            '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv", "buffer_steps": 50}',
-        ],
-        {"cache.events.endpoint": "tcp://127.0.0.1:5557", "cache.events.topic": "kv", "cache.events.buffer_steps": 50},
+        ["--kv-events-config", '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv"}'],
+        {"cache.events.endpoint": "tcp://127.0.0.1:5557", "cache.events.topic": "kv"},
     ),
     (["--kv-events-config", '{"publisher": "null"}'], {"cache.events.endpoint": ""}),
     (["--enable-force-include-usage"], {"router.include_usage": True}),
