@@ -110,6 +110,7 @@ def test_quotas(start_router: StartRouter) -> None:
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert router.metric("tandem_requests_refused_total", reason="quota") == 2
     assert ask(router, "secret-b").status_code == 200
 
 

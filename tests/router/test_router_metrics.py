@@ -12,7 +12,6 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.kvtransfer.protocol.side import Outcome
-from tandem.router.config import ApiKey
 from tandem.router.metrics import RouterMetrics
 from tandem.router.recent import ADVICE, parts_of
 from tandem.wire.nodes import NodeState, PoolReport, Role
@@ -175,20 +174,6 @@ def test_a_scrape_says_what_health_says(start_router: StartRouter) -> None:
     router.remove("d0").kill()
     assert router.client.get("/health").status_code == 503
     assert scraped(router, "tandem_router_healthy") == {(): 0}
-
-
-def test_a_request_over_its_keys_quota_counts_as_refused(start_router: StartRouter) -> None:
-    router = start_router(api_keys=(ApiKey(name="a", key="a-key", requests_per_minute=1),))
-    answers = [
-        router.client.post(
-            "/v1/completions",
-            json={"model": "fake", "prompt": "the fox", "max_tokens": 1},
-            headers={"Authorization": "Bearer a-key"},
-        ).status_code
-        for _ in range(2)
-    ]
-    assert answers == [200, 429]
-    assert scraped(router, "tandem_requests_refused_total")[("quota",)] == 1
 
 
 def test_a_tier_that_is_left_out_is_shown(router: RunningRouter) -> None:

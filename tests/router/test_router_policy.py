@@ -72,45 +72,36 @@ def names(decision: RoutingDecision) -> tuple[str | None, str | None]:
 # --- least wait -----------------------------------------------------------------------------------------------
 
 
-def test_the_shorter_queue_of_prompt_tokens() -> None:
-    snapshot = pools(node("p0", waiting_tokens=3000), node("p1", waiting_tokens=100), node("d0"))
-    assert names(decide(snapshot)) == ("p1", "d0")
+NEAR = ask(1000, cached={"p0": 900})
 
 
-def test_what_was_sent_since_the_last_status_counts() -> None:
-    snapshot = pools(node("p0", pending_tokens=3000), node("p1", waiting_tokens=100), node("d0"))
-    assert names(decide(snapshot))[0] == "p1"
-
-
-def test_a_faster_node_may_have_the_longer_queue() -> None:
-    snapshot = pools(node("p0", rate=10_000, waiting_tokens=3000), node("p1", rate=500, waiting_tokens=100), node("d0"))
-    assert names(decide(snapshot))[0] == "p0"
-
-
-def test_a_cached_prefix_is_worth_a_little_waiting_and_no_more() -> None:
-    near = ask(1000, cached={"p0": 900})
-    assert names(decide(pools(node("p0", waiting_tokens=500), node("p1"), node("d0")), near))[0] == "p0"
-    assert names(decide(pools(node("p0", waiting_tokens=2000), node("p1"), node("d0")), near))[0] == "p1"
-
-
-def test_the_emptier_decode_node() -> None:
-    assert names(decide(pools(node("d0", running=9), node("d1", running=2))))[1] == "d1"
-    assert names(decide(pools(node("d0", running=3), node("d1", running=2, pending_requests=5))))[1] == "d0"
-
-
-def test_a_decode_node_short_of_blocks_is_avoided() -> None:
-    assert names(decide(pools(node("d0", running=2, free_blocks=3), node("d1", running=4))))[1] == "d1"
+@pytest.mark.parametrize(
+    ("nodes", "request_", "chosen"),
+    [
+        ([node("p0", waiting_tokens=3000), node("p1", waiting_tokens=100), node("d0")], ask(), ("p1", "d0")),
+        ([node("p0", pending_tokens=3000), node("p1", waiting_tokens=100), node("d0")], ask(), ("p1", "d0")),
+        ([node("p0", rate=1e4, waiting_tokens=3000), node("p1", rate=500, waiting_tokens=100), node("d0")], ask(), ("p0", "d0")),
+        ([node("p0", waiting_tokens=500), node("p1"), node("d0")], NEAR, ("p0", "d0")),
+        ([node("p0", waiting_tokens=2000), node("p1"), node("d0")], NEAR, ("p1", "d0")),
+        ([node("d0", running=9), node("d1", running=2)], ask(), (None, "d1")),
+        ([node("d0", running=3), node("d1", running=2, pending_requests=5)], ask(), (None, "d0")),
+        ([node("d0", running=2, free_blocks=3), node("d1", running=4)], ask(), (None, "d1")),
+        ([node("a0", aggregated=True), node("a1", aggregated=True)], ask(1000, cached={"a1": 900}), (None, "a1")),
+    ],
+    ids=[
+        "the shorter queue of prompt tokens", "what was sent since the last status", "a faster node may have the longer queue",
+        "a cached prefix is worth a little waiting", "and no more", "the emptier decode node", "with what was sent to it",
+        "not one that is short of blocks", "an aggregated node with the prompt cached",
+    ],
+)  # fmt: skip
+def test_the_least_wait(nodes: list[NodeView], request_: RoutingRequest, chosen: tuple[str | None, str]) -> None:
+    assert names(decide(pools(*nodes), request_)) == chosen
 
 
 def test_idle_nodes_take_turns() -> None:
     snapshot = pools(node("p0"), node("p1"), node("d0"), node("d1"), node("d2"))
     chosen = Counter(names(decide(snapshot, ask(turn=turn))) for turn in range(12))
     assert set(Counter(n for pair in chosen.elements() for n in pair).values()) == {4, 6}
-
-
-def test_an_aggregated_node_with_the_prompt_cached() -> None:
-    snapshot = pools(node("a0", aggregated=True), node("a1", aggregated=True))
-    assert names(decide(snapshot, ask(1000, cached={"a1": 900}))) == (None, "a1")
 
 
 # --- the others -----------------------------------------------------------------------------------------------

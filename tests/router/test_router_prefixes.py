@@ -49,12 +49,6 @@ def test_nodes_and_salts_are_apart() -> None:
     assert overlap(record, "m", block_hashes([1, 2, 3, 4], 2, "salt")) == 0
 
 
-def test_the_same_block_after_another_prefix_is_another() -> None:
-    record = PrefixRecord()
-    record.sent("n", block_hashes([1, 1, 2, 2], 2, None))
-    assert overlap(record, "n", block_hashes([2, 2], 2, None)) == 0
-
-
 def test_it_holds_as_much_as_the_node_and_forgets_the_longest_unused() -> None:
     record = PrefixRecord()
     record.set_capacity("n", 2)

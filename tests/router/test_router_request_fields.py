@@ -76,7 +76,9 @@ def test_the_model_need_not_be_named(start_router: StartRouter) -> None:
     for extra, shown in (({}, "fake"), ({"model": None}, "fake"), ({"model": "other"}, "other")):
         answer = router.client.post("/v1/chat/completions", json=body | extra)
         assert answer.json()["model"] == shown
-    assert {card["id"] for card in router.client.get("/v1/models").json()["data"]} == {"fake", "other"}
+    cards = router.client.get("/v1/models").json()["data"]
+    assert ([card["id"] for card in cards], cards[0]["max_model_len"]) == (["fake", "other"], 2048)
+    assert router.client.get("/v1/models/other").status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -178,15 +178,6 @@ def test_a_path_cannot_forge_a_line_of_the_log(start_router: StartRouter, caplog
     assert "\n" not in caplog.records[0].getMessage()
 
 
-def test_models(start_router: StartRouter) -> None:
-    router = start_router(model_aliases=("other-name",))
-    cards = router.client.get("/v1/models").json()["data"]
-    assert [card["id"] for card in cards] == ["fake", "other-name"]
-    assert cards[0]["max_model_len"] == 2048
-    assert router.client.get("/v1/models/other-name").status_code == 200
-    assert router.complete(model="other-name", max_tokens=2).json()["model"] == "other-name"
-
-
 def test_tokenize_and_detokenize_are_each_others_inverse(start_router: StartRouter) -> None:
     router = start_router()
     text = "naïve 😀 fox"

@@ -62,34 +62,6 @@ def pair(*versions: str) -> tuple[Node, Node]:
     return Node(info("p0", role=Role.PREFILL), *versions), Node(info("d0"), *versions)
 
 
-def test_the_earlier_weights_are_served_until_all_have_the_new_ones_and_then_these_at_once() -> None:
-    prefill, decode = pair("old")
-    pool = router(prefill, decode)
-    assert served(pool) == "old"
-    prefill.take("new")
-    prefill.tell(pool)
-    assert served(pool) == "old"
-    assert served(router(prefill, decode)) == "old", "a router that starts in between"
-    decode.take("new")
-    decode.tell(pool)
-    assert served(pool) == served(router(prefill, decode)) == "new"
-    assert prefill.has("old")
-    assert decode.has("old")
-
-
-def test_a_second_replacement_before_the_first_is_complete() -> None:
-    prefill, decode = pair("one")
-    pool = router(prefill, decode)
-    for node, version in ((prefill, "two"), (prefill, "three"), (decode, "two")):
-        node.take(version)
-        node.tell(pool)
-        assert served(pool) == "one"
-    assert served(router(prefill, decode)) == "two", "the newest that all have"
-    decode.take("three")
-    decode.tell(pool)
-    assert served(pool) == "three"
-
-
 def test_a_node_that_joins_with_the_earlier_weights_takes_nobody_back() -> None:
     prefill, decode = pair("old")
     pool = router(prefill, decode)

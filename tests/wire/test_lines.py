@@ -33,7 +33,7 @@ class End:
         self.lines: Lines = Lines(
             epoch,
             lambda endpoint, frame: world.carry(endpoint, frame),
-            self._deliver,
+            lambda body: self.deliver(body),
             begun=self.begun.append,
             replaced=self.replaced.append,
             meets_strangers=strangers,
@@ -42,7 +42,7 @@ class End:
         )
         self.lines.endpoint = name
 
-    def _deliver(self, body) -> None:
+    def deliver(self, body) -> None:
         if isinstance(body, Cancel):
             self.got.append(int(body.request_ids[0]))
         elif isinstance(body, TokenBatch):
@@ -179,7 +179,7 @@ def test_a_handler_that_fails_does_not_stop_the_line() -> None:
             raise RuntimeError("boom")
         world.node.got.append(int(body.request_ids[0]))
 
-    world.node.lines._deliver = deliver  # type: ignore[method-assign]
+    world.node.deliver = deliver  # type: ignore[method-assign]
     world.router.lines.send("node", Cancel("router", ["1"]))
     with pytest.raises(RuntimeError):
         world.run(0.1)
@@ -193,16 +193,16 @@ def test_a_handler_that_fails_does_not_stop_the_line() -> None:
 def test_asking_again_slows_down_while_the_answer_is_on_its_way() -> None:
     world = World()
     asked: list[Resend] = []
-    carry = world.node.lines._send_frame
+    carry = world.carry
 
     def watch(endpoint: str, frame: bytes) -> None:
-        body = msgspec.msgpack.decode(frame, type=LetterToRouter).body
-        if isinstance(body, Resend):
+        body = msgspec.msgpack.decode(frame, type=world.ends[endpoint].letters).body
+        if endpoint == "router" and isinstance(body, Resend):
             asked.append(body)
         else:
             carry(endpoint, frame)
 
-    world.node.lines._send_frame = watch  # type: ignore[method-assign]
+    world.carry = watch  # type: ignore[method-assign]
     world.submit()
     world.lose("node")
     world.run(20.0, beats=True)

@@ -14,6 +14,7 @@ from tandem.base.errors import ConfigurationError, NodeLost
 from tandem.wire import sockets
 from tandem.wire.requests import Cancel, Ping, ToNode
 from tandem.wire.sockets import Inbox, Outbox, public_key
+from tests.waiting import until
 from tests.wire.members import connect_as_member, endpoint_at
 from tests.wire.tcp_timers import KEEPALIVE, timers_of
 
@@ -293,8 +294,7 @@ def test_a_thread_that_dies_says_why(heard: Heard, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Inbox, "_receive_until_closed", broken)
     inbox: Inbox[Any] = Inbox("127.0.0.1", ToNode, heard, name="test")
-    inbox._thread.join(DEADLINE_S)
-    assert inbox.died == "OSError: the socket is gone"
+    until(lambda: inbox.died == "OSError: the socket is gone")
     inbox.close()
 
 

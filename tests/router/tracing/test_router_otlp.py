@@ -234,12 +234,6 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-def test_traces_that_a_collector_takes_are_counted(collector: Collector) -> None:
-    metrics = exported(collector, 3)
-    assert value(metrics, "tandem_traces_exported_total") == 3
-    assert {path for path, _, _ in collector.posts} == {"/v1/traces"}
-
-
 def test_a_collector_that_refuses_costs_the_traces_and_nothing_else(collector: Collector) -> None:
     collector.statuses = [400] * 9
     metrics = exported(collector, 3)
