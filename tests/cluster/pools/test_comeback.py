@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import ControllerConfig, TandemConfig
 from tandem.cluster.launcher import CheckKept
-from tandem.cluster.pools.state import UnknownState, decode, encode
+from tandem.cluster.pools.state import UnknownState, decode
 from tandem.cluster.pools.supervisor import ProcessPhase
-from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeProcess, Rig, one_machine, settle, started
 from tests.cluster.pools.memory_store import MemoryStore
@@ -72,21 +70,6 @@ async def test_a_left_out_node_of_a_pool_that_follows_the_machines_is_tried_agai
         assert (pool.wanted, pool.ready) == (2, 2)
 
 
-async def test_a_router_that_was_left_out_is_tried_again_with_the_pools() -> None:
-    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
-    async with Rig(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
-        rig.launcher.prepare["router-10.0.0.2"] = lambda process, earlier: (
-            None if earlier else setattr(process, "start_error", ConfigurationError("port 8000 is taken"))
-        )
-        await rig.controller.start()
-        await settle()
-        lines = await rig.controller.scale({Role.DECODE: 1})
-        assert lines[1:] == ["router-10.0.0.2 was left out and is tried again"]
-        await settle()
-        assert {router.phase for router in (await rig.controller.view()).routers} == {ProcessPhase.READY}
-
-
 async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
     """The previous node's memory may not be free yet when the next one starts."""
     async with started(*PD) as rig:
@@ -99,21 +82,6 @@ async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
         (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "decode-0"]
         assert (node.phase, node.restarts) == (ProcessPhase.READY, 1)
         assert "only 1 MiB is free" in node.detail, "what an operator would ask"
-
-
-async def test_a_cluster_that_could_not_start_says_when_it_can() -> None:
-    async with Rig(*PD) as rig:
-        rig.launcher.prepare["decode-0"] = lambda process, earlier: (
-            None if earlier else setattr(process, "start_error", ConfigurationError("no such model"))
-        )
-        with pytest.raises(Unavailable):
-            await rig.controller.start()
-        recovered = asyncio.create_task(rig.controller.recovered())
-        await settle()
-        assert not recovered.done()
-        await rig.controller.scale({Role.DECODE: 1})
-        await recovered
-        assert rig.routed == {"prefill-0", "decode-0"}
 
 
 # --- a controller that comes back
@@ -168,25 +136,6 @@ async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> No
         await rig.next_controller()
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}, "it was asked for, and served"
-
-
-async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the_next_controller() -> None:
-    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.clock.advance(1.0)
-        save = rig.store.save
-
-        async def save_without_an_answer(kept: bytes, check: CheckKept | None = None) -> None:
-            await save(kept, check)
-            rig.store.save = save  # type: ignore[method-assign]
-            raise Unavailable("Ray's control store did not answer in time")
-
-        rig.store.save = save_without_an_answer  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
-            await rig.controller.scale({Role.DECODE: 3})
-        await rig.clock.advance(1.0)
-        await rig.next_controller()
-        await rig.clock.advance(20.0)
-        assert [node.node_id for node in (await rig.controller.view()).nodes] == ["prefill-0", "decode-0"]
 
 
 @pytest.mark.parametrize("order", ["scale", "pause", "reset", "apply"])
@@ -265,23 +214,6 @@ async def test_a_node_that_goes_on_a_machine_that_is_not_seen_ends(served: bool)
         await asyncio.gather(start, return_exceptions=True)
 
 
-async def test_a_node_that_goes_before_it_could_be_adopted_ends() -> None:
-    """Ray sees its machine, but the controller cannot reach it: its process would live on, and no controller would know it."""
-    async with Rig(*PD, ("decode-1", Role.DECODE)) as rig:
-        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(1.0)
-        await rig.kill_controller()
-        await asyncio.gather(start, return_exceptions=True)
-        rig.launcher.node("decode-1").can_be_reached = False
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(1.0)
-        await rig.controller.drain_node("decode-1", 1.0)
-        assert {node.config.node_id for node in rig.launcher.running} == {"prefill-0", "decode-0"}
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
-
-
 async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same() -> None:
     async with Rig(*PD) as rig:
         store = MemoryStore()
@@ -305,31 +237,6 @@ async def test_a_controller_that_cannot_record_anything_takes_over_all_the_same(
         await rig.clock.advance(5.0)
         await start
         assert rig.routed == {"prefill-0", "decode-0"}
-
-
-async def test_a_lost_node_is_ended_though_its_controller_died_before_that() -> None:
-    """Its machine may come back, and with it a process that no controller would know."""
-
-    async def never() -> None:
-        await asyncio.Event().wait()
-
-    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=1))
-    async with started(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.clock.advance(1.0)
-        (there,) = [node for node in rig.launcher.running if node.host.name == "2"]
-        stop, there.stop = there.stop, never  # type: ignore[method-assign]
-        rig.lose_machine("2")
-        await rig.clock.advance(TIMEOUTS.unresponsive_s)
-        view = await rig.controller.view()
-        lost = f"{there.config.node_id} is lost: its machine 10.0.0.2 is gone"
-        assert lost in [decision.text for decision in view.decisions]
-        await rig.kill_controller()
-        there.stop = stop  # type: ignore[method-assign]
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(TIMEOUTS.unresponsive_s)
-        assert there.stopped
-        start.cancel()
-        await asyncio.gather(start, return_exceptions=True)
 
 
 async def test_a_controller_whose_start_failed_tries_to_take_over_again() -> None:
@@ -377,53 +284,6 @@ async def test_an_order_before_a_controller_has_taken_over_ends_nothing() -> Non
         going.may_finish.set()
         await settle()
         assert going.stopped
-
-
-async def test_a_node_that_left_before_it_served_ends_though_the_controller_was_killed() -> None:
-    """The next controller has not found its process yet when it ends it."""
-    async with Rig(*PD) as rig:
-        rig.store = store = MemoryStore()
-        rig.controller = rig.new_controller()
-        await rig.controller.start()
-        rig.launcher.prepare["decode-1"] = lambda process, _: setattr(process, "starts_at_once", False)
-        await rig.controller.scale({Role.DECODE: 2})
-        await settle()
-        await rig.kill_controller()
-        starting = rig.launcher.node("decode-1")
-        assert store.state is not None
-        kept = decode(store.state).with_sizes({Role.DECODE: 1})
-        store.state = encode(kept.with_node(replace(kept.known("decode-1"), leaving=True)))
-
-        async def slow(load: Callable[[], Awaitable[bytes | None]] = store.load) -> bytes | None:
-            await asyncio.sleep(0)
-            return await load()
-
-        store.load = slow  # type: ignore[method-assign]
-        await rig.controller.start()
-        await settle()
-        assert starting.stopped
-        assert rig.routed == {"prefill-0", "decode-0"}
-
-
-async def test_what_is_asked_while_nodes_are_taken_over_forgets_no_process() -> None:
-    """A machine reappears late, so its node is not adopted yet when a command drains it."""
-    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", prefill=1))
-    async with started(pools=pools(2, 1), hosts=hosts) as rig:
-        await settle()
-        going = rig.launcher.node("prefill-1")
-        away = hosts.leave(going.host.name)
-        hosts.forget_waiters()
-        await rig.kill_controller()
-        start = asyncio.create_task(rig.controller.start())
-        await settle()
-        drain = asyncio.create_task(rig.controller.drain_node("prefill-1", DRAIN_S))
-        await settle()
-        hosts.join(away)
-        await rig.clock.advance(TIMEOUTS.unresponsive_s)
-        await start
-        assert await drain
-        await settle()
-        assert going.stopped, "no controller would look after it any more"
 
 
 async def test_a_controller_that_comes_back_before_the_control_store_waits_for_it_and_takes_over() -> None:

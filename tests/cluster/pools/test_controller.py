@@ -120,17 +120,6 @@ async def test_three_failures_in_a_row_at_start_leave_a_node_out_while_the_rest_
         assert "no memory" in reason
 
 
-async def test_two_failures_at_start_are_forgiven() -> None:
-    async with Rig(*PD) as rig:
-        rig.launcher.prepare["prefill-0"] = failing(Unavailable("not yet"), times=2)
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(10)
-        await start
-        await settle()
-        assert rig.routed == {"prefill-0", "decode-0"}
-        assert not rig.events.of("gave_up", "prefill-0")
-
-
 async def test_a_mistake_in_the_settings_is_not_tried_again() -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = failing(ConfigurationError("no such model"))
@@ -139,26 +128,12 @@ async def test_a_mistake_in_the_settings_is_not_tried_again() -> None:
         assert rig.events.of("gave_up", "prefill-0") == ["no such model"]
 
 
-async def test_start_fails_with_the_reason_when_nobody_can_write_answers() -> None:
-    async with Rig(*PD) as rig:
-        rig.launcher.prepare["decode-0"] = failing(ConfigurationError("no such model"))
-        with pytest.raises(Unavailable, match=r"decode-0: no such model"):
-            await rig.controller.start()
-
-
-async def test_start_fails_with_the_reason_when_the_router_cannot_start() -> None:
-    async with Rig(*PD) as rig:
-        rig.launcher.prepare["router"] = failing(ConfigurationError("port 8000 is taken"))
-        with pytest.raises(Unavailable, match=r"router cannot start: port 8000 is taken"):
-            await rig.controller.start()
-
-
 @pytest.mark.parametrize(("name", "slow"), [("router", "decode-0"), ("decode-0", "prefill-0")])
 async def test_what_cannot_come_to_serve_is_said_before_the_rest_has_started(name: str, slow: str) -> None:
     async with Rig(*PD) as rig:
         rig.launcher.prepare[name] = failing(ConfigurationError("it lacks a file"))
         rig.launcher.prepare[slow] = waiting
-        with pytest.raises(Unavailable, match="it lacks a file"):
+        with pytest.raises(Unavailable, match=rf"{name}.*: it lacks a file"):
             await rig.controller.start()
 
 
@@ -197,16 +172,6 @@ async def test_a_late_answer_is_reported_and_costs_nobody_the_node() -> None:
         assert len(rig.launcher.nodes["decode-0"]) == 1, "a pause is no reason to end it"
 
 
-async def test_a_node_that_stays_silent_is_replaced() -> None:
-    async with started(*PD) as rig:
-        first = rig.launcher.node("decode-0")
-        first.mute.set()
-        await rig.clock.advance(TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s))
-        assert first.stopped
-        assert rig.routed == {"prefill-0", "decode-0"}
-        assert len(rig.launcher.nodes["decode-0"]) == 2
-
-
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
@@ -228,15 +193,6 @@ async def test_a_node_that_cannot_be_trusted_is_replaced(spoil, why: str) -> Non
         assert any(why in what for what in rig.events.of("trouble", "decode-0"))
 
 
-async def test_a_new_router_learns_the_nodes_that_there_are() -> None:
-    async with started(*PD) as rig:
-        rig.launcher.router.die()
-        await rig.clock.advance(TIMEOUTS.restart_backoff_s)
-        assert len(rig.launcher.routers) == 2
-        assert rig.routed == {"prefill-0", "decode-0"}
-        assert len(rig.launcher.nodes["decode-0"]) == 1, "nodes are not disturbed"
-
-
 async def test_a_router_that_has_worked_is_never_given_up() -> None:
     async with started(*PD) as rig:
         rig.launcher.prepare["router"] = failing(ConfigurationError("port 8000 is taken"), times=6)
@@ -245,13 +201,6 @@ async def test_a_router_that_has_worked_is_never_given_up() -> None:
         await settle()
         assert len(rig.launcher.routers) == 7
         assert rig.routed == {"prefill-0", "decode-0"}
-
-
-async def test_a_router_that_does_not_answer_is_replaced() -> None:
-    async with started(*PD) as rig:
-        rig.launcher.router.mute.set()
-        await rig.clock.advance(TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s))
-        assert len(rig.launcher.routers) == 2
 
 
 async def test_drain_lets_the_router_finish_first_and_then_every_node() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,25 +16,19 @@ MACHINES = st.dictionaries(
 )
 
 
-def test_a_host_alone_has_all_cores_of_its_machine() -> None:
-    assert share_cores({"h": MachineFacts("a", (0, 4, 1, 5))}, {}) == {"h": (0, 4, 1, 5)}
-
-
-def test_hosts_that_come_together_get_equal_parts_and_the_first_the_odd_core() -> None:
-    found = {name: MachineFacts("a", (0, 1, 2)) for name in "pd"}
-    assert share_cores(found, {}) == {"p": (0, 1), "d": (2,)}
-
-
-def test_hosts_on_different_machines_have_nothing_to_share() -> None:
-    assert share_cores({"p": MachineFacts("a", (0, 1)), "d": MachineFacts("b", (0, 1))}, {}) == {
-        "p": (0, 1),
-        "d": (0, 1),
-    }
-
-
-def test_more_hosts_than_cores_take_them_in_turns() -> None:
-    found = {name: MachineFacts("a", (0, 1)) for name in "abcde"}
-    assert share_cores(found, {}) == {"a": (0,), "b": (1,), "c": (0,), "d": (1,), "e": (0,)}
+@pytest.mark.parametrize(
+    ("hosts", "cores", "shares"),
+    [
+        ("h", (0, 4, 1, 5), [(0, 4, 1, 5)]),
+        ("pd", (0, 1, 2), [(0, 1), (2,)]),
+        ("abcde", (0, 1), [(0,), (1,), (0,), (1,), (0,)]),
+    ],
+    ids=["alone", "the odd core", "in turns"],
+)
+def test_hosts_of_one_machine_divide_its_cores(
+    hosts: str, cores: tuple[int, ...], shares: list[tuple[int, ...]]
+) -> None:
+    assert list(share_cores({name: MachineFacts("a", cores) for name in hosts}, {}).values()) == shares
 
 
 def test_one_that_comes_later_takes_what_is_used_least() -> None:

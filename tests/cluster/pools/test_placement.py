@@ -61,26 +61,21 @@ def test_the_nodes_of_a_container_share_what_its_quota_has_time_for() -> None:
         place_nodes(config(6, 7), container)
 
 
-def test_one_prefill_and_one_decode_node_on_two_cores_get_one_each() -> None:
-    assert cores_of(place_nodes(config(1, 1), machine(2))) == {"prefill-0": (0,), "decode-0": (1,)}
-
-
-def test_a_single_aggregated_node_gets_everything() -> None:
-    assert cores_of(place_nodes(config(aggregated=1), machine(4))) == {"aggregated-0": (0, 1, 2, 3)}
-
-
-def test_the_odd_core_goes_to_whoever_reads_prompts() -> None:
-    assert cores_of(place_nodes(config(1, 1), machine(5))) == {"prefill-0": (0, 1, 2), "decode-0": (3, 4)}
-
-
-def test_a_pool_with_a_count_of_its_own_leaves_the_rest_to_the_others() -> None:
-    placed = cores_of(place_nodes(config(2, 1, threads={"prefill": 1}), machine(8)))
-    assert placed == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (2, 3, 4, 5, 6, 7)}
-
-
-def test_more_nodes_than_cores_take_turns() -> None:
-    placed = cores_of(place_nodes(config(2, 2), machine(2)))
-    assert placed == {"prefill-0": (0,), "prefill-1": (1,), "decode-0": (0,), "decode-1": (1,)}
+@pytest.mark.parametrize(
+    ("asked", "cores", "placed"),
+    [
+        (config(1, 1), 2, [(0,), (1,)]),
+        (config(aggregated=1), 4, [(0, 1, 2, 3)]),
+        (config(1, 1), 5, [(0, 1, 2), (3, 4)]),
+        (config(2, 1, threads={"prefill": 1}), 8, [(0,), (1,), (2, 3, 4, 5, 6, 7)]),
+        (config(2, 2), 2, [(0,), (1,), (0,), (1,)]),
+    ],
+    ids=["one each", "alone", "the odd core", "a count of its own", "in turns"],
+)
+def test_cores_are_divided_and_who_reads_prompts_comes_first(
+    asked: TandemConfig, cores: int, placed: list[tuple[int, ...]]
+) -> None:
+    assert list(cores_of(place_nodes(asked, machine(cores))).values()) == placed
 
 
 @pytest.mark.parametrize(
@@ -175,17 +170,6 @@ def wide(**pools: tuple[int, int]) -> TandemConfig:
 def gpus_of(asked: TandemConfig, placement: NodePlacement) -> set[int]:
     first = int(placement.device.removeprefix("cuda:"))
     return set(range(first, first + asked.pools.of(placement.slot).ranks))
-
-
-def test_wide_nodes_and_narrow_ones_of_one_machine_have_gpus_of_their_own() -> None:
-    asked = wide(prefill=(1, 2), decode=(2, 1))
-    placed = placed_on(asked, machine(8, gpus=4))
-    assert {node: placement.device for node, placement in placed.items()} == {
-        "prefill-0": "cuda:0",
-        "decode-0": "cuda:2",
-        "decode-1": "cuda:3",
-    }
-    assert {placement.memory_share for placement in placed.values()} == {0.85}
 
 
 @given(

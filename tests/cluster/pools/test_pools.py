@@ -69,14 +69,6 @@ async def test_a_node_that_is_still_starting_goes_before_one_that_serves() -> No
         assert rig.routed == {"prefill-0", "decode-0"}
 
 
-async def test_ids_are_never_given_twice() -> None:
-    async with started(*PD) as rig:
-        for size in (2, 1, 2):
-            await rig.controller.scale({Role.DECODE: size})
-            await settle()
-        assert rig.routed == {"prefill-0", "decode-0", "decode-2"}
-
-
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
@@ -200,20 +192,6 @@ async def test_a_node_may_take_longer_to_start_than_machines_to_come() -> None:
         await start
 
 
-async def test_a_machine_that_is_lost_takes_its_nodes_out_at_once_and_others_come_where_there_is_room() -> None:
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with started(pools=pools(1, 2), hosts=hosts) as rig:
-        await settle()
-        rig.lose_machine("2")
-        await settle()
-        assert rig.routed == {"prefill-0", "decode-1"}, "no time has passed"
-        assert (await pool_of(rig, Role.DECODE)).waiting_for_machines == 1
-        hosts.join(machine("4", decode=1))
-        await settle()
-        assert rig.routed == {"prefill-0", "decode-1", "decode-2"}
-        assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
-
-
 async def test_a_pool_without_a_size_follows_the_machines() -> None:
     hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2))
     async with started(pools=pools(None, None), hosts=hosts) as rig:
@@ -232,12 +210,3 @@ async def test_a_pool_without_a_size_follows_the_machines() -> None:
         hosts.join(machine("4", prefill=1))
         await settle()
         assert rig.routed == {"prefill-0", "prefill-2", "decode-2"}
-
-
-async def test_nodes_of_one_machine_do_not_share_cores() -> None:
-    hosts = FakeHosts(machine("1", prefill=1, decode=2, cores=8))
-    async with started(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.scale({Role.DECODE: 2})
-        await settle()
-        cores = [core for node in rig.launcher.running for core in node.config.cores]
-        assert sorted(cores) == list(range(8))

@@ -131,13 +131,6 @@ def test_a_pool_that_shrank_too_early_is_more_patient_and_comes_back_from_it() -
     assert quiet.of(Role.DECODE) == 1.0
 
 
-async def test_idle_pools_go_to_their_minimum_and_no_further() -> None:
-    simulation = Simulation(lambda _: 0.0, prefill=(4, 2, 8), decode=(5, 1, 8))
-    await pass_time(simulation, 1500)
-    assert simulation.sizes() == {Role.PREFILL: 2, Role.DECODE: 1}
-    assert all("would have been 0% loaded" in resize.why for _, resize, _ in simulation.decisions)
-
-
 async def test_no_load_takes_a_pool_above_its_maximum() -> None:
     simulation = Simulation(lambda _: 10 * ONE_NODE_READS, prefill=(1, 1, 3), decode=(1, 1, 2))
     await pass_time(simulation, 600)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from tandem.base.errors import ConfigurationError, Unavailable
-from tandem.cluster.config import AutoscalingConfig, ClusterTimeouts, PoolConfig, RolloutConfig, TandemConfig
+from tandem.cluster.config import AutoscalingConfig, PoolConfig, RolloutConfig, TandemConfig
 from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools import state, wings
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
@@ -88,21 +88,6 @@ async def test_a_new_node_that_has_become_silent_has_not_served_long_enough() ->
         assert made_with(rig) == {77: 3}
 
 
-async def test_a_node_that_goes_finishes_what_it_has() -> None:
-    async with started(pools=pools(1, 1)) as rig:
-        old = rig.launcher.node("decode-0")
-        old.may_finish.clear()
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(TIMEOUTS.nodes.drain_s / 2)
-        assert "decode-0" in rig.routed
-        assert not old.stopped
-        assert old.drained_with == TIMEOUTS.nodes.drain_s
-        old.may_finish.set()
-        await rig.clock.advance(60.0)
-        assert old.stopped
-        assert rig.routed == {"prefill-1", "decode-1"}
-
-
 async def test_a_new_content_is_the_revisions_own_and_the_old_one_stays_the_olds() -> None:
     async with started(pools=pools(1, 2)) as rig:
         await rig.controller.apply(wish(rig, model="other"), dry_run=False)
@@ -161,20 +146,6 @@ async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, b
         decisions = (await rig.controller.view()).decisions
         why = "prefill-1: the KV that it sent to decode-1 is wrong"
         assert any(f"taken back: {why}" in one.text for one in decisions) == is_taken_back
-
-
-async def test_what_clients_did_wrong_takes_nothing_back() -> None:
-    """Requests with a bad grammar, a late deadline or a broken image end with an error on any node."""
-    async with started(pools=pools(1, 2)) as rig:
-
-        def refuses(process: FakeNode, _: int) -> None:
-            process.finished, process.client_errors = {"stop": 10, "error": 40}, 39
-
-        rig.launcher.prepare |= dict.fromkeys(["decode-2", "decode-3", "prefill-1"], refuses)
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {77: 3}
-        assert (await rig.controller.view()).rollout is None
 
 
 async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
@@ -274,18 +245,6 @@ async def test_a_node_that_was_left_out_on_the_way_back_is_tried_again_with_its_
         assert rig.routed == {"prefill-0", "decode-2"}
 
 
-async def test_the_new_one_of_the_only_two_that_write_answers_is_not_drained() -> None:
-    """The pool would have no size left, and the rollout takes the old one away."""
-    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(4.0)
-        assert {"decode-0", "decode-1"} < rig.routed
-        with pytest.raises(ConfigurationError, match="no node would be left to decode"):
-            await rig.controller.drain_node("decode-1", 1.0)
-        await rig.clock.advance(LONG_S)
-        assert rig.routed == {"prefill-1", "decode-1"}
-
-
 async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
     async with started(pools=pools(1, 1)) as rig:
         config = replace(
@@ -328,27 +287,6 @@ async def test_what_cannot_be_wished_for_is_refused() -> None:
         await rig.controller.go_back()
         await rig.clock.advance(LONG_S)
         assert made_with(rig) == {rig.config.scheduler.max_num_seqs: 2}
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 1)])
-async def test_a_refused_change_leaves_the_pools_as_they_were(prefill: int, decode: int) -> None:
-    async with started(pools=pools(1, 2)) as rig:
-        before, resolve = names(rig), rig.controller.pools.fix_model
-
-        async def hub_is_away(config: TandemConfig, commit: str) -> tuple[TandemConfig, str]:
-            if config.model.path == "unknown/model":
-                raise Unavailable("the hub did not tell the current commit")
-            return await resolve(config, commit)
-
-        rig.controller.pools.fix_model = hub_is_away
-        wanted = wish(rig, model="unknown/model", pools=pools(prefill, decode))
-        for _ in range(2):
-            with pytest.raises(Unavailable, match="the hub did not tell"):
-                await rig.controller.apply(wanted, dry_run=False)
-            await rig.clock.advance(LONG_S)
-            assert rig.routed == names(rig) == before
-        unchanged = await rig.controller.apply(rig.config, dry_run=False)
-        assert (unchanged.at_once, unchanged.nodes, unchanged.routers) == ([], [], [])
 
 
 async def test_sizes_and_the_configuration_are_recorded_together() -> None:
@@ -475,11 +413,6 @@ async def hit(rig: Rig, watched: Watched, blow: str, which: int) -> None:
     elif blow == "back":
         with contextlib.suppress(ConfigurationError):  # it is over
             await rig.controller.go_back()
-
-
-def test_the_limits_of_a_rollout_have_defaults_that_stop_nothing() -> None:
-    assert (RolloutConfig().surge, RolloutConfig().max_unavailable) == (1, None)
-    assert ClusterTimeouts().start_s > RolloutConfig().settle_s
 
 
 async def test_without_this_wing_what_needs_new_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,27 +111,6 @@ async def test_what_is_wrong_with_a_new_router_takes_all_back(fault: str) -> Non
         assert (await rig.controller.configuration()).router == rig.config.router
 
 
-async def test_a_controller_that_comes_back_goes_on_with_the_routers_that_it_finds() -> None:
-    async with started(pools=pools(1, 1)) as rig:
-        old = rig.launcher.router
-        old.may_leave.clear()
-        await rig.controller.apply(wish(rig), dry_run=False)
-        for seconds in (2.0, 12.0):
-            await rig.clock.advance(seconds)
-            rig.hosts.forget_waiters()
-            await rig.kill_controller()
-            starting = asyncio.create_task(rig.controller.start())
-            await settle()
-            await starting
-            assert set(running(rig)) == {"router", "router~2"}
-        assert len(rig.launcher.routers) == 2, "both were adopted"
-        await rig.clock.advance(20.0)
-        old.may_leave.set()
-        await rig.clock.advance(20.0)
-        assert list(running(rig)) == ["router~2"]
-        assert await rollout_of(rig) is None
-
-
 async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -> None:
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
@@ -145,18 +124,6 @@ async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -
         old.may_stop.set()
         await rig.clock.advance(20.0)
         assert [router.name for router in (await rig.controller.view()).routers] == ["router~2"]
-
-
-async def test_a_router_that_dies_while_it_is_replaced_is_started_beside_the_new_one() -> None:
-    async with started(pools=pools(1, 1)) as rig:
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(2.0)
-        rig.launcher.routers[0].die()
-        await rig.clock.advance(2.0)
-        again = rig.launcher.router
-        assert (again.name, again.door) == ("router", "door of router~2 0")
-        await rig.clock.advance(LONG_S)
-        assert list(running(rig)) == ["router~2"]
 
 
 async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place() -> None:
@@ -265,22 +232,6 @@ async def test_their_number_changes_while_those_that_stay_serve_on() -> None:
         assert await rollout_of(rig) is None
 
 
-async def test_several_on_one_port_are_replaced_one_by_one() -> None:
-    config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=2))
-    async with started(pools=pools(1, 1), config=config) as rig:
-        await rig.clock.advance(10.0)
-        await rig.controller.apply(sharing(rig, 2, failovers=9), dry_run=False)
-        counts = []
-        for _ in range(60):
-            await rig.clock.advance(1.0)
-            counts.append(len(running(rig)))
-        assert (min(counts), max(counts)) == (2, 3)
-        assert await rollout_of(rig) is None
-        routers = running(rig)
-        assert len(routers) == 2
-        assert {router.config.max_failovers for router in routers.values()} == {9}
-
-
 async def test_a_router_with_another_environment_gets_the_socket_and_shares_nothing_else() -> None:
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
@@ -349,26 +300,6 @@ async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> Non
         assert list(running(rig).values()) == [heads]
         assert heads.left_with is None
         assert await rollout_of(rig) is None
-
-
-async def test_a_router_that_does_not_start_on_a_machine_that_had_none_takes_all_back() -> None:
-    hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
-    config = TandemConfig(router=replace(TandemConfig().router, model_name="fake", host="0.0.0.0"))
-    async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
-        heads = rig.launcher.router
-
-        def broken(router: FakeRouter, _: int) -> None:
-            router.start_error = ConfigurationError("router.port: cannot listen there")
-
-        rig.launcher.prepare["router-10.0.0.2"] = broken
-        everywhere = replace(config, router=replace(config.router, placement=RouterPlacement.EVERY_HOST))
-        await rig.controller.apply(everywhere, dry_run=False)
-        await rig.clock.advance(LONG_S)
-        view = await rig.controller.view()
-        assert (view.rollout, view.revision) == (None, 0)
-        assert any("taken back: " in one.text and "cannot listen" in one.text for one in view.decisions)
-        assert list(running(rig).values()) == [heads]
-        assert heads.left_with is None
 
 
 async def test_a_new_router_gets_the_socket_of_one_that_the_next_controller_has_not_reached_yet() -> None:
