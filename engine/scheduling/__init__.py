@@ -1,7 +1,8 @@
 """Decides how many tokens each request computes in the next step, and books the step's results.
 
 scheduler       `Scheduler`, the only entry; the other files are its parts
-state           what the parts share: requests, the step's plan, the prompt budget, the open step, counters
+state           what the parts share: requests, the step's plan, the open step, counters
+pace            how many prompt tokens a step may compute beside decodes
 queue           waiting requests, in the order of a policy; also those that were passed over or wait for an event
 admission       the two phases of a step: running requests first, then waiting ones
 beside          short prompts beside a long one that has begun

@@ -24,12 +24,11 @@ from tandem.engine.scheduling.audit import check_integrity
 from tandem.engine.scheduling.beside import note_quick
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
+from tandem.engine.scheduling.pace import PROMPTS_ALONE, Pace
 from tandem.engine.scheduling.queue import WaitingRequests, make_policy
 from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
-    PROMPTS_ALONE,
     EncodedImages,
-    Pace,
     SchedulerState,
     SchedulerStats,
     StepPlan,

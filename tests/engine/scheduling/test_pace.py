@@ -11,7 +11,7 @@ from tandem.engine.config import SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
 from tandem.engine.model.runner import FinishedStep, LayerHooks
 from tandem.engine.scheduling.output import SchedulerOutput
-from tandem.engine.scheduling.state import FEWEST_TOKENS, Pace
+from tandem.engine.scheduling.pace import FEWEST_TOKENS, Pace
 from tandem.wire.sampling import SamplingParams
 from tests.engine.engine_fakes import FakeRunner, make_scheduler
 from tests.engine.made_requests import made_request

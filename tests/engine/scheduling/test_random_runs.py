@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.config import Reserve
-from tandem.engine.scheduling import state as state_module
+from tandem.engine.scheduling import pace as pace_module
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
 from tests.engine.scheduling.model import next_token
@@ -75,7 +75,7 @@ def random_pace(number: int) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def prompts_may_be_cut_to_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "FEWEST_TOKENS", 2)
+    monkeypatch.setattr(pace_module, "FEWEST_TOKENS", 2)
 
 
 IMAGES = {"a/0": 1, "a/1": 4, "b/0": 7, "c/0": 3, "d/0": 5}
