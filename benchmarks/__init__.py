@@ -2,22 +2,14 @@
 
     suite            a short run of those below, one after another, with their floors: `make bench`
     disaggregation   Tandem and vLLM on one machine, each disaggregated and aggregated (side_by_side/)
-    burst            three times the capacity for two minutes, compared with vLLM
     soak             half an hour of everything that clients do (soaking/): `make soak`
-    scheduler, scheduler_parity    the scheduler's speed; whether it decides as vLLM's does
-    reserve          what `scheduler.reserve` costs and saves under memory pressure
-    agents           agents' jobs with tool calls, with and without pins (`scheduler.policy: continuum`)
-    adapters         what LoRA adapters cost a decode step
+    scheduler        the scheduler's speed
     engine           the engine alone (engine_vllm)
     vllm_step        what Tandem adds to a step of vLLM
-    images           first tokens of texts while images are encoded, with an encoder node and without
-    hybrid           what recurrent layers cost, compared with a dense model and with transformers
-    parallel         what several ranks cost a step, compared with one rank (parallel_vllm)
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU, part by part (gpu_parts, gpu_report): its answers (gpu_parity), its speed (gpu_speed,
                      gpu_profile, gpu_models), two engines on one card (gpu_handover)
     tiers            what tiers of the cache cost and save
-    tier_parity      whether tiers evict what vLLM's would, and how fast
     failover         a long conversation whose decode node is killed, with a mirror of its KV and without; or one rank of its node
     transfer         KV through a connector, compared with the transport alone (transfer_nodes, transfer_ranks)
     links            what checksums add to a handover; how long requests wait for their KV when a link becomes slow
@@ -28,7 +20,6 @@
     simulation       the simulator compared with real runs, and the autoscaler in it
     routing          what a decision costs by the number of nodes, what tracking their caches costs, and the policies in simulated pools
                      (routing_world)
-    tokenizing       what tokenizing a long chat costs, the first time and at its next turn
     load_generator   whether `tandem bench` measures correctly
 
 All have one form, `lib.harness`: `parser_of` makes the flags, with the module's docstring as the help; `report` writes the figures with the

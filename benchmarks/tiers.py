@@ -1,6 +1,6 @@
 """What tiers of the KV cache cost and save.
 
-    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N]] [--vllm DIR] [--json FILE]
+    python -m benchmarks.tiers [--model FOLDER] [--trace FILE [--requests N]] [--json FILE]
 
 *Steps*: the scheduler alone with 256 requests that decode, without a tier and with a tier whose copies cost nothing. *Load*: a prompt of 2,048
 tokens that the device no longer has, from host memory and from a disk whose files are in the page cache, compared with computing it and with
@@ -10,8 +10,6 @@ memcpy of the same bytes. All figures of one run are of one machine: compare wit
 that cost nothing; shows how much of their prompts each layout found. A block of the trace is one of Tandem's. The device has room for a tenth of
 the distinct blocks, the tier in host memory for three tenths, the one on disk for all.
 
-*Managers*, with an environment that has vLLM 0.32: what `benchmarks.tier_parity` reports of both systems' bookkeeping, in the same run.
-
 Each figure that has a floor is compared with it at the end.
 """
 
@@ -19,8 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +27,6 @@ from statistics import median
 import msgspec
 import torch
 
-from benchmarks import tier_parity
 from benchmarks.lib.engines import greedy, request_of
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import Floor, at_least, at_most, table_of
@@ -69,7 +64,6 @@ class TierFigures(msgspec.Struct):
     memcpy_s: float = 0.0  # memcpy of the same bytes
     loaded_bytes: int = 0
     found: dict[str, float] = {}  # in the replayed trace: the share of prompt tokens that were not computed
-    managers: tier_parity.Parity | None = None  # compared with vLLM's
 
 
 class FreeMover(Mover):
@@ -315,26 +309,12 @@ def floors_of(figures: TierFigures) -> list[Floor]:
     share = None
     if figures.found:
         share = figures.found["cpu, arc, and disk"] / figures.found["a device with room for all"]
-    floors = [
+    return [
         at_most("a step with a tier", step / figures.step_us["no tier"], 1.05, "×"),
         at_least(f"{prefix}, of memcpy's rate", figures.memcpy_s / figures.copy_s["cpu"], 0.8),
         at_least(f"{prefix}, faster than computing them", figures.compute_s / figures.load_s["cpu"], 10, "×"),
         at_least("host memory and disk, of an infinite cache's hits (--trace)", share, 0.95),
     ]
-    managers = figures.managers or tier_parity.Parity()
-    for policy in EvictionPolicy:
-        ours, theirs = managers.our_us.get(policy.value), managers.their_us.get(policy.value)
-        faster = theirs / ours if ours and theirs else None
-        floors.append(at_least(f"{policy.value}, a request's operations beside vLLM's (--vllm)", faster, 1, "×"))
-    return floors
-
-
-def beside_vllm(environment: Path) -> tier_parity.Parity:
-    """Runs in a process of its own, because Tandem is not installed in vLLM's environment."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = ["benchmarks.tier_parity", "--vllm", str(environment), "--runs", "20", "--json", file.name]
-        subprocess.run([sys.executable, "-m", *command], check=True)
-        return msgspec.convert(msgspec.json.decode(file.read())["figures"], tier_parity.Parity)
 
 
 def main() -> int:
@@ -342,14 +322,11 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--vllm", type=Path, help="an environment that has vLLM 0.32")
     options = parser.parse_args()
     model = prepare_model(options.model, lambda what, share: None).path
     figures = measure(model)
     if options.trace:
         figures.found = replay(read_trace(options.trace, options.requests))
-    if options.vllm:
-        figures.managers = beside_vllm(options.vllm)
     columns = {"": "{what}", " ": "{figure}", "beside": "{beside}"}
     table = table_of("Tiers of the cache", rows_of(figures), columns, left=3)
     return report(options, figures, table, floors=floors_of(figures))

@@ -138,7 +138,6 @@ WINGS: dict[str, Wing] = {
     "quantized": Wing(
         ("engine/model/quantized/",),
         (
-            "benchmarks/weight_bits.py",
             "tests/engine/model/quantized_files.py",
             "tests/engine/model/test_quantized.py",
             "tests/engine/model/test_triton_ops.py",

@@ -1,4 +1,4 @@
-"""An engine with a model and no node around it, its timed steps, and models with random weights for it."""
+"""An engine with a model and no node around it, its timed steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any
 
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -55,17 +53,6 @@ def engine_of(runner: TorchRunner, cache: CacheConfig, scheduling: SchedulerConf
     info = runner.info
     scheduler = Scheduler(scheduling, cache, info.groups, info.num_blocks, info.max_model_len, info.eos_token_ids)
     return Engine(scheduler, runner, None, ahead=scheduling.plans_ahead(info.device))
-
-
-def save_random_model(config: Any, folder: Path, dtype: str = "float32") -> Any:
-    """Saves a causal model of this configuration of transformers', and returns it."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
-    made.save_pretrained(folder)
-    return made
 
 
 class EngineBench:
