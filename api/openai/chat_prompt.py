@@ -214,7 +214,7 @@ async def chat_prompt(
             f"{where}: must be a part of type 'text' with a text; this model reads no 'image_url'", where
         )
     if model.template is None:
-        raise InvalidRequest("messages: this model has no chat template; send a prompt", "messages")
+        raise InvalidRequest("messages: this model has no chat template; send a prompt to /v1/completions", "messages")
     text = await render_chat(model.template, model.guard, model.tokenizer, chat, context)
     if not parts or model.images is None:
         return text, None

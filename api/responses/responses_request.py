@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,6 +32,7 @@ from tandem.api.openai.fields import (
     SchemaName,
     StreamOptions,
 )
+from tandem.api.openai.prompts import PromptTooLong
 from tandem.base.errors import InvalidRequest
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -157,6 +159,22 @@ def items_of(request: ResponsesRequest) -> list[InputItem]:
     if isinstance(request.input, str):
         return [InputItem(role="user", content=request.input)]
     return request.input
+
+
+# What a chat's fields are called in a request for a response.
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+@contextmanager
+def naming_its_fields() -> Iterator[None]:
+    """A refusal of the chat that was made of a request names the field that the client wrote."""
+    try:
+        yield
+    except (InvalidRequest, PromptTooLong) as error:
+        if (name := _NAMES.get(error.param or "")) is None:
+            raise
+        text = str(error).removeprefix(f"{error.param}:").replace("tokens of messages", "tokens of input")
+        raise type(error)(f"{name}:{text}", name) from error
 
 
 def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatRequest:

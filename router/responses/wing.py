@@ -17,7 +17,7 @@ from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.plan import plan_chat
 from tandem.api.responses.answer_types import InputItems, InputTokens, ResponseAnswer, ResponseDeleted
 from tandem.api.responses.response_store import StoredResponse
-from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check
+from tandem.api.responses.responses_request import InputItem, ResponsesRequest, as_chat, check, naming_its_fields
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
@@ -62,7 +62,8 @@ async def _read(
         services.model.check_name(request.model)
         before = await _before(service, exchange, request)
         chat = as_chat(request, before)
-        plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
+        with naming_its_fields():
+            plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
 
 

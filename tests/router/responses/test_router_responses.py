@@ -231,6 +231,19 @@ def test_what_is_wrong_is_named(router: RunningRouter, fields: dict[str, Any], p
     router.wait_for(router.idle, "nothing was begun")
 
 
+def test_a_refusal_of_the_chat_names_what_the_client_wrote(router: RunningRouter, model_folder: str) -> None:
+    context = router.nodes["p0"].info.max_model_len
+    long = create(router, input="word " * context).json()["error"]
+    assert (long["param"], long["message"].partition(":")[0]) == ("input", "input")
+    much = create(router, max_output_tokens=context).json()["error"]
+    assert much["param"] == "max_output_tokens"
+    assert "tokens of input are" in much["message"]
+    router.server.services.model.template = None
+    none = create(router).json()["error"]
+    assert none["param"] == "input"
+    assert none["message"] == "input: this model has no chat template; send a prompt to /v1/completions"
+
+
 def stored(index: int, text: str = "x" * 100, owner: str = "alice", **body: Any) -> StoredResponse:
     shown = {"id": f"resp_{index}", "status": "in_progress", "output": [], "text": text, **body}
     return StoredResponse(shown, owner, [], keeps_events=False)
