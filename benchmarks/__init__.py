@@ -2,24 +2,20 @@
 
     suite            a short run of those below, one after another, with their floors: `make bench`
     disaggregation   Tandem and vLLM on one machine, each disaggregated and aggregated (side_by_side/)
-    soak             half an hour of everything that clients do (soaking/): `make soak`
+    soak             half an hour of everything that clients do: `make soak`
     scheduler, scheduler_parity    the scheduler's speed; whether it decides as vLLM's does
-    engine           the engine alone (engine_vllm)
+    engine           the engine alone, beside the machine's limit
     vllm_step        what Tandem adds to a step of vLLM
     native_kernels   where a step's time goes in the native library
     gpu              the engine on a GPU, part by part (gpu_parts, gpu_report): its answers (gpu_parity), its speed (gpu_speed,
                      gpu_profile, gpu_models), two engines on one card (gpu_handover)
-    tiers            what tiers of the cache cost and save
-    failover         a long conversation whose decode node is killed, with a mirror of its KV and without; or one rank of its node
     transfer         KV through a connector, compared with the transport alone (transfer_nodes, transfer_ranks)
-    links            what checksums add to a handover; how long requests wait for their KV when a link becomes slow
     router, router_worst
-                     the router alone and beside published routers; with the largest requests, and with the worst that one key or a
-                     stranger can do (router_attacks). router_bed has the processes of both
+                     the router alone, and the worst that one key or a stranger can do to it (router_attacks). router_bed has the
+                     processes of both
     recompute        many long prompts at once in a running cluster: what is computed twice
-    simulation       the simulator compared with real runs, and the autoscaler in it
-    routing          what a decision costs by the number of nodes, what tracking their caches costs, and the policies in simulated pools
-                     (routing_world)
+    simulation       the simulator compared with real runs
+    routing          what a decision costs by the number of nodes, and what tracking their caches costs
     load_generator   whether `tandem bench` measures correctly
 
 All have one form, `lib.harness`: `parser_of` makes the flags, with the module's docstring as the help; `report` writes the figures with the

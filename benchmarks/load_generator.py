@@ -1,20 +1,16 @@
 """Whether the load generator measures correctly, and how little time it takes itself.
 
     python -m benchmarks.load_generator
-    python -m benchmarks.load_generator --vllm DIR --peers FOLDER --tokenizer FOLDER
 
 The server's every delay is known. Shows what the generator reports of each, what a chunk costs the generator, and what the same chunk costs
-httpx. With --vllm, vLLM's own generator measures the same server: FOLDER has `bench.sh DIR TOKENIZER PORT INPUT OUTPUT REQUESTS USERS`, which
-runs `vllm bench serve` and prints its report.
+httpx.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -22,7 +18,7 @@ import numpy as np
 
 from benchmarks.lib.connections import InstantServer, serve
 from benchmarks.lib.harness import parser_of, report, run
-from benchmarks.lib.processes import child, output_of
+from benchmarks.lib.processes import child
 from benchmarks.lib.tables import at_most, seen, table_of
 from tandem.base.errors import Unavailable
 from tandem.loadgen.api import Api, RequestShape
@@ -36,35 +32,15 @@ from tandem.loadgen.workload import Lengths, random_prompts
 FIRST_TOKEN_S, GAP_S, LONG_GAP_S, LONG_GAP_EVERY = 0.160, 0.012, 0.045, 10
 MOST_OFF_PERCENT = 5.0
 _USERS, _REQUESTS, _INPUT, _OUTPUT = 8, 64, 128, 64
-_PEER_WITHIN_S = 300.0
-# Figures that both report, by the names in vLLM's output.
-_PEERS_LINES = {
-    "time to first token, mean ms": "Mean TTFT (ms)",
-    "time to first token, p50 ms": "Median TTFT (ms)",
-    "time per output token, mean ms": "Mean TPOT (ms)",
-    "time per output token, p50 ms": "Median TPOT (ms)",
-    "inter-token latency, mean ms": "Mean ITL (ms)",
-    "inter-token latency, p50 ms": "Median ITL (ms)",
-    "inter-token latency, p99 ms": "P99 ITL (ms)",
-    "output tokens/s": "Output token throughput (tok/s)",
-}
 
 
-_COLUMNS = {
-    "figure": "{figure}",
-    "known": "{known:.2f}",
-    "tandem bench": "{ours:.2f}",
-    "vLLM's generator": "{theirs:.2f}",
-    "tandem bench / vLLM's": "{ratio:.3f}",
-}
+_COLUMNS = {"figure": "{figure}", "known": "{known:.2f}", "tandem bench": "{ours:.2f}"}
 
 
 class GeneratorComparison(msgspec.Struct, frozen=True):
     figure: str
     known: float
     ours: float
-    theirs: float | None = None
-    ratio: float | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -75,20 +51,13 @@ class Result(msgspec.Struct, frozen=True):
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--vllm", type=Path, metavar="DIR", help="a virtual environment with vLLM in it")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="the script that runs its generator")
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="any model's folder, for vLLM's prompts")
     options = parser.parse_args()
-    peer = (options.vllm, options.peers, options.tokenizer)
-    if any(peer) and not all(peer):
-        parser.error("--vllm, --peers and --tokenizer belong together")
     # In a process of its own, so that its time is not counted as the generator's.
     with child(serve_paced) as pipe:
         port = pipe.recv()
         summary, our_cost = asyncio.run(_ours(port))
         their_cost = asyncio.run(_httpx_cost(port))
-        theirs = _vllms(port, *peer) if all(peer) else {}
-    result = Result(_compare(summary, theirs), our_cost, their_cost)
+    result = Result(_compare(summary), our_cost, their_cost)
     worst = max(result.compared, key=lambda one: abs(one.ours / one.known - 1))
     off = 100 * abs(worst.ours / worst.known - 1)
     return report(
@@ -137,18 +106,7 @@ async def _httpx_cost(port: int) -> float:
         return (time.process_time() - before) / chunks * 1e6
 
 
-def _vllms(port: int, vllm: Path, peers: Path, tokenizer: Path) -> dict[str, float]:
-    """Returns vLLM's report, by its own names."""
-    numbers = [str(number) for number in (port, _INPUT, _OUTPUT, _REQUESTS, _USERS)]
-    said = output_of(["bash", peers / "bench.sh", vllm, tokenizer, *numbers], _PEER_WITHIN_S)
-    found = {name.strip(): float(value) for name, value in re.findall(r"^(.+?):\s+([\d.]+)\s*$", said, re.M)}
-    missing = set(_PEERS_LINES.values()) - set(found)
-    if missing:
-        raise Unavailable(f"vLLM's generator does not tell {', '.join(sorted(missing))}:\n{said[-2000:]}")
-    return found
-
-
-def _compare(summary: Summary, theirs: dict[str, float]) -> list[GeneratorComparison]:
+def _compare(summary: Summary) -> list[GeneratorComparison]:
     if not (summary.ttft_ms and summary.tpot_ms and summary.itl_ms):
         raise Unavailable("nothing was measured")
     gaps = [LONG_GAP_S if index % LONG_GAP_EVERY == 0 else GAP_S for index in range(_OUTPUT - 1)]
@@ -164,11 +122,7 @@ def _compare(summary: Summary, theirs: dict[str, float]) -> list[GeneratorCompar
         "inter-token latency, p99 ms": (LONG_GAP_S * 1e3, summary.itl_ms.p99),
         "output tokens/s": (_USERS * _OUTPUT / a_request, summary.output_tokens_per_s),
     }
-    return [
-        GeneratorComparison(name, known, ours, peer, ours / peer if peer else None)
-        for name, (known, ours) in figures.items()
-        for peer in (theirs.get(_PEERS_LINES[name]),)
-    ]
+    return [GeneratorComparison(name, known, ours) for name, (known, ours) in figures.items()]
 
 
 _TOKEN = (

@@ -2,41 +2,30 @@
 
     python -m benchmarks.router [--quick] [--json FILE]
     python -m benchmarks.router --processes 1,2,4    # only requests per second, by the number of router processes on one port
-    python -m benchmarks.router --peer path/to/vllm-router [--peer path/to/sglang-router]    # beside published routers
 
 Router, engines and clients are three processes. Costs are the router's own CPU time, so that other work on the machine does not change them; times
 are what a client sees. Both are also given without what the same messages cost without a router: over bare sockets, and through a relay that
 only receives and sends. On a virtual machine that sleeps between two tokens, waking up can cost more than everything that a router does. What an
 idle router costs (pings, clocks) is measured first, and is not counted as the cost of tokens.
-
-With --peer each router has one prefill node and one decode node behind it, which answer at once: Tandem's in messages of `wire/`, the peers' over
-HTTP, as they expect. The same clients ask each for the same whole answers, then for the same streams. Tandem's router does what a peer leaves to
-its engines: chat templates, tokenizing, detokenizing, stop strings, checking requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import secrets
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import uvloop
-
-from benchmarks.lib.connections import HttpConnection, InstantServer, serve
-from benchmarks.lib.harness import parser_of, report, run, say
-from benchmarks.lib.processes import child, cpu_of, free_port, wait_for
+from benchmarks.lib.connections import HttpConnection
+from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.processes import child
 from benchmarks.lib.tables import at_most, seen, table_of
 from benchmarks.router_bed import (
     MODEL,
@@ -52,7 +41,6 @@ from benchmarks.router_bed import (
     serve_router,
     streams,
 )
-from tandem.base.errors import TandemError, Unavailable
 from tandem.loadgen.metrics import percentile
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
@@ -64,8 +52,6 @@ from tandem.wire.sockets import Inbox, Outbox, admit, public_key
 IDLE_S = 3.0
 FLOOR_TTFT_MS = 3.0
 FLOOR_TOKEN_US = 100.0
-PEER_START_S = 60.0
-CONNECTIONS, EACH, TOKENS, STREAMS, STREAM_TOKENS = 32, 60, 16, 64, 32  # beside published routers
 COLUMNS = {
     "streams": "{streams}",
     "CPU µs/token": "{cpu_us_per_token:.0f}",
@@ -76,13 +62,6 @@ COLUMNS = {
     "TTFT ms p50": "{ttft_ms_p50:.1f}",
     "TTFT ms p99": "{ttft_ms_p99:.1f}",
 }
-PEER_COLUMNS = {
-    "router": "{router}",
-    "requests/s": "{requests_per_s:.0f}",
-    "CPU µs/request": "{cpu_us_per_request:.0f}",
-    "streamed tokens/s": "{streamed_tokens_per_s:.0f}",
-    "CPU µs/stream": "{cpu_us_per_stream:.0f}",
-}
 
 
 def main() -> int:
@@ -91,16 +70,11 @@ def main() -> int:
     parser.add_argument(
         "--processes", metavar="N,...", help="how many share a port, each number in turn; as many clients"
     )
-    parser.add_argument("--peer", action="append", default=[], metavar="COMMAND", help="vllm-router or sglang-router")
     options = parser.parse_args()
-    if options.processes or options.peer:
+    if options.processes:
         each = 200 if options.quick else 1000
-        rows = [throughput(int(count), each) for count in (options.processes or "").split(",") if count]
-        peers = beside(options.peer) if options.peer else []
-        title = "Routers on the same work, before engines that answer at once"
-        shown = [table_of("Router processes on one port", rows)] if rows else []
-        shown += [table_of(title, peers, PEER_COLUMNS)] if peers else []
-        return report(options, rows + peers, *shown)
+        rows = [throughput(int(count), each) for count in options.processes.split(",")]
+        return report(options, rows, table_of("Router processes on one port", rows))
     figures = measure(tokens=32 if options.quick else 128)
     floors = [at_most("added to the first token", figures["added_ttft_ms"], FLOOR_TTFT_MS, "ms")]
     floors += [
@@ -281,102 +255,6 @@ def bare_first_token_s(node: NodeInfo) -> float:
     finally:
         outbox.close()
         inbox.close()
-
-
-# --- beside published routers ---------------------------------------------------------------------------------
-
-
-def beside(peers: list[str]) -> list[dict[str, Any]]:
-    with running_engines(step_s=0.0) as nodes, running_router(nodes) as (url, probe):
-        rows = [compared("tandem", url, probe)]
-    for peer in peers:
-        try:
-            with running_peer(peer) as (url, cpu):
-                rows.append(compared(Path(peer).name, url, cpu))
-        except TandemError as error:  # the others are still measured
-            say(f"{peer}: {error}")
-    return rows
-
-
-def compared(name: str, url: str, cpu: Callable[[], float]) -> dict[str, Any]:
-    asyncio.run(requests(url, 4, 10, tokens=TOKENS))  # warm-up: everything has been used once
-    before = cpu()
-    per_s = asyncio.run(requests(url, CONNECTIONS, EACH, tokens=TOKENS))
-    whole = cpu() - before
-    before, began = cpu(), time.perf_counter()
-    asyncio.run(streams(url, STREAMS, STREAM_TOKENS))
-    took = time.perf_counter() - began
-    return {
-        "router": name,
-        "requests_per_s": per_s,
-        "cpu_us_per_request": whole / (CONNECTIONS * EACH) * 1e6,
-        "streamed_tokens_per_s": STREAMS * STREAM_TOKENS / took,
-        "cpu_us_per_stream": (cpu() - before) / STREAMS * 1e6,
-    }
-
-
-@contextmanager
-def running_peer(command: str) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Runs the peer in its mode for disaggregation: a request goes to the prefill server for one token, then to the decode server."""
-    with ExitStack() as stack:
-        pipes = [stack.enter_context(child(serve_http_engine)) for _ in range(2)]
-        prefill, decode = (f"http://127.0.0.1:{pipe.recv()}" for pipe in pipes)
-        port = free_port()
-        vllm = "vllm" in Path(command).name
-        mode = ["--vllm-pd-disaggregation"] if vllm else ["launch", "--pd-disaggregation"]
-        process = subprocess.Popen(
-            [
-                command, *mode, "--prefill", prefill, "--decode", decode, "--host", "127.0.0.1",
-                "--port", str(port), "--policy", "round_robin", "--prometheus-port", str(free_port()),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_for(lambda: answers(url, process), PEER_START_S, "it does not answer")
-            yield url, lambda: cpu_of(process.pid)  # a peer starts no other processes
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    if process.poll() is not None:
-        raise Unavailable(f"it ended with status {process.returncode}")
-    try:
-        asyncio.run(requests(url, 1, 1, tokens=2))
-        return True
-    except (OSError, RuntimeError, asyncio.IncompleteReadError):
-        return False
-
-
-class HttpEngine(InstantServer):
-    """The part of a vLLM server that a router uses. It answers at once."""
-
-    def answer(self, path: bytes, body: bytes) -> None:
-        if not path.startswith(b"/v1/completions"):
-            models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-            self.whole(models if b"models" in path else {"status": "ok", "model_id": MODEL})
-            return
-        asked = json.loads(body)
-        count = asked.get("max_tokens", 1)
-        if not asked.get("stream"):
-            self.whole(_choice("x" * count, "length") | {"kv_transfer_params": {}})
-            return
-        self.begin_stream()
-        for index in range(count):
-            self.event(json.dumps(_choice("x", "length" if index == count - 1 else None)).encode())
-        self.end_stream()
-
-
-def _choice(text: str, finish: str | None) -> dict[str, Any]:
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-    return {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL, "choices": [choice]}
-
-
-def serve_http_engine(pipe: Connection) -> None:
-    uvloop.run(serve(pipe, HttpEngine))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ LARGE_BODIES: dict[str, Callable[[], bytes]] = {
     "one text": lambda: b'"' + b"a " * (BODY_BYTES // 2) + b'"}',
     "escapes": lambda: b'"' + rb"\u00e4" * (BODY_BYTES // 6) + b'"}',
     "numbers": lambda: b"[" + b"1," * (BODY_BYTES // 2) + b"1]}",
-    "brackets": lambda: b'"' + b"[" * BODY_BYTES + b'"}',
     "names": lambda: b'"' + _names(),
 }
 

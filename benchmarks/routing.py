@@ -1,12 +1,11 @@
-"""What a router's decision costs by the number of nodes, and whether it is as good as one that ranks every node.
+"""What a router's decision costs by the number of nodes, and what tracking their caches costs.
 
     python -m benchmarks.routing [--nodes N,N,...] [--requests N] [--json FILE]
 
 Cost: the router's own code (`tandem.router.policy.choose`, `tandem.router.pool`) chooses two nodes for each request, records what was sent and
 answered, and reads the nodes' statuses; half of the requests share a prefix with earlier ones. There are no sockets. Hashing a prompt is timed
 separately, because it happens with tokenizing, outside the event loop. Index: the messages in which nodes report the blocks that they store and
-evict, and what recording them adds to a node's step. Quality: a simulation of pools (`routing_world`), with the router's choice and with one among
-all nodes, on the same requests.
+evict, and what recording them adds to a node's step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +20,6 @@ import msgspec
 
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
-from benchmarks.routing_world import BLOCK, TRACES, Simulation, words
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
@@ -32,32 +29,20 @@ from tandem.engine.request import Request
 from tandem.loadgen.metrics import percentile
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy.choose import Chooser
-from tandem.router.policy.views import PoolSnapshot, RoutingRequest, blocks_for
+from tandem.router.policy.views import RoutingRequest, blocks_for
 from tandem.router.pool import NodePool
-from tandem.router.prefixes import CachedBlocks, NodeBits, Overlaps, PrefixRecord, PromptHashes
+from tandem.router.prefixes import CachedBlocks, NodeBits, PromptHashes
 from tandem.wire.kv_events import DEVICE_MEDIUM
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import CacheChange, CacheNews, NodeCounters, NodeStatus, RequestFacts
 from tandem.wire.sampling import SamplingParams
 
+BLOCK = 16
 APPLICATIONS = 50  # prompts with which many requests begin
 BLOCKS = 40_000  # of each node
 PROMPTS = (4_096, 100_000)
 STEPS_PER_STATUS = 20
 COUNTED_EVERY = 4  # a node's statuses have its counters once a second (`tandem.node.routers`)
-QUALITY_NODES = (32, 96)  # prefill nodes and decode nodes
-TELLING_S = 0.001  # how long a router process's report takes to reach a sibling
-
-
-class EveryNode(Chooser):
-    """Ranks all nodes in view for each request, and records every block that was sent to each."""
-
-    def __init__(self, pool: NodePool, policy: PolicyName, local_prefill: LocalPrefill) -> None:
-        super().__init__(pool, policy, local_prefill)
-        self._record = PrefixRecord(self._record.bits, range(1, 1 << 20))
-
-    def candidates(self, request: RoutingRequest, overlaps: Overlaps) -> PoolSnapshot:
-        return self._pool.view.snapshot()
 
 
 _read_status = msgspec.msgpack.Decoder(NodeStatus).decode
@@ -66,6 +51,10 @@ _read_status = msgspec.msgpack.Decoder(NodeStatus).decode
 def _as_it_comes(status: NodeStatus) -> NodeStatus:
     """The status as a router has read it from a message: with numbers and names of its own."""
     return _read_status(msgspec.msgpack.encode(status))
+
+
+def words(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(50_000) for _ in range(count))
 
 
 class Cluster:
@@ -227,67 +216,18 @@ def step(tokens: int, requests: int) -> dict[str, Any]:
     return {"requests": requests, "tokens_each": tokens, "noting_events_us": extra * 1e6}
 
 
-def simulated(
-    trace: str,
-    seconds: float,
-    chooser_of: Callable[[NodePool], Chooser],
-    routers: int = 1,
-    telling_s: float | None = None,
-) -> dict[str, float]:
-    simulation = Simulation(chooser_of, *QUALITY_NODES, routers, telling_s)
-    load = 0.75 * QUALITY_NODES[0] / 4  # the traces are written for four prefill nodes
-    outcome = simulation.run(TRACES[trace](random.Random(7), seconds, load))
-    waits = sorted(outcome.first_token_s)
-    return {
-        "mean_wait_ms": fmean(waits) * 1e3,
-        "wait_ms_p50": percentile(waits, 50) * 1e3,
-        "wait_ms_p99": percentile(waits, 99) * 1e3,
-        "tpot_ms_p99": percentile(sorted(outcome.per_token_s), 99) * 1e3,
-        "imbalance": simulation.imbalance,
-        "hit_rate": outcome.cached_tokens / outcome.prompt_tokens,
-    }
-
-
-def least_wait(pool: NodePool) -> Chooser:
-    return Chooser(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER)
-
-
-def quality(trace: str, seconds: float) -> dict[str, Any]:
-    few = simulated(trace, seconds, least_wait)["mean_wait_ms"]
-    every = simulated(trace, seconds, lambda pool: EveryNode(pool, PolicyName.LEAST_WAIT, LocalPrefill.NEVER))[
-        "mean_wait_ms"
-    ]
-    return {"trace": trace, "mean_wait_ms": few, "ranking_every_node_ms": every, "ratio": few / every}
-
-
-def together(trace: str, seconds: float, routers: int, telling_s: float | None) -> dict[str, Any]:
-    """Compares routers that know of each other's requests by nodes' statuses and cache news with routers that also tell each other."""
-    found = simulated(trace, seconds, least_wait, routers=routers, telling_s=telling_s)
-    telling = "no" if telling_s is None else f"{telling_s * 1e3:g} ms"
-    return {"trace": trace, "routers": routers, "telling": telling, **found}
-
-
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--nodes", default="4,100,1000,4000", help="how many, each in turn")
     parser.add_argument("--requests", type=int, default=1000, help="decisions of each kind")
-    parser.add_argument("--seconds", type=float, default=60, help="of simulated time, for the quality")
     options = parser.parse_args()
-    nodes, seconds = [int(count) for count in options.nodes.split(",")], options.seconds
-    routers = ((1, None), (2, None), (2, TELLING_S), (4, None), (4, TELLING_S))
-    traces = TRACES if seconds else ()
+    nodes = [int(count) for count in options.nodes.split(",")]
     found = {
         "What one request's decision costs the event loop": [
             cost(count, tokens, options.requests) for tokens in PROMPTS for count in nodes
         ],
         "What nodes tell of their caches, read by one router": [index(count, 1_000_000) for count in nodes],
         "What a node's step pays to tell it": [step(2048, 1), step(16, 16), step(16, 256)],
-        f"Until the first token, {QUALITY_NODES[0]} prefill and {QUALITY_NODES[1]} decode nodes, simulated": [
-            quality(trace, seconds) for trace in traces
-        ],
-        "Several routers, which take requests in turns, simulated": [
-            together(trace, seconds, *each) for trace in traces for each in routers
-        ],
     }
     return report(options, found, *(table_of(title, rows) for title, rows in found.items() if rows), width=150)
 

@@ -72,19 +72,7 @@ class Benchmark(TransferPair):
         config = _config(options)
         producer = Remote(TransferNode, "p", 1, blocks, config, options.device)
         consumer = Remote(TransferNode, "c", 2, blocks, config, options.device)
-        # The consumer reads and the producer writes.
-        self.mover, self.moved = producer, consumer
-        if options.direction == "pull":
-            self.mover, self.moved = self.moved, self.mover
-        super().__init__(producer, consumer, options.direction, BLOCK_BYTES, 3 if options.quick else 7)
-
-    def open_raw(self) -> None:
-        self.mover.call("open_raw")
-        self.mover.call("connect_raw", self.moved.call("open_raw"))
-        self.move_raw(1)
-
-    def move_raw(self, blocks: int) -> float:
-        return float(self.mover.call("move_raw", self.direction, blocks))
+        super().__init__([producer], [consumer], options.direction, BLOCK_BYTES, 3 if options.quick else 7)
 
     def handover(self) -> dict[str, float]:
         samples, raw = [], []
@@ -113,13 +101,13 @@ class Benchmark(TransferPair):
     def cpu(self) -> dict[str, float]:
         spent = dict.fromkeys(("producer", "consumer", "raw"), 0.0)
         for _ in range(self.repeats):
-            before = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.mover)]
+            before = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.movers[0])]
             self.transfer(2048, 1)
-            between = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.mover)]
+            between = [node.call("cpu_seconds") for node in (self.producer, self.consumer, self.movers[0])]
             self.move_raw(blocks_of(2048, 1))
             spent["producer"] += between[0] - before[0]
             spent["consumer"] += between[1] - before[1]
-            spent["raw"] += self.mover.call("cpu_seconds") - between[2]
+            spent["raw"] += self.movers[0].call("cpu_seconds") - between[2]
         gigabytes = self.repeats * blocks_of(2048, 1) * BLOCK_BYTES / 1e9
         return {f"{name}_s_per_gb": round(seconds / gigabytes, 3) for name, seconds in spent.items()}
 
@@ -165,10 +153,6 @@ class Benchmark(TransferPair):
             command = [sys.executable, self.options.raw_script, str(BLOCK_BYTES)]
             results["raw_script"] = output_of(command, 120.0).splitlines()
         return results
-
-    def close(self) -> None:
-        for node in (self.producer, self.consumer):
-            node.close()
 
 
 def run_ranks(options: argparse.Namespace) -> dict[str, Any]:

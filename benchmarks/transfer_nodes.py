@@ -1,9 +1,10 @@
-"""The nodes of `benchmarks.transfer` and `benchmarks.links`: nodes without a model, and the transport alone in the same processes."""
+"""The nodes of `benchmarks.transfer`: nodes without a model, and the transport alone in the same processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import socket
 import threading
 import time
@@ -14,23 +15,21 @@ import numpy as np
 import torch
 
 from benchmarks.lib.engines import request_of
-from benchmarks.lib.link import enter
 from benchmarks.lib.processes import Remote
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import ConnectorContext, ConnectorOutput, HeadShare, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
 from tandem.kvtransfer.nixl.options import NixlOptions
-from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
-from tandem.kvtransfer.protocol.transport import Move, Operation
+from tandem.kvtransfer.nixl.transport import BlockArray, NixlAgent
 from tandem.kvtransfer.registry import find_connector
 from tandem.wire.endpoints import key_of
-from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import KVTransferParams, TransferRole
 from tandem.wire.sampling import SamplingParams
 from tandem.wire.sockets import admit
 
 BLOCK_SIZE, HEAD_DIM = 16, 64
+_HEAD_BYTES = BLOCK_SIZE * HEAD_DIM * 2  # of one layer's keys, or of its values
 _PATIENCE_S = 120.0
 
 
@@ -68,7 +67,139 @@ class TransferStep:
         return ()
 
 
-class TransferNode:
+class RawShard(NamedTuple):
+    """What a raw mover must know about a rank of the other node."""
+
+    metadata: bytes
+    address: int
+    share: HeadShare
+
+
+class _RawPeer(NamedTuple):
+    name: str
+    shard: RawShard
+    prepared: int | None  # set if both ranks have the same heads, so that whole blocks are moved
+
+
+class RawPairs:
+    """NIXL's agent alone at one rank: one operation to each rank of the other node that has some of the same heads, all at once. Descriptors are
+    made before the clock starts."""
+
+    def __init__(self, name: str, cache: torch.Tensor, share: HeadShare) -> None:
+        self._agent = NixlAgent(name, NixlOptions())
+        self._cache, self._share = cache, share
+        self._memory = "VRAM" if cache.is_cuda else "DRAM"
+        self._device = cache.get_device() if cache.is_cuda else 0
+        self._agent.register(self._memory, cache.data_ptr(), cache.nbytes, self._device)
+        self.shard = RawShard(self._agent.metadata(), cache.data_ptr(), share)
+        self._prepared = self._agent.prepare(None, self._memory, self._whole(self.shard, len(cache)))
+        self._peers: list[_RawPeer] = []
+
+    def connect(self, shards: Sequence[RawShard]) -> None:
+        for shard in shards:
+            first, end = self._common(shard)
+            if first >= end:
+                continue
+            name = self._agent.add_remote(shard.metadata)
+            prepared = None
+            if shard.share == self._share:
+                prepared = self._agent.prepare(name, self._memory, self._whole(shard, len(self._cache)))
+            self._peers.append(_RawPeer(name, shard, prepared))
+
+    def move(self, direction: str, blocks: int) -> tuple[float, float]:
+        """Returns when it began, and when everything had arrived."""
+        operation = "write" if direction == "push" else "read"
+        ids = np.arange(1, blocks + 1)
+        described = [
+            None if peer.prepared is not None else (self._pieces(self.shard, peer, ids), self._pieces(peer.shard, peer, ids))
+            for peer in self._peers
+        ]  # fmt: skip
+        handles = []
+        began = time.monotonic()
+        for peer, pieces in zip(self._peers, described, strict=True):
+            if pieces is None:
+                started = self._agent.start(operation, self._prepared, ids, peer.prepared or 0, ids)
+            else:
+                ours, theirs = pieces
+                started = self._agent.start_described(
+                    operation, (self._memory, ours), (self._memory, theirs), peer.name
+                )
+            handles.append(started)
+        left = [handle for handle, done in handles if not done]
+        while left := [handle for handle in left if not self._agent.is_done(handle)]:
+            os.sched_yield()  # lets other ranks on the same core run
+        ended = time.monotonic()
+        for handle, _ in handles:
+            self._agent.release(handle)
+        return began, ended
+
+    def _common(self, shard: RawShard) -> tuple[int, int]:
+        mine, other = self._share, shard.share
+        return max(mine.first, other.first), min(mine.first + mine.count, other.first + other.count)
+
+    def _block_bytes(self, shard: RawShard) -> int:
+        return self._cache.shape[1] * 2 * shard.share.count * _HEAD_BYTES
+
+    def _whole(self, shard: RawShard, blocks: int) -> BlockArray:
+        return self._described(shard.address + np.arange(blocks) * self._block_bytes(shard), self._block_bytes(shard))
+
+    def _pieces(self, shard: RawShard, peer: _RawPeer, blocks: np.ndarray) -> BlockArray:
+        """Returns the common heads of each layer's keys and of its values in each block, which are one run each."""
+        first, end = self._common(peer.shard)
+        layers = np.arange(self._cache.shape[1] * 2) * shard.share.count
+        inside = (layers + first - shard.share.first) * _HEAD_BYTES
+        places = (blocks[:, None] * self._block_bytes(shard) + inside).reshape(-1)
+        return self._described(shard.address + places, (end - first) * _HEAD_BYTES)
+
+    def _described(self, addresses: np.ndarray, length: int) -> BlockArray:
+        described = np.zeros((len(addresses), 3), dtype=np.uint64)
+        described[:, 0], described[:, 1], described[:, 2] = addresses, length, self._device
+        return described
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+class RawRank:
+    """A rank's memory, and the transport alone on it. What the benchmark asks of every rank."""
+
+    def __init__(self, name: str, cache: torch.Tensor, share: HeadShare) -> None:
+        self.cache = cache
+        self._raw_name, self._share = f"raw-{name}", share
+        self._pairs: RawPairs | None = None
+
+    @property
+    def pairs(self) -> RawPairs:
+        if self._pairs is None:
+            self._pairs = RawPairs(self._raw_name, self.cache, self._share)
+        return self._pairs
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
+    def fill(self, value: float) -> None:
+        self.cache.fill_(value)
+
+    def values_of_blocks(self) -> list[float | None]:
+        """Returns the one value in each block; None for a block with several."""
+        values = [block.unique().tolist() for block in self.cache]
+        return [found[0] if len(found) == 1 else None for found in values]
+
+    def raw_shard(self) -> RawShard:
+        return self.pairs.shard
+
+    def connect_pairs(self, shards: Sequence[RawShard]) -> None:
+        self.pairs.connect(shards)
+
+    def move_pairs(self, direction: str, blocks: int) -> tuple[float, float]:
+        return self.pairs.move(direction, blocks)
+
+    def close(self) -> None:
+        if self._pairs is not None:
+            self._pairs.close()
+
+
+class TransferNode(RawRank):
     """A step loop without a model, and the two halves of a connector."""
 
     def __init__(
@@ -78,23 +209,22 @@ class TransferNode:
         num_blocks: int,
         config: TransferConfig,
         device: str,
-        namespace: str = "",
         shape: CacheShape = SMOLLM2,
         share: HeadShare | None = None,
         rank_lines: Sequence[socket.socket] = (),
     ) -> None:
-        """`namespace` is the machine that it is on; see `lib.link`. `share` says which heads it has as rank 0 of a node whose other ranks are
+        """`share` says which heads it has as rank 0 of a node whose other ranks are
         at the ends of `rank_lines`; see `transfer_ranks`."""
         torch.set_num_threads(1)
-        address = enter(namespace) if namespace else "127.0.0.1"
         self.node_id = node_id
-        self.raw: RawMover | None = None
         self._peers: set[str] = set()
         self.shape = shape
-        self.cache = shape.of_share(share, num_blocks, device)
+        super().__init__(
+            node_id, shape.of_share(share, num_blocks, device), share or HeadShare(0, shape.heads, shape.heads)
+        )
         self.wake = threading.Event()
         self.scheduler_half, self.worker_half = find_connector(config.connector)(
-            ConnectorContext(node_id, epoch, address, BLOCK_SIZE, config, self.wake.set, rank_lines=rank_lines)
+            ConnectorContext(node_id, epoch, "127.0.0.1", BLOCK_SIZE, config, self.wake.set, rank_lines=rank_lines)
         )
         self.worker_half.register_kv_caches(KVCacheMemory(self.cache, "benchmark", shape.layers, 1, 1000, heads=share))
         self.step_seconds: list[float] = []
@@ -161,11 +291,6 @@ class TransferNode:
         self._admit(names, tokens, TransferRole.CONSUME, peer)
         return self._step_until(set(names), ended)[-1]
 
-    def receive_or_fail(self, names: list[str], tokens: int, peer: PeerAddress) -> list[float]:
-        """Returns for each when the scheduler knew what became of it."""
-        self._admit(names, tokens, TransferRole.CONSUME, peer)
-        return self._step_until(set(names), lambda output: {*output.finished_recving, *output.failed_recving})
-
     def send(self, names: list[str], tokens: int, peer: PeerAddress, chunks: int = 1, compute_s: float = 0.0) -> float:
         """Returns when the last forward pass had ended."""
         requests = self._admit(names, tokens, TransferRole.PRODUCE, peer)
@@ -178,20 +303,10 @@ class TransferNode:
         self._step_until(set(names), lambda output: set(output.finished_sending))
         return computed_at
 
-    def learn_rate(self, tokens_per_s: float) -> None:
-        """Sets the rate that this node reports for computing prompts."""
-        self.scheduler_half.step_took(int(tokens_per_s), 1.0)
-
-    def outcomes(self) -> dict[str, int]:
-        return self.worker_half.stats().outcomes
-
     def idle_cpu_percent(self, seconds: float) -> float:
         began = time.process_time()
         time.sleep(seconds)
         return 100 * (time.process_time() - began) / seconds
-
-    def cpu_seconds(self) -> float:
-        return time.process_time()
 
     def take_step_seconds(self) -> list[float]:
         taken, self.step_seconds = self.step_seconds, []
@@ -201,48 +316,9 @@ class TransferNode:
         stats = self.worker_half.stats()
         return stats.bytes_overlapped, stats.bytes_sent
 
-    def open_raw(self) -> CacheMemory:
-        self.raw = RawMover(f"raw-{self.node_id}", self.cache)
-        return self.raw.memory
-
-    def connect_raw(self, memory: CacheMemory) -> None:
-        self._raw().connect(memory)
-
-    def move_raw(self, direction: str, blocks: int) -> float:
-        return self._raw().move(direction, blocks)
-
-    def _raw(self) -> RawMover:
-        if self.raw is None:
-            raise RuntimeError("open_raw comes first")
-        return self.raw
-
     def close(self) -> None:
-        if self.raw is not None:
-            self.raw.close()
+        super().close()
         self.worker_half.shutdown()
-
-
-class RawMover:
-    """The transport alone: the NIXL agent that the connector uses, on the same memory, without protocol, threads or side channel."""
-
-    def __init__(self, node_id: str, cache: torch.Tensor) -> None:
-        self._transport = NixlTransport(NixlAgent(node_id, NixlOptions()))
-        self.memory = self._transport.register(KVCacheMemory(cache, "benchmark", cache.shape[1], 1, 1000))
-
-    def connect(self, memory: CacheMemory) -> None:
-        self._remote = self._transport.connect(memory)
-
-    def move(self, direction: str, blocks: int) -> float:
-        ids = np.arange(1, blocks + 1)
-        began = time.perf_counter()
-        operation = Operation.WRITE if direction == "push" else Operation.READ
-        handle = self._transport.post(self._remote, Move(operation, "raw", BLOCK_BYTES, ids, ids))
-        while not self._transport.is_done(handle):
-            pass
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 def _blocks_for(requests: int, tokens: int) -> list[list[int]]:
@@ -262,8 +338,13 @@ def _compute(seconds: float) -> None:
 class TransferPair:
     """Two nodes, with prompts that go from one to the other."""
 
-    def __init__(self, producer: Remote, consumer: Remote, direction: str, block_bytes: int, repeats: int) -> None:
-        self.producer, self.consumer = producer, consumer
+    def __init__(
+        self, producers: list[Remote], consumers: list[Remote], direction: str, block_bytes: int, repeats: int
+    ) -> None:
+        """The ranks of both nodes; a consumer reads or a producer writes."""
+        self.ranks = [*producers, *consumers]
+        self.producer, self.consumer = producer, consumer = producers[0], consumers[0]
+        self.movers, self._moved = (producers, consumers) if direction == "push" else (consumers, producers)
         self.direction = direction
         self.block_bytes = block_bytes
         self.repeats = repeats
@@ -274,9 +355,24 @@ class TransferPair:
         self._names = (f"r{number}" for number in itertools.count())
         self.transfer(16, 1)
 
+    def open_raw(self) -> None:
+        movers, moved = ([rank.call("raw_shard") for rank in ranks] for ranks in (self.movers, self._moved))
+        # As in the connector, an agent knows who moves its blocks.
+        for ranks, others in ((self._moved, movers), (self.movers, moved)):
+            for rank in ranks:
+                rank.call("connect_pairs", others)
+        self.move_raw(1)
+
     def move_raw(self, blocks: int) -> float:
         """Returns the seconds that the transport alone takes for these blocks."""
-        raise NotImplementedError
+        for rank in self.movers:
+            rank.begin("move_pairs", self.direction, blocks)
+        times: list[Any] = [rank.result() for rank in self.movers]
+        return float(max(ended for _, ended in times) - min(began for began, _ in times))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
 
     def transfer(self, tokens: int, at_once: int, chunks: int = 1, compute_s: float = 0.0) -> float:
         names = [next(self._names) for _ in range(at_once)]

@@ -1,10 +1,12 @@
-"""Finds the addresses where a process listens, and reads from docs/security.md which processes may listen."""
+"""Finds the addresses where a process listens and the process that listens at an address, and reads from docs/security.md which processes
+may listen."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs/security.md"
@@ -39,3 +41,21 @@ def named_in_the_table() -> set[str]:
 def program_of(command: str) -> str:
     program = command.split()[0]
     return program.partition(".")[0] if program.startswith("ray::") else Path(program).name
+
+
+def listener(endpoint: str) -> int:
+    """Returns the process that listens at this endpoint, in any network namespace of this machine."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    wanted = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{int(port):04X}"
+    networks: dict[str, set[str]] = {}  # the sockets that listen there, by network
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            network = os.readlink(process / "ns" / "net")
+            if network not in networks:
+                rows = [row.split() for row in (process / "net" / "tcp").read_text().splitlines()[1:]]
+                networks[network] = {f"socket:[{row[9]}]" for row in rows if row[1] == wanted and row[3] == "0A"}
+            if any(os.readlink(file) in networks[network] for file in (process / "fd").iterdir()):
+                return int(process.name)
+        except OSError:
+            continue  # the process has ended
+    raise LookupError(f"no process listens at {endpoint}")

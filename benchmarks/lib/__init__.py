@@ -7,5 +7,4 @@ servers      Tandem and vLLM as servers: how each is started, when it is ready, 
 connections  plain HTTP over sockets, of clients and servers, so that no library is measured
 engines      an engine with a model and no node around it, and its timed steps
 machine      the machine's limits, and whether others are using it
-link         two machines made of network namespaces, with a link of some rate between them
 """

@@ -190,12 +190,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def cpu_of(process: int) -> float:
-    """Returns the CPU seconds that a process and its threads have taken."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _spawn(work: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

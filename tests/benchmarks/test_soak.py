@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,105 +13,89 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.soak import SoakVerdict, judge
-from benchmarks.soaking.cluster import (
-    Bounds,
+from benchmarks.soak import (
+    Figures,
     Growth,
-    NodeLook,
-    ProcessSample,
+    MixedLoad,
     ProcessWatch,
+    Question,
+    Questions,
+    SoakVerdict,
+    WrongAnswer,
+    ask,
     gained,
     growth_of,
-    is_whole,
+    is_quiet,
+    judge,
 )
-from benchmarks.soaking.requests import Answer, AnswerEnd, SoakLoad, SoakQuestion, SoakQuestions, WrongAnswer, ask
-from tandem.base.errors import Unavailable
 
-WORDS = [f"word{index}" for index in range(50)]
 MIB = 2**20
 
 
-def samples(memory: Callable[[int], float], count: int = 60, descriptors: int = 20) -> list[ProcessSample]:
-    return [ProcessSample(float(at), int(memory(at)), descriptors, 5) for at in range(count)]
+def samples(memory: Callable[[int], float]) -> list[tuple[float, Figures]]:
+    return [(float(at), {"memory": memory(at), "descriptors": 20.0, "threads": 5.0}) for at in range(60)]
+
+
+def growth(process: str, memory: float, descriptors: float = 0) -> Growth:
+    still = {"memory": MIB, "descriptors": 40, "threads": 30}
+    return Growth(process, True, still, {"memory": memory, "descriptors": descriptors, "threads": 0})
 
 
 class TestGrowth:
     def test_what_fills_up_in_the_beginning_does_not_grow(self) -> None:
-        growth = growth_of("p", samples(lambda at: min(at, 15) * 100 * MIB))
-        assert growth is not None
-        assert growth.memory_grew == 0
-        assert not Bounds().broken(growth)
+        found = growth_of("p", samples(lambda at: min(at, 15) * 100 * MIB))
+        assert found is not None
+        assert found.gained["memory"] == 0
+        assert not found.broken()
 
-    def test_what_leaks_grows_by_what_it_leaks(self) -> None:
-        growth = growth_of("p", samples(lambda at: 500 * MIB + at * 3 * MIB))
-        assert growth is not None
-        assert growth.memory_grew == pytest.approx(39 * 3 * MIB)
-        assert Bounds().broken(growth) == ["p: 117 MiB of memory"]
+    @pytest.mark.parametrize("was_there", [True, False])
+    def test_what_leaks_grows_unless_a_new_node_touches_its_cache_for_the_first_time(self, was_there: bool) -> None:
+        found = growth_of("p", samples(lambda at: 500 * MIB + at * 3 * MIB), was_there=was_there)
+        assert found is not None
+        assert found.gained["memory"] == pytest.approx(39 * 3 * MIB)
+        assert found.broken() == (["p: 117 MiB of memory"] if was_there else [])
 
-    def test_a_node_that_took_anothers_place_may_touch_its_cache_for_the_first_time(self) -> None:
-        for was_there, leaks in ((True, True), (False, False)):
-            growth = growth_of("p", samples(lambda at: 500 * MIB + at * 3 * MIB), was_there=was_there)
-            assert growth is not None
-            assert bool(Bounds().broken(growth)) is leaks
-        watch = ProcessWatch()
-        watch.look([os.getpid()], 0.0)
-        for at in range(1, 20):
-            watch.look([os.getpid(), os.getppid()], float(at))
-        assert sorted(growth.was_there for growth in watch.growths()) == [False, True]
-
-    def test_who_came_late_has_not_told_yet_whether_it_grows(self) -> None:
+    def test_a_process_that_came_late_may_still_fill_up(self) -> None:
         watch = ProcessWatch()
         for at in range(100):
             watch.look([os.getpid()] if at < 80 else [os.getpid(), os.getppid()], float(at))
-        (growth,) = watch.growths()
-        assert growth.process.endswith(f" {os.getpid()}")
+        (found,) = watch.growths()
+        assert found.was_there
+        assert found.process.endswith(f" {os.getpid()}")
 
     def test_descriptors_and_threads_are_held_to_less(self) -> None:
-        leaks = [ProcessSample(float(at), MIB, 20 + at, 5 + at // 4) for at in range(60)]
-        growth = growth_of("p", leaks)
-        assert growth is not None
-        assert Bounds().broken(growth) == ["p: 39 descriptors", "p: 10 threads"]
+        leaks = [(float(at), {"memory": MIB, "descriptors": 20.0 + at, "threads": 5.0 + at // 4}) for at in range(60)]
+        found = growth_of("p", leaks)
+        assert found is not None
+        assert found.broken() == ["p: 39 descriptors", "p: 10 threads"]
 
     @given(st.lists(st.floats(0, 1e9), min_size=2, max_size=40))
     def test_a_gain_is_bounded_by_what_was_seen(self, values: list[float]) -> None:
         times = [float(at) for at in range(len(values))]
-        span = max(values) - min(values)
-        assert abs(gained(times, values)) <= 1.5 * span + 1e-6
-
-
-def soaked(**fields: Any) -> SoakVerdict:
-    given: dict[str, Any] = {
-        "minutes": 1.0, "answered": 9, "aborted": 1, "tokens": 90, "by_kind": {}, "failures": {}, "examples": {}, "checked": 3, "wrong": [],
-        "kills": [], "growths": [],
-    }  # fmt: skip
-    return SoakVerdict(**(given | fields))
+        assert abs(gained(times, values)) <= 1.5 * (max(values) - min(values)) + 1e-6
 
 
 class TestVerdict:
-    def test_all_is_well(self) -> None:
-        still = Growth("ray::DecodeActor 7", True, 60, 900 * MIB, 20 * MIB, 40, 1, 30, 0)
-        assert judge(soaked(growths=[still])) == []
-
     @pytest.mark.parametrize(
         ("fields", "said"),
         [
-            ({"answered": 0}, "nothing was answered"),
+            ({"growths": [growth("ray::DecodeActor 7", 20 * MIB)]}, None),
+            ({"growths": [growth("gcs_server 7", 99 * MIB)]}, None),
+            ({"growths": [growth("ray::RouterActor 7", 99 * MIB)]}, "99 MiB of memory"),
+            ({"by_kind": {}}, "nothing was answered"),
             ({"checked": 0}, "no answer was one that is known"),
-            (
-                {"failures": {"http_503": 2}, "examples": {"http_503": "no node"}},
-                "2 requests failed, http_503: no node",
-            ),
-            ({"wrong": ["question 1: 'a' instead of 'b'"]}, "1 wrong answers, the first: question 1"),
+            ({"failures": {"http_503": 2}, "examples": {"http_503": "none"}}, "2 requests failed, http_503: none"),
+            ({"wrong": ["'a' instead of 'b'"]}, "1 wrong answers, the first: 'a'"),
+            ({"kills": [{"name": "decode-1", "whole_after_s": None}]}, "not whole again: decode-1"),
             ({"left_over": "not quiet"}, "not quiet"),
-            ({"growths": [Growth("ray::RouterActor 7", True, 60, MIB, 99 * MIB, 1, 0, 1, 0)]}, "99 MiB of memory"),
         ],
     )
-    def test_everything_that_must_not_be_is_said(self, fields: dict[str, Any], said: str) -> None:
-        (fault,) = judge(soaked(**fields))
-        assert said in fault
-
-    def test_what_is_not_ours_is_shown_and_not_judged(self) -> None:
-        assert not judge(soaked(growths=[Growth("gcs_server 7", True, 60, MIB, 99 * MIB, 1, 99, 1, 0)]))
+    def test_everything_that_must_not_be_is_said(self, fields: dict[str, Any], said: str | None) -> None:
+        usual: dict[str, Any] = {
+            "minutes": 1.0, "by_kind": {"chat": 3}, "failures": {}, "examples": {}, "checked": 3, "wrong": [], "kills": [], "growths": [],
+        }  # fmt: skip
+        faults = judge(SoakVerdict(**(usual | fields)))
+        assert [said in fault for fault in faults] == [True] if said else faults == []
 
 
 def sse(*events: object, done: bool = True) -> bytes:
@@ -119,100 +103,67 @@ def sse(*events: object, done: bool = True) -> bytes:
     return b"".join(lines) + (b"data: [DONE]\n\n" if done else b"")
 
 
-def asked(content: bytes, status: int = 200, ending: AnswerEnd = AnswerEnd.STREAM, **body: Any) -> Answer | None:
-    async def go() -> Answer | None:
+CHOICE = {"index": 0, "text": "a", "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "kind"),
+    [
+        (sse({"choices": [CHOICE]}), 200, None),
+        (b"overloaded", 503, "http_503"),
+        (sse({"choices": [CHOICE]}, done=False), 200, "truncated"),
+        (sse({"choices": [CHOICE | {"finish_reason": None}]}), 200, "finish"),
+        (b"event: error\n" + sse({"error": {"message": "lost"}}, done=False), 200, "stream_error"),
+    ],
+)
+def test_what_is_no_answer_is_a_failure(content: bytes, status: int, kind: str | None) -> None:
+    async def go() -> bool:
         transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
-        async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
-            return await ask(client, SoakQuestion({"model": "m", **body}, False, ending, abort_after_s=60))
+        async with httpx.AsyncClient(transport=transport, base_url="http://r") as http:
+            return await ask(http, Question({"model": "m", "prompt": "a", "stream": True}, ()))
 
-    return asyncio.run(go())
-
-
-class TestAsking:
-    @pytest.mark.parametrize(
-        ("content", "status", "kind"),
-        [
-            (b"overloaded", 503, "http_503"),
-            (sse({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}, done=False), 200, "truncated"),
-            (sse({"choices": [{"index": 0, "text": "a"}]}), 200, "finish"),
-            (b"event: error\n" + sse({"error": {"message": "lost"}}, done=False), 200, "stream_error"),
-        ],
-    )
-    def test_what_is_no_answer_is_a_failure(self, content: bytes, status: int, kind: str) -> None:
-        with pytest.raises(WrongAnswer) as failed:
-            asked(content, status)
-        assert failed.value.kind == kind
+    if kind is None:
+        assert asyncio.run(go())
+        return
+    with pytest.raises(WrongAnswer) as failed:
+        asyncio.run(go())
+    assert failed.value.kind == kind
 
 
-def loaded(answer: Callable[[int], Awaitable[httpx.Response]], monkeypatch: pytest.MonkeyPatch) -> SoakLoad:
-    """A load whose server is a function, run until every user has asked some twenty times."""
-    questions = SoakQuestions(WORDS, "m", 0)
-    questions.known = questions.known[:1]
-    load = SoakLoad("http://r", questions, users=2)
-    count = 0
+def test_each_kind_of_question_is_drawn_and_a_grammars_answer_can_end() -> None:
+    drawn = [Questions(["word"], "m", seed=seed).draw() for seed in range(2000)]
+    kinds = {kind for question in drawn for kind in question.kinds}
+    wanted = {"chat", "completion", "long", "short", "n=2", "stop", "logprobs", "json", "stream", "whole"}
+    assert kinds == wanted | {"gone away from"}
+    assert not any("response_format" in question.body and question.body.get("ignore_eos") for question in drawn)
 
-    async def respond(request: httpx.Request) -> httpx.Response:
+
+def test_failures_are_counted_by_their_kind_and_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, ending, count = MixedLoad("http://r", Questions(["word"], "m", 0), users=2), asyncio.Event(), 0
+
+    def respond(request: httpx.Request) -> httpx.Response:
         nonlocal count
         count += 1
         if count == 40:
-            load._stopping.set()
-        return await answer(count)
+            ending.set()
+        return (
+            httpx.Response(500, text=f"a bug, {count}")
+            if count % 10 == 0
+            else httpx.Response(200, json={"choices": [CHOICE]})
+        )
 
-    monkeypatch.setattr(
-        load, "_client", lambda: httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://r")
-    )
-    monkeypatch.setattr(
-        questions,
-        "draw",
-        lambda: SoakQuestion(questions.known[0].body, False, AnswerEnd.WHOLE, known=0, kinds=("known",)),
-    )
-
-    async def go() -> None:
-        await load.learn()
-        await load.run(30)
-
-    asyncio.run(go())
-    return load
+    transport = httpx.MockTransport(respond)
+    monkeypatch.setattr(load, "client", lambda: httpx.AsyncClient(transport=transport, base_url="http://r"))
+    question = Question({"model": "m", "prompt": "a"}, ("completion",))
+    monkeypatch.setattr(Questions, "draw", lambda questions: question)
+    asyncio.run(load.run(ending))
+    assert load.failures == {"http_500": 4}
+    assert load.examples == {"http_500": "a bug, 10"}
+    assert load.by_kind["completion"] == count - 4
 
 
-def completion(text: str) -> httpx.Response:
-    choice = {"text": text, "finish_reason": "length"}
-    return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 1}})
-
-
-def test_nobody_asks_for_an_answer_that_follows_a_grammar_and_never_ends() -> None:
-    questions = SoakQuestions(["word"], "model", seed=0)
-    bodies = [questions.draw().body for _ in range(2000)]
-    assert any("response_format" in body for body in bodies)
-    assert not any("response_format" in body and body.get("ignore_eos") for body in bodies)
-
-
-def test_an_answer_that_changes_is_wrong_and_one_that_fails_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(count: int) -> httpx.Response:
-        if count == 10:
-            return httpx.Response(500, text="a bug")
-        return completion("other" if count == 20 else "right")
-
-    tally = loaded(answer, monkeypatch).tally
-    assert tally.failures == {"http_500": 1}
-    assert tally.wrong == ["question 0: 'other' instead of 'right'"]
-    assert len(tally.news) == 2, "each is told once"
-    assert tally.checked == tally.answered == tally.by_kind["known"]
-    assert tally.answered >= 36
-
-
-def test_a_server_that_contradicts_itself_in_peace_is_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(count: int) -> httpx.Response:
-        return completion(f"answer {count}")
-
-    with pytest.raises(Unavailable, match="differ"):
-        loaded(answer, monkeypatch)
-
-
-def test_a_cluster_is_whole_when_all_its_nodes_can_be_used() -> None:
-    node = NodeLook("n", "a", "ready", None, 5, 5)
-    assert is_whole([node], 1)
-    assert node.is_quiet
-    assert not is_whole([node], 2)
-    assert not is_whole([msgspec.structs.replace(node, unusable="silent")], 1)
-    assert not msgspec.structs.replace(node, held_blocks=1).is_quiet
+def test_a_node_is_quiet_when_it_serves_and_has_everything_back() -> None:
+    node = {"state": "ready", "unusable": None, "free_blocks": 5, "total_blocks": 5, "running": 0}
+    assert is_quiet(node)
+    for busy in ({"unusable": "silent"}, {"running": 1}, {"held_blocks": 1}, {"free_blocks": 4}, {"state": "draining"}):
+        assert not is_quiet(node | busy)

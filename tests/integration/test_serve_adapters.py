@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.failover import listener
 from tests.engine.model.adapter_files import save_adapter
 from tests.integration.cluster_lab import START_S, Serve
+from tests.listening import listener
 
 KEY = {"authorization": "Bearer operators"}
 LONG, SHORT = 200, 4

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.failover import listener
 from tests.engine.model import tiny
 from tests.integration.cluster_lab import END_S, START_S
+from tests.listening import listener
 
 # Room for some 1,050 tokens on the device: the third prompt pushes the first out.
 SETTINGS = """
