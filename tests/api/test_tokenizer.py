@@ -234,7 +234,7 @@ WORDY = st.lists(
 
 
 @pytest.mark.parametrize("kind", range(9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(texts=st.lists(WORDY, min_size=1, max_size=3))
 def test_the_ids_of_words_are_those_of_the_whole_text(kind: int, texts: list[str]) -> None:
     made = kept_by_words()[kind]

@@ -45,7 +45,7 @@ def router(model_folder: str, end_token: int) -> Iterator[RunningRouter]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_field_with_any_value(router: RunningRouter, path: str, data: st.DataObject) -> None:
     names = st.sampled_from([name for name in FIELDS[path] if name != "stream"])
