@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.cluster.commands.show_config import as_values, render
-from tandem.cluster.config import TandemConfig
 from tandem.cluster.describe import format_size, parse_size, ranges
 from tandem.cluster.settings.combined import Settings, SettingsError, resolve
 from tandem.cluster.settings.layers import Layer, read_assignments, read_environment, read_file
@@ -36,10 +35,6 @@ def mistakes(folder: Path, *sources: object) -> list[str]:
     with pytest.raises(SettingsError) as raised:
         settings(folder, *sources)  # type: ignore[arg-type]
     return [mistake.replace(str(folder / "tandem.yaml"), "FILE") for mistake in raised.value.mistakes]
-
-
-def test_nothing_given_is_the_defaults(tmp_path: Path) -> None:
-    assert settings(tmp_path).config == TandemConfig()
 
 
 def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:

@@ -33,10 +33,6 @@ def test_a_distribution_is_in_milliseconds() -> None:
     assert (made.mean, made.p50, made.max) == pytest.approx((200, 200, 300))
 
 
-def test_nothing_has_no_distribution() -> None:
-    assert Distribution.of([]) is None
-
-
 def test_throughput_is_over_the_whole_run() -> None:
     summary = summarize("random", [served(0.1, 0.2), served(0.1, 0.3, prompt=30)], duration_s=4.0)
     assert summary.requests_per_s == pytest.approx(0.5)

@@ -13,27 +13,13 @@ def timeline(*chunks: float, sent_at: float = 100.0, reported: int | None = None
     return made
 
 
-def test_the_first_chunk_ends_the_time_to_first_token_and_the_last_the_request() -> None:
+def test_times_are_those_between_chunks_and_a_token_counts_as_the_server_says() -> None:
     made = timeline(0.25, 0.5, 1.0)
-    assert made.ttft == pytest.approx(0.25)
-    assert made.e2e == pytest.approx(1.0)
-
-
-def test_time_per_output_token_leaves_out_the_first_token_and_its_time() -> None:
-    assert timeline(0.25, 0.5, 1.0).tpot == pytest.approx(0.75 / 2)
-
-
-def test_an_answer_of_one_token_has_no_time_per_output_token() -> None:
-    assert timeline(0.25).tpot is None
-
-
-def test_time_per_output_token_counts_the_servers_tokens_not_its_chunks() -> None:
+    assert (made.ttft, made.e2e, made.tpot) == pytest.approx((0.25, 1.0, 0.75 / 2))
+    assert made.inter_token == pytest.approx([0.25, 0.5])
     assert timeline(0.25, 0.5, 1.0, reported=6).tpot == pytest.approx(0.75 / 5)
-
-
-def test_inter_token_latency_is_between_one_chunk_and_the_next() -> None:
-    assert timeline(0.25, 0.5, 1.0).inter_token == pytest.approx([0.25, 0.5])
-    assert timeline(0.25).inter_token == []
+    alone = timeline(0.25)
+    assert (alone.tpot, alone.inter_token) == (None, [])
 
 
 def test_a_failure_is_not_a_success() -> None:

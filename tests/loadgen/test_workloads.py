@@ -67,11 +67,6 @@ def test_lengths_stay_within_their_spread_and_are_what_the_prompts_have(
         assert max(1, int(20 * (1 - spread))) <= turn.max_tokens <= 20 * (1 + spread) + 1
 
 
-def test_without_spread_every_length_is_the_one_asked_for() -> None:
-    for session in random_prompts(GuessedVocabulary(), rng(), 5, Lengths(40, 7)):
-        assert (session.turns[0].prompt_tokens, session.turns[0].max_tokens) == (40, 7)
-
-
 def test_the_same_seed_makes_the_same_prompts_and_another_seed_none_of_them() -> None:
     vocabulary = TextVocabulary(BYTE_LEVEL)
     first, again, other = (random_prompts(vocabulary, rng(s), 4, Lengths(50, 5, 0.5)) for s in (1, 1, 2))

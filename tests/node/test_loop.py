@@ -75,16 +75,6 @@ def test_a_mailbox_returns_everything_that_is_there_in_order():
     assert mailbox.take(0) == []
 
 
-def test_a_wake_ends_a_wait_without_an_item():
-    mailbox: Mailbox[int] = Mailbox()
-    taken = threading.Event()
-    thread = threading.Thread(target=lambda: (mailbox.take(PATIENCE_S), taken.set()))
-    thread.start()
-    mailbox.wake()
-    assert taken.wait(PATIENCE_S)
-    thread.join()
-
-
 def test_an_item_is_handled_before_the_next_step_and_steps_go_on_while_there_is_progress(parts):
     engine, mailbox, host, loop = parts
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import msgspec
+import pytest
 
 from tandem.base.errors import NodeLost
 from tandem.node.routers import Routers
@@ -101,21 +102,14 @@ def test_a_status_that_could_not_be_told_is_not_the_last() -> None:
     world.routers.stop()
 
 
-def test_counters_are_in_the_first_report_and_in_one_every_second() -> None:
-    world = World(period_s=0.25)
+@pytest.mark.parametrize(("period_s", "told"), [(0.25, [True, False, False, False] * 2), (3.0, [True] * 3)])
+def test_counters_are_in_the_first_report_and_in_one_every_second(period_s: float, told: list[bool]) -> None:
+    world = World(period_s=period_s)
     world.routers.heard("a")
-    for _ in range(9):
+    for _ in told:
         world.routers.report()
     has_counters = [isinstance(each, NodeStatus) and each.counters is not None for each in world.messages]
-    assert has_counters == [True, False, False, False, True, False, False, False, True]
-
-
-def test_seldom_reports_all_have_counters() -> None:
-    world = World(period_s=3.0)
-    world.routers.heard("a")
-    for _ in range(3):
-        world.routers.report()
-    assert all(isinstance(each, NodeStatus) and each.counters is not None for each in world.messages)
+    assert has_counters == told
 
 
 def test_a_router_that_is_new_is_told_the_counters_at_once() -> None:

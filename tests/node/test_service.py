@@ -265,12 +265,6 @@ def test_the_status_of_a_node_that_rests_is_of_now(node: Node) -> None:
     assert node.service.status().waiting == 0
 
 
-def test_a_ping_is_answered_with_a_status(node: Node) -> None:
-    node.service.receive(Ping(reply_to=ROUTER))
-    status = node.outgoing.statuses.get(timeout=PATIENCE_S)
-    assert (status.node_id, status.epoch, status.state) == ("n0", 7, NodeState.READY)
-
-
 def test_the_requests_of_a_router_that_fell_silent_are_aborted() -> None:
     with Node(DecodeRules(Role.DECODE), silence_s=1.0) as node:
         gate = threading.Event()

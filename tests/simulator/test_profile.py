@@ -17,7 +17,7 @@ import pytest
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.cli import main
 from tandem.router.tracing.record import NodePart, TraceRecord
-from tandem.simulator.costs import CostModel, Width, line_through, read_costs
+from tandem.simulator.costs import CostModel, Width, line_through
 from tandem.simulator.profile import BESIDE, Profiler
 from tandem.simulator.profile_client import ProfileClient
 from tandem.wire.tracing import Span, TracePhase, TransferRecord
@@ -231,12 +231,6 @@ def test_a_server_that_is_away_is_one_sentence() -> None:
 
     with pytest.raises(Unavailable, match="does not answer"):
         asyncio.run(ask())
-
-
-def test_what_is_written_can_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "node.json"
-    file.write_bytes(msgspec.json.encode(TRUE))
-    assert read_costs(file) == TRUE
 
 
 def test_a_line_is_found_beside_single_values_that_are_far_off() -> None:

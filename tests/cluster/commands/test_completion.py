@@ -115,10 +115,3 @@ def test_fish_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None
         ["fish", "--no-config", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["router.port="]  # fish leaves out what does not begin with the word
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_one_that_the_shell_can_read(shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not here")
-    subprocess.run([shell, "-n"], input=SCRIPTS[shell], text=True, check=True)

@@ -270,7 +270,7 @@ async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_noth
 def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None:
     seen = Overview.of(VIEW, None, lambda url, key: router_answer())
     plain = seen.json()
-    assert [pool["wanted"] for pool in plain["pools"]] == [1, 2]
+    assert [(pool["wanted"], pool["max_nodes"]) for pool in plain["pools"]] == [(1, 4), (2, None)]
     assert plain["routers"][0]["answer"]["running"] == 3
     assert "epoch" not in json.dumps(plain)
     assert seen.serves
@@ -362,11 +362,6 @@ def test_a_node_with_a_sick_card_says_what_it_has() -> None:
     nodes = [SupervisedNode("decode-0", Role.DECODE, "10.0.0.3", "draining", "it is leaving", 0, sick)]
     text, _ = shown(msgspec.structs.replace(VIEW, nodes=nodes), router_answer())
     assert "! decode-0: cuda:3: Xid 79: it has fallen off the bus" in text
-
-
-def test_a_pool_without_a_largest_size_has_none_in_json() -> None:
-    pools = Overview.of(VIEW, None, lambda url, key: router_answer()).json()["pools"]
-    assert [pool["max_nodes"] for pool in pools] == [4, None]
 
 
 @pytest.mark.parametrize("recorded", [True, False])

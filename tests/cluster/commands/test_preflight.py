@@ -87,12 +87,6 @@ def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: 
     check_before_start(replace(config, pools=nobody_sends), LocalMachine(cores=(0, 1)))
 
 
-def test_a_good_configuration_passes(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
-    check_before_start(replace(config, router=replace(config.router, port=0)), LocalMachine(cores=(0, 1)))
-
-
 def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_path: Path) -> None:
     make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(memory_bytes=900 << 30))

@@ -144,16 +144,3 @@ def test_only_a_share_is_checked(
     monkeypatch.setattr(random, "random", lambda: drawn)
     node.receive("r", PROMPT)
     assert (node.checks.current is not None) == is_checked
-
-
-def test_a_prompt_without_room_for_a_second_copy_is_left_out(tmp_path: Path) -> None:
-    node = Node(tiny.save("llama", tmp_path), native=False)
-    request = node.receive("r", PROMPT)
-    held = made_request("hog", [3] * (node.runner.info.max_model_len - 1), SamplingParams(max_tokens=1))
-    while node.scheduler.lend_blocks(held) is not None:
-        held = made_request(f"{held.request_id}.", held.prompt_token_ids, held.facts.sampling)
-    room = node.scheduler.stats().free_blocks
-    node.idle()
-    assert node.findings.checked in (0, 1)
-    assert node.scheduler.stats().free_blocks == room
-    assert request.is_finished
