@@ -3,7 +3,7 @@
     suite            a short run of those below, one after another, with their floors: `make bench`
     disaggregation   Tandem and vLLM on one machine, each disaggregated and aggregated (side_by_side/)
     soak             half an hour of everything that clients do: `make soak`
-    scheduler        the scheduler's speed
+    scheduler, scheduler_parity    the scheduler's speed; whether it decides as vLLM's does
     engine           the engine alone, beside the machine's limit
     vllm_step        what Tandem adds to a step of vLLM
     native_kernels   where a step's time goes in the native library
