@@ -2,8 +2,7 @@
 
     python -m benchmarks.load_generator
 
-The server's every delay is known. Shows what the generator reports of each, what a chunk costs the generator, and what the same chunk costs
-httpx.
+The server's every delay is known. Shows what the generator reports of each, and what a chunk costs the generator.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import asyncio
 import time
 from multiprocessing.connection import Connection
 
-import httpx
 import msgspec
 import numpy as np
 
@@ -46,7 +44,6 @@ class GeneratorComparison(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct, frozen=True):
     compared: list[GeneratorComparison]
     ours_us_per_chunk: float
-    httpx_us_per_chunk: float
 
 
 def main() -> int:
@@ -56,15 +53,13 @@ def main() -> int:
     with child(serve_paced) as pipe:
         port = pipe.recv()
         summary, our_cost = asyncio.run(_ours(port))
-        their_cost = asyncio.run(_httpx_cost(port))
-    result = Result(_compare(summary), our_cost, their_cost)
+    result = Result(_compare(summary), our_cost)
     worst = max(result.compared, key=lambda one: abs(one.ours / one.known - 1))
     off = 100 * abs(worst.ours / worst.known - 1)
     return report(
         options,
         result,
         table_of(f"{_REQUESTS} requests by {_USERS} users, of a server that keeps time", result.compared, _COLUMNS),
-        f"Processor time for each chunk: {our_cost:.0f} µs; httpx: {their_cost:.0f} µs",
         floors=[
             at_most(f"furthest from what is known: {worst.figure}", off, MOST_OFF_PERCENT, "%"),
             seen("CPU per chunk", our_cost, "µs"),
@@ -84,26 +79,6 @@ async def _ours(port: int) -> tuple[Summary, float]:
     if summary.failed:
         raise Unavailable(f"{summary.failed} requests failed: {summary.failures[0].example}")
     return summary, spent / summary.output_tokens * 1e6
-
-
-async def _httpx_cost(port: int) -> float:
-    body = {"model": "paced", "prompt": "x", "max_tokens": _OUTPUT, "stream": True}
-
-    async def ask(client: httpx.AsyncClient) -> int:
-        times = []
-        async with client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    msgspec.json.decode(line[6:])
-                    times.append(time.perf_counter())
-        return len(times)
-
-    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
-        before = time.process_time()
-        chunks = 0
-        for _ in range(_REQUESTS // _USERS):
-            chunks += sum(await asyncio.gather(*(ask(client) for _ in range(_USERS))))
-        return (time.process_time() - before) / chunks * 1e6
 
 
 def _compare(summary: Summary) -> list[GeneratorComparison]:

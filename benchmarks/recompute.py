@@ -31,13 +31,11 @@ REFUSED = ("http_503", "http_429")
 
 
 def counters(url: str) -> Counter[str]:
-    """Returns the nodes' counters as the router reports them: totals, and transfers by node role and outcome."""
+    """Returns the totals of the nodes' and the router's counters, as the router reports them."""
+    families = text_string_to_metric_families(text_of(url, "/metrics"))
     found: Counter[str] = Counter()
-    text = text_of(url, "/metrics")
-    for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
+    for sample in (one for family in families for one in family.samples):
         found[sample.name] += int(sample.value)
-        if sample.name == "tandem_node_transfers_finished_total":
-            found[f"transfers, {sample.labels['role']} {sample.labels['outcome']}"] += int(sample.value)
     return found
 
 
@@ -75,7 +73,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens_twice": max(0.0, computed / wanted - 1) if wanted else 0.0,
         "preemptions": gained["tandem_node_preemptions_total"],
         "failovers": gained["tandem_failovers_total"],
-        "transfers": {name: count for name, count in gained.items() if name.startswith("transfers") and count},
         "first_token_ms": summary.ttft_ms,
         "gap_ms": summary.itl_ms,
     }

@@ -27,10 +27,9 @@ from typing import Any
 
 import httpx
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.harness import parser_of, report, run
+from benchmarks.lib.harness import parser_of, report, run, say
 from benchmarks.lib.tables import Floor, at_most, seen, table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
 from tandem.cluster.models.store import find_model_here
@@ -50,7 +49,6 @@ LOAD_S = 60.0
 # The most that a simulation may be off in the median over the loads: so much more than two real runs, and at the 99th percentile
 ABOVE, P99_BAR = 0.03, 0.15
 SPREAD = 0.3
-console = Console(stderr=True)
 
 
 def write_trace(load: tuple[float, int, int], seed: int, file: Path) -> None:
@@ -106,7 +104,7 @@ def validate(options: argparse.Namespace) -> dict[str, Any]:
             rows[number][run] = found
             # Printed at once, so that a run that is cut off has reported what it found.
             said = ", ".join(f"{value:.1f}" for value in found)
-            console.print(f"{run} run of {loads[number]}: TTFT p50, TPOT p50, TTFT p99 in ms: {said}")
+            say(f"{run} run of {loads[number]}: TTFT p50, TPOT p50, TTFT p99 in ms: {said}")
 
         for number in range(len(loads)):
             play(number, "first")
@@ -121,18 +119,14 @@ def validate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(url: str) -> CostModel:
-    with console.status("measures the costs") as status:
-        said = 0
+    tenths: set[int] = set()
 
-        def say(what: str, share: float) -> None:
-            nonlocal said
-            status.update(f"measures the costs, {share:.0%}: {what}")
-            # A log file does not show the status line, so each tenth of the way is printed as well.
-            if 10 * share >= said:
-                console.print(f"{share:.0%} of the costs is measured")
-                said += 1
+    def say_each_tenth(what: str, share: float) -> None:
+        if (tenth := int(10 * share)) not in tenths:
+            tenths.add(tenth)
+            say(f"{share:.0%} of the costs is measured: {what}")
 
-        return asyncio.run(profile(url, None, "measured", say))
+    return asyncio.run(profile(url, None, "measured", say_each_tenth))
 
 
 def shown(rows: list[dict[str, Any]]) -> tuple[Table, list[Floor]]:

@@ -1,7 +1,7 @@
 """How fast KV travels through a connector, compared with the transport alone in the same run.
 
     python -m benchmarks.transfer [--quick] [--json FILE] [--direction push|pull] [--device cpu|cuda]
-                                  [--connector NAME] [--checksums sample|all|off] [--raw-script PATH] [--ranks PxC]
+                                  [--connector NAME] [--checksums sample|all|off] [--ranks PxC]
 
 Two processes are the two sides of a transfer. There is no model, but blocks are shaped like SmolLM2-135M's (30 layers, 3 KV heads of 64, 16
 tokens, bf16: 360 KiB). `raw` is the NIXL agent that the connector uses, without protocol, in the same two processes: one operation for the same
@@ -18,8 +18,6 @@ blocks of the same memory. Times between processes are on CLOCK_MONOTONIC, which
 
 `--ranks 2x4` measures only throughput, between nodes of two and of four ranks, each rank with its heads in memory of its own and in a process of its
 own (`transfer_ranks`). `raw` is then one operation between each two ranks that have heads in common, all at once.
-
-`--raw-script` also runs another raw measurement. The script gets the block size, and its output is shown.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.lib.harness import parser_of, report, run
-from benchmarks.lib.processes import Remote, output_of
+from benchmarks.lib.processes import Remote
 from benchmarks.lib.tables import Floor, at_least, at_most, table_of
 from benchmarks.transfer_nodes import BLOCK_BYTES, TransferNode, TransferPair, blocks_of
 from benchmarks.transfer_ranks import LLAMA_1B, RankPairs, parse_widths
@@ -149,9 +146,6 @@ class Benchmark(TransferPair):
             "cpu": self.cpu(),
             "step": self.step_cost(),
         }
-        if self.options.raw_script:
-            command = [sys.executable, self.options.raw_script, str(BLOCK_BYTES)]
-            results["raw_script"] = output_of(command, 120.0).splitlines()
         return results
 
 
@@ -193,8 +187,6 @@ def lines_of(results: dict[str, Any]) -> Iterator[str]:
     for name in ("handover_512", "overlap_2048", "cpu", "idle", "step"):
         for row in (found,) if isinstance(found := results.get(name, []), dict) else found:
             yield f"{name}: " + ", ".join(f"{key} {value}" for key, value in row.items())
-    for line in results.get("raw_script", []):
-        yield f"raw script: {line}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,7 +196,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--direction", default="push", choices=["push", "pull"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--checksums", default="sample", choices=[policy.value for policy in ChecksumPolicy])
-    parser.add_argument("--raw-script", help="another raw measurement to run beside")
     parser.add_argument(
         "--ranks",
         type=parse_widths,

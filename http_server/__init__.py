@@ -7,6 +7,8 @@ Floor 1: it imports base alone. It knows no path and no model; who runs it hands
     door         hands the socket on to other processes
     certificate  TLS: one context, which loads a new certificate while the server runs
     protocol     one connection: its requests in order, its limits and timers
+    timer        what a connection does when a time is over
+    unsent       whether a client takes what was written for it
     idle         which connection gives way to a new one
     turns        how much begins in one pass of the event loop
     call         one request on a connection, and its answer

@@ -8,12 +8,8 @@ state that a client can leave its connection in, a timer runs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import logging
 import secrets
-import sys
-import termios
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -25,14 +21,15 @@ from tandem.http_server.call import END_OF_HEAD, STATUS_LINES, HttpCall, LengthB
 from tandem.http_server.chunked import ChunkedBody, FramingError
 from tandem.http_server.idle import IdleConnections
 from tandem.http_server.settings import RefusalBody, ServerLimits, ServerTimeouts
+from tandem.http_server.timer import ConnectionTimer
 from tandem.http_server.turns import Turns
+from tandem.http_server.unsent import UnsentWatch
 
 logger = logging.getLogger(__name__)
 
 # A client that is still sending does not read a refusal yet. What it sends is dropped, up to these limits.
 LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
-CLOCK_STEP_S = 0.001  # the resolution of uvloop's clock
 
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
@@ -83,14 +80,8 @@ class HttpConnection(asyncio.Protocol):
         self._closing = False
         self._lingers = False
         self._dropped_bytes = 0  # bytes dropped while it lingers
-        # What to do when the time is over: while it waits for a head, for the rest of an unread body, or
-        # idle; never two of these. The event loop's timer may be set for an earlier time and is then set
-        # again when it rings, because nearly every one is stopped, request by request.
-        self._on_time: Callable[[], None] | None = None
-        self._time_is_idle = False
-        self._due = self._rings_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._unsent_timer: asyncio.TimerHandle | None = None
+        # While it waits for a head, for the rest of an unread body, or idle; never two of these.
+        self._timer = ConnectionTimer(loop)
 
     @property
     def stopping(self) -> bool:
@@ -102,6 +93,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         # Bound directly, without a method in between, because every token is written through it.
         self.write = self.transport.write
+        self._unsent = UnsentWatch(self.transport, self._loop, self.server.timeouts.slow_reader, self._cut_off)
         peer = transport.get_extra_info("peername")
         self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else None
         self.server.connections.add(self)
@@ -114,7 +106,7 @@ class HttpConnection(asyncio.Protocol):
                 return
             longest_idle.give_way()
         self._note_idle()
-        self._set_timer(self.server.timeouts.header, self._on_slow_header)
+        self._timer.set(self.server.timeouts.header, self._on_slow_header)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -145,7 +137,7 @@ class HttpConnection(asyncio.Protocol):
     def give_way(self) -> None:
         """Ends an idle connection at once, for a new one."""
         self._closing = True
-        self._stop_timer()
+        self._timer.stop()
         self.server.connections.discard(self)
         self.transport.abort()
 
@@ -153,11 +145,8 @@ class HttpConnection(asyncio.Protocol):
         self.server.on_closed(self)
         self.server.idle.remove(self)
         self._closing = True
-        self._stop_timer()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._stop_unsent_timer()
+        self._timer.close()
+        self._unsent.stop()
         self._buffer.clear()
         if self._call is not None:
             self._call.hang_up()
@@ -197,10 +186,10 @@ class HttpConnection(asyncio.Protocol):
             return False
         if found is None:
             self._searched = len(self._buffer)
-            if self._on_time is None or self._time_is_idle:
-                self._set_timer(self.server.timeouts.header, self._on_slow_header)
+            if self._timer.then in (None, self._on_idle):
+                self._timer.set(self.server.timeouts.header, self._on_slow_header)
             return False
-        self._stop_timer()
+        self._timer.stop()
         head = RequestHead(self._buffer[: found.end()])
         del self._buffer[: found.end()]
         self._searched = 0
@@ -248,13 +237,13 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.write_paused = True
-        self._watch_unsent()
+        self._unsent.start()
 
     def resume_writing(self) -> None:
         self.write_paused = False
         self._wake_writer()
         if not self._closing:
-            self._stop_unsent_timer()
+            self._unsent.stop()
 
     async def until_writable(self) -> None:
         """Waits until the client is ready for more, or was cut off."""
@@ -278,7 +267,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()
         elif not call.body.complete:
             self.resume_reading()
-            self._set_timer(self.server.timeouts.body, self._on_endless_rest)
+            self._timer.set(self.server.timeouts.body, self._on_endless_rest)
         else:
             self._become_idle()
 
@@ -291,7 +280,7 @@ class HttpConnection(asyncio.Protocol):
         """Waits for the next request, or begins the one that arrived during the last answer."""
         self._call = None
         self._note_idle()
-        self._set_timer(max(1.0, self.server.timeouts.keep_alive), self._on_idle, idle=True)
+        self._timer.set(max(1.0, self.server.timeouts.keep_alive), self._on_idle)
         self.resume_reading()
         if self._buffer:
             self._loop.call_soon(self._read)
@@ -311,8 +300,8 @@ class HttpConnection(asyncio.Protocol):
         answer."""
         if self._call is not None:
             self._call.end_upgraded()
-        elif self._on_time is not None and self._time_is_idle:
-            self._set_timer(idle_s, self._on_idle, idle=True)
+        elif self._timer.then == self._on_idle:
+            self._timer.set(idle_s, self._on_idle)
 
     def close(self) -> None:
         """Closes the connection. A client in the middle of sending is read to its end first: if bytes were
@@ -320,13 +309,13 @@ class HttpConnection(asyncio.Protocol):
         read."""
         if self._closing:
             return
-        self._stop_timer()
+        self._timer.stop()
         if self._call is not None and not self._call.body.complete:
             self._linger()
         else:
             self._closing = True
             self.transport.close()
-        self._watch_unsent()
+        self._unsent.start()
 
     def break_off(self) -> None:
         """Ends a call whose application failed: with 500 if no answer has begun, otherwise by cutting the
@@ -336,20 +325,20 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._closing = True
             self.transport.close()
-            self._watch_unsent()
+            self._unsent.start()
 
     def _linger(self) -> None:
         if self._closing:
             return
         self._closing = self._lingers = True
         self._note_idle()
-        self._stop_timer()
+        self._timer.stop()
         if self._call is not None and not self._call.complete:
             self._call.hang_up()  # no answer can be sent any more
         if self.transport.can_write_eof():  # TLS connections cannot
             self.transport.write_eof()
         self.resume_reading()
-        self._set_timer(LINGER_S, self.transport.close)
+        self._timer.set(LINGER_S, self.transport.close)
 
     def _drop(self, data: bytes) -> None:
         self._dropped_bytes += len(data)
@@ -358,7 +347,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
         """Refuses what is not a request, or a request whose end is unknown, and closes the connection."""
-        self._stop_timer()
+        self._timer.stop()
         self._buffer.clear()
         call = self._call
         request_id = call.request_id if call is not None else secrets.token_hex(16)
@@ -378,33 +367,6 @@ class HttpConnection(asyncio.Protocol):
         self._linger()
 
     # --- timers
-
-    def _set_timer(self, seconds: float, then: Callable[[], None], *, idle: bool = False) -> None:
-        self._on_time, self._time_is_idle = then, idle
-        self._due = self._loop.time() + seconds
-        if self._timer is not None:
-            if self._rings_at <= self._due:
-                return
-            self._timer.cancel()
-        self._set_to_ring()
-
-    def _set_to_ring(self) -> None:
-        self._rings_at = self._due
-        self._timer = self._loop.call_at(self._due, self._ring)
-
-    def _stop_timer(self) -> None:
-        self._on_time = None
-
-    def _ring(self) -> None:
-        self._timer = None
-        then = self._on_time
-        if then is None:
-            return
-        if self._due - self._loop.time() > CLOCK_STEP_S:
-            self._set_to_ring()
-            return
-        self._on_time = None
-        then()
 
     def _on_slow_header(self) -> None:
         if not self._heard:
@@ -428,33 +390,8 @@ class HttpConnection(asyncio.Protocol):
         else:
             self.close()
 
-    def _watch_unsent(self) -> None:
-        """Watches whether the client takes what is unsent, while it is behind and after the last answer,
-        because closing waits for all of it."""
-        self._stop_unsent_timer()
-        if self.transport.get_write_buffer_size() > 0:
-            seconds = self.server.timeouts.slow_reader
-            self._unsent_timer = self._loop.call_later(seconds, self._on_unsent, self._untaken())
-
-    def _untaken(self) -> int:
-        """Bytes that the client has not acknowledged, including those in the kernel's buffer. The kernel
-        buffers megabytes, and accepts more only when a good part of them is gone."""
-        kept = bytearray(4)
-        with contextlib.suppress(OSError, AttributeError):
-            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
-        return self.transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
-
-    def _stop_unsent_timer(self) -> None:
-        if self._unsent_timer is not None:
-            self._unsent_timer.cancel()
-            self._unsent_timer = None
-
-    def _on_unsent(self, before: int) -> None:
-        """Cuts the client off unless it has taken something. Nothing was written since, so any difference was
-        taken."""
-        if self._untaken() < before:
-            self._watch_unsent()
-            return
+    def _cut_off(self) -> None:
+        """Ends a client that takes nothing: closing would wait for it forever."""
         request_id = self._call.request_id if self._call is not None else self._last_id
         logger.warning(
             "%s: the client took nothing of its answer for %g s and is cut off",
