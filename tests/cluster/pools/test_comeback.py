@@ -138,6 +138,25 @@ async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> No
         assert rig.routed == {"prefill-0", "decode-0"}, "it was asked for, and served"
 
 
+async def test_an_order_whose_record_was_not_confirmed_is_not_carried_out_by_the_next_controller() -> None:
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
+        await rig.clock.advance(1.0)
+        save = rig.store.save
+
+        async def save_without_an_answer(kept: bytes, check: CheckKept | None = None) -> None:
+            await save(kept, check)
+            rig.store.save = save  # type: ignore[method-assign]
+            raise Unavailable("Ray's control store did not answer in time")
+
+        rig.store.save = save_without_an_answer  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await rig.controller.scale({Role.DECODE: 3})
+        await rig.clock.advance(1.0)
+        await rig.next_controller()
+        await rig.clock.advance(20.0)
+        assert [node.node_id for node in (await rig.controller.view()).nodes] == ["prefill-0", "decode-0"]
+
+
 @pytest.mark.parametrize("order", ["scale", "pause", "reset", "apply"])
 async def test_an_order_before_the_record_was_read_changes_what_was_recorded(order: str) -> None:
     """Ray restarts a controller while its control store is still away: a command reaches it first."""
