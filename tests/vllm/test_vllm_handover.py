@@ -90,10 +90,14 @@ def test_requests_that_lose_their_blocks_to_others_go_on(tiny_model: Path, serve
     _, client = served
     prompts = [prompt(300, seed) for seed in range(40, 54)]
     expected = answers_alone(tiny_model, prompts, 420)
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda tokens: ask(client, tokens, max_tokens=420), prompts))
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
-    until(client, lambda now: is_at_rest(now) and count(now, "preemptions") > 0)
+    for _ in range(4):  # on a busy machine prompts come so slowly that those before have ended
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda tokens: ask(client, tokens, max_tokens=420), prompts))
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+        until(client, is_at_rest)
+        if count(nodes(client), "preemptions"):
+            return
+    raise AssertionError("no request lost its blocks")
 
 
 def test_an_answer_that_its_first_token_ends_is_whole(
