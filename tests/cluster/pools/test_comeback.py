@@ -22,23 +22,6 @@ replace = msgspec.structs.replace
 # --- nodes that cannot start
 
 
-async def test_a_node_that_was_left_out_shows_its_error_and_is_tried_again_when_its_pool_is_scaled() -> None:
-    def broken(process: FakeProcess, earlier: int) -> None:
-        process.start_error = Unavailable("no memory") if earlier < 3 else None
-
-    async with Rig(*PD) as rig:
-        rig.launcher.prepare["prefill-0"] = broken
-        start = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(100)
-        await start
-        (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "prefill-0"]
-        assert (node.phase, node.detail) == (ProcessPhase.LEFT_OUT, "no memory")
-        lines = await rig.controller.scale({Role.PREFILL: 1})
-        assert lines == ["prefill: stays at 1", "prefill-0 was left out and is tried again"]
-        await settle()
-        assert rig.routed == {"prefill-0", "decode-0"}
-
-
 async def test_a_node_that_was_left_out_is_not_tried_again_only_to_go() -> None:
     async with Rig(*PD, ("prefill-1", Role.PREFILL)) as rig:
         rig.launcher.prepare["prefill-1"] = lambda process, _: setattr(
@@ -130,7 +113,8 @@ async def test_a_node_that_was_left_out_stays_so_for_the_next_controller() -> No
         (node,) = [n for n in (await rig.controller.view()).nodes if n.node_id == "prefill-0"]
         assert (node.phase, node.detail) == (ProcessPhase.LEFT_OUT, "no memory")
         assert len(rig.launcher.nodes["prefill-0"]) == 3
-        await rig.controller.scale({Role.PREFILL: 1})
+        lines = await rig.controller.scale({Role.PREFILL: 1})
+        assert lines == ["prefill: stays at 1", "prefill-0 was left out and is tried again"]
         await settle()
         assert rig.routed == {"prefill-0", "decode-0"}
         await rig.next_controller()
