@@ -16,6 +16,7 @@ import functools
 import json
 import re
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ _NOT_YET = "not yet"  # beside the kinds of doors: the reason for each that has 
 
 Door = tuple[str, str]
 """Its kind and its name."""
+
+_READING = threading.Lock()  # Python does not parse in several threads at once: its AST then counts wrong
 
 
 # --- what there is
@@ -136,7 +139,9 @@ class Recorder:
                 self.passed.add(("flag", _named(name, action)))
 
     def request(self, method: str, path: str) -> None:
-        for template, methods in endpoints():
+        with _READING:
+            rows = endpoints()
+        for template, methods in rows:
             pattern = re.sub(r"\{\w+:path\}", ".+", template)
             if method in methods and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", pattern), path):
                 self.passed.add(("endpoint", f"{method} {template}"))
