@@ -37,6 +37,6 @@ FOUND_IN_CONTROL = {
 
 # Found, and not mended yet, so no test plays them:
 # - 3949098090, of the control plane. A controller waited in `_find_or_create` for a process on a machine out of reach, was stopped, and was
-#   replaced. When it went on, its successor had ended the deployment, and it created the process again before it noticed. Whoever creates
+#   replaced. When it went on, its successor had ended the deployment, and it created the process again before it noticed. What creates
 #   must confirm the turn right before.
 # - 3949098454, of the cluster: after all had healed, and while one prefill node stayed away, a request reached router.timeouts.total.
