@@ -40,3 +40,5 @@ FOUND_IN_CONTROL = {
 #   replaced. When it went on, its successor had ended the deployment, and it created the process again before it noticed. What creates
 #   must confirm the turn right before.
 # - 3949098454, of the cluster: after all had healed, and while one prefill node stayed away, a request reached router.timeouts.total.
+# - 1714867158, of the control plane: while the store's answers got lost, a controller had just begun, and a role was ordered. What it could
+#   not confirm stayed recorded for three seconds after the store was well.
