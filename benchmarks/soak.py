@@ -347,7 +347,7 @@ async def kill_every(seconds: float, minutes: float, seed: int, folder: Path) ->
 
 class SoakVerdict(msgspec.Struct):
     minutes: float
-    by_kind: dict[str, int]  # of the mixed requests
+    by_kind: dict[str, int]  # how many requests of each kind the mixed load had answered
     failures: dict[str, int]
     examples: dict[str, str]
     checked: int  # answers that are known

@@ -266,11 +266,6 @@ def in_netns(host: Host, *words: str, check: bool = True) -> str:
     return _in_named_netns(host.netns, *words, check=check)
 
 
-def in_laptops_network(*words: str) -> list[str]:
-    """The command line that runs `words` in the laptop's network, but otherwise on this machine: it sees all hosts' processes."""
-    return ["ip", "netns", "exec", f"{_PREFIX}_cli", *words]
-
-
 def on_bridge(*words: str, check: bool = True) -> str:
     return _in_named_netns(_LAN, *words, check=check)
 

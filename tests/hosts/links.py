@@ -9,7 +9,6 @@ what it receives.
 from __future__ import annotations
 
 import enum
-import subprocess
 from collections.abc import Sequence
 
 from lab import Host, in_netns, on_bridge
@@ -56,11 +55,6 @@ def limit(host: Host, rate: str) -> None:
     on_bridge("tc", "qdisc", "replace", "dev", host.port, *shape)
 
 
-def unlimit(host: Host) -> None:
-    in_netns(host, "tc", "qdisc", "del", "dev", "eth0", "root", check=False)
-    on_bridge("tc", "qdisc", "del", "dev", host.port, "root", check=False)
-
-
 def dropped_packets(host: Host) -> int:
     """How many packets this host's rules have matched since they were made; 0 without rules."""
     said = in_netns(host, "nft", f"list table inet {_TABLE}", check=False)
@@ -83,9 +77,3 @@ def _add_rules(host: Host, way: Way, network: Network, peers: Sequence[Host], ve
         *(f"add rule {chain} {own} {chosen}{port} counter {verdict}" for port in ports),
     ]
     in_netns(host, "nft", "\n".join(lines))
-
-
-def check_tools() -> None:
-    """Fails before a run, not in the middle of it, if the kernel has no nftables or tbf."""
-    for command in (["nft", "list", "tables"], ["tc", "-V"]):
-        subprocess.run(command, check=True, capture_output=True)
