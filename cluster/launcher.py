@@ -31,6 +31,9 @@ returns ""."""
 
 Ready = TypeVar("Ready", covariant=True)
 
+Confirm = Callable[[], Awaitable[None]]
+"""Returns once this controller is certainly the latest one of its deployment; never if it is not."""
+
 
 class LogSource(Protocol):
     async def log_page(self, after: LogPosition | None, last: int, most: int) -> LogPage:
@@ -105,20 +108,29 @@ class RouterHandle(Handle[RouterInfo], Protocol):
 
 
 class Launcher(Protocol):
-    """Launching returns at once; whatever fails raises in the handle's `start`.
+    """Launching returns at once; whatever fails raises in the handle's `start`. It may take long until a process is created, and a later
+    controller may have ended the deployment by then: each is created right after `confirm` returned.
 
     A process that already runs under the name was launched by an earlier controller. If it is adopted, the handle's `start`
     returns what it returned then, or waits for it, and changes nothing in the process.
     """
 
     def launch_node(
-        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        confirm: Confirm,
+        beside: Sequence[Host] = (),
     ) -> NodeHandle:
         """`slot` is the role whose place on the host the node takes; it differs from the node's role if that was changed after
         the node was placed. `needs` is what it takes besides, such as {"GPU": 1}. `beside` lists the other machines of its
         ranks in order; the node takes the same on each."""
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> RouterHandle:
+    def launch_router(
+        self, name: str, config: RouterConfig, host: Host | None, confirm: Confirm, door: str = ""
+    ) -> RouterHandle:
         """`host` None places the router on the head. `door` is where the router that it replaces hands over its listening
         socket."""
 

@@ -18,7 +18,7 @@ from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition
 from tandem.base.progress import Report
 from tandem.base.settings import without_defaults
-from tandem.cluster.launcher import LogSource
+from tandem.cluster.launcher import Confirm, LogSource
 from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.hosts import ray_nodes
 from tandem.cluster.on_ray.spread import NodePlacementGroup, group_of
@@ -80,6 +80,7 @@ class RayHandle:
         namespace: str,
         is_wanted: Callable[[bytes], bool],
         create: Create,
+        confirm: Confirm,
         stop_s: float,
         machine: str = "",
     ) -> None:
@@ -89,6 +90,7 @@ class RayHandle:
         # Whether an actor that was created with this configuration may be adopted
         self._is_wanted = is_wanted
         self._create = create
+        self._confirm = confirm
         self._stop_s = stop_s
         self._is_creating = False  # in a thread, which goes on when the wait for it is cancelled
         self._actor = asyncio.ensure_future(self._find_or_create())
@@ -104,17 +106,20 @@ class RayHandle:
                 logger.info("%s is running already, and is adopted", self._name)
                 self.is_adopted = True
                 return running
+            await self._confirm()  # it may be a later controller's
             await self._kill(running)
         return await self._created()
 
     async def _created(self) -> Any:
-        self._is_creating = True
         deadline = asyncio.get_running_loop().time() + _NAME_S
         while True:
+            await self._confirm()
+            self._is_creating = True
             try:
                 # Blocks: registering a named actor waits for Ray's control store.
                 return await asyncio.to_thread(self._create)
             except ValueError as error:
+                self._is_creating = False
                 if asyncio.get_running_loop().time() > deadline:
                     raise Unavailable(
                         f"Ray did not free the name {self._name} within {_NAME_S:.0f} s: {error}"
@@ -297,9 +302,11 @@ class RayRanks(RayHandle):
     """A node's ranks on one of its other machines. If the node was adopted, so is this actor; if the node was created,
     an older actor under this name is killed."""
 
-    def __init__(self, name: str, namespace: str, node: RayHandle, create: Create, stop_s: float, machine: str) -> None:
+    def __init__(
+        self, name: str, namespace: str, node: RayHandle, create: Create, confirm: Confirm, stop_s: float, machine: str
+    ) -> None:
         self._node = node
-        super().__init__(name, namespace, lambda running: True, create, stop_s, machine)
+        super().__init__(name, namespace, lambda running: True, create, confirm, stop_s, machine)
 
     async def _find_or_create(self) -> Any:
         await self._node.actor()
@@ -309,6 +316,7 @@ class RayRanks(RayHandle):
                 raise NodeLost(f"{self._name} has ended")
             return running
         if running is not None:
+            await self._confirm()
             await self._kill(running)
         return await self._created()
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tandem.cluster.launcher import Host, NodeHandle, RouterHandle
+from tandem.cluster.launcher import Confirm, Host, NodeHandle, RouterHandle
 from tandem.cluster.models.adapters import find_adapter_here
 from tandem.cluster.models.store import find_model_here
 from tandem.cluster.on_ray.ending import PoliteEnd
@@ -31,7 +31,13 @@ class RayLauncher:
         self._namespace = namespace
 
     def launch_node(
-        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        confirm: Confirm,
+        beside: Sequence[Host] = (),
     ) -> NodeHandle:
         options = _on_ray_node(host)
         if host.slots is not None:
@@ -61,16 +67,25 @@ class RayLauncher:
             self._namespace,
             lambda running: is_same_node(running, config),
             create,
+            confirm,
             self._stop_s,
             _machine_of(host),
         )
         if isinstance(node, SpreadNode):
             node.placement_group = group
-            node.ranks = [self._ranks(node, config, number, there, options) for number, there in enumerate(beside, 1)]
+            node.ranks = [
+                self._ranks(node, config, number, there, options, confirm) for number, there in enumerate(beside, 1)
+            ]
         return node
 
     def _ranks(
-        self, node: SpreadNode, config: NodeConfig, number: int, host: Host, options: Mapping[str, Any]
+        self,
+        node: SpreadNode,
+        config: NodeConfig,
+        number: int,
+        host: Host,
+        options: Mapping[str, Any],
+        confirm: Confirm,
     ) -> RayRanks:
         name = f"{config.node_id}-machine{number}"
 
@@ -78,9 +93,11 @@ class RayLauncher:
             there = {**options, "scheduling_strategy": node.placement_group.on(number)}
             return self._creator(RanksActor, name, there, encoded(config), number)()
 
-        return RayRanks(name, self._namespace, node, create, self._stop_s, host.name)
+        return RayRanks(name, self._namespace, node, create, confirm, self._stop_s, host.name)
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> RouterHandle:
+    def launch_router(
+        self, name: str, config: RouterConfig, host: Host | None, confirm: Confirm, door: str = ""
+    ) -> RouterHandle:
         options: dict[str, Any] = {"resources": HEAD_ONLY} if host is None else _on_ray_node(host)
         options["runtime_env"] = only_with(config.env)
         create = self._creator(RouterActor, name, options, encoded(config), self._namespace)
@@ -89,6 +106,7 @@ class RayLauncher:
             self._namespace,
             lambda running: is_same_router(running, config),
             create,
+            confirm,
             self._stop_s,
             _machine_of(host),
         )

@@ -56,8 +56,9 @@ class Controller:
         fix_model: FixModel = as_it_is,
     ) -> None:
         self._events = events
-        self._turn = Turn(store)
-        self._clock = TurnClock(clock or Clock(), self._turn)
+        clock = clock or Clock()
+        self._turn = Turn(store, clock)
+        self._clock = TurnClock(clock, self._turn)
         self._tasks = Tasks()
         self._has_begun = False
         self.pools = Reconciler(config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model)

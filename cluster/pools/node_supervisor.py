@@ -76,8 +76,8 @@ class NodeSupervisor(ProcessSupervisor[NodeHandle, NodeInfo]):
         return unseen or self._launch_now()
 
     def _launch_now(self) -> NodeHandle:
-        launcher = self._context.launcher
-        return launcher.launch_node(self.config, self.host, self.slot, self._needs, self._beside)
+        launcher, confirm = self._context.launcher, self._context.recorder.confirm
+        return launcher.launch_node(self.config, self.host, self.slot, self._needs, confirm, self._beside)
 
     async def _start(self, handle: NodeHandle) -> NodeInfo:
         began = self._clock.now()

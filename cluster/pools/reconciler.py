@@ -92,8 +92,8 @@ class Reconciler:
     def pool_reports(self) -> list[PoolReport]:
         return pool_reports(self.fleet.config, self.state, self.facts())
 
-    async def confirm(self) -> bool:
-        return await self._turn.confirm()
+    async def confirm(self) -> None:
+        await self._turn.confirm()
 
     def facts(self) -> Facts:
         return self.fleet.facts(self.machines)

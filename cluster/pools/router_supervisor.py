@@ -45,7 +45,8 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
     def _launch(self) -> RouterHandle:
         # A door whose router has gone is no harm: the new router then opens the socket itself.
         self._door = self._open_door()
-        return self._context.launcher.launch_router(self.name, self.config, self.host, self._door)
+        launcher, confirm = self._context.launcher, self._context.recorder.confirm
+        return launcher.launch_router(self.name, self.config, self.host, confirm, self._door)
 
     def _open_door(self) -> str:
         there = [other for other in self._beside() if other.may_serve]

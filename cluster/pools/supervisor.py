@@ -72,7 +72,7 @@ class StateRecorder(Protocol):
     async def record(self, what: str) -> None:
         """Records what processes have become, if it can: `what` is said if it cannot."""
 
-    async def confirm(self) -> bool:
+    async def confirm(self) -> None:
         """Does not return once a later controller has taken over."""
 
     def adapters_of(self, node_id: str) -> AdapterPlaces | None:

@@ -9,6 +9,7 @@ and has gone, which the end of the deployment deletes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 
 import msgspec
@@ -16,6 +17,8 @@ import msgspec
 from tandem.base.errors import TandemError, Unavailable
 from tandem.cluster.launcher import StateStore
 from tandem.cluster.tasks import Clock
+
+logger = logging.getLogger(__name__)
 
 STOOD_STILL_S = 1.0  # who has slept for this much longer than it meant to may have been replaced
 _ASK_AGAIN_S = 1.0
@@ -30,8 +33,9 @@ class _Record(msgspec.Struct):
 
 
 class Turn:
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StateStore, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
         self.name = secrets.token_hex(8)
         self._read: bytes | None = None  # what the predecessor recorded last
         self._has_recorded = False
@@ -63,15 +67,17 @@ class Turn:
         """Raises LaterController once it is known that a later controller has begun."""
         raise await asyncio.shield(self._over)
 
-    async def confirm(self) -> bool:
-        """Returns whether this is certainly the latest controller. Never returns if it is not."""
-        try:
-            self._check(await self._store.load())
-        except LaterController:
-            await asyncio.Event().wait()
-        except TandemError:
-            return False
-        return True
+    async def confirm(self) -> None:
+        """Returns once this is certainly the latest controller; never if it is not."""
+        while True:
+            try:
+                self._check(await self._store.load())
+                return
+            except LaterController:
+                await asyncio.Event().wait()
+            except TandemError as error:
+                logger.warning("cannot see yet whether a later controller has begun; asking again: %s", error)
+            await self._clock.sleep(_ASK_AGAIN_S)
 
 
 def _writer(kept: bytes) -> str:
@@ -93,8 +99,6 @@ class TurnClock(Clock):
         until = self.now() + seconds
         await self._clock.sleep(seconds)
         self._stood_still |= self.now() - until > STOOD_STILL_S
-        while self._stood_still:
-            if await self._turn.confirm():
-                self._stood_still = False
-            else:
-                await self._clock.sleep(_ASK_AGAIN_S)
+        if self._stood_still:
+            await self._turn.confirm()
+            self._stood_still = False

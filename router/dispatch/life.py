@@ -43,6 +43,8 @@ class TokensDiffer(TransferError):
 # Looked up once instead of with every token.
 _NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
 
+_LOOK_AGAIN_S = 1.0  # for a node with room, while the request's own has none
+
 
 def _hears_nothing(life: RequestLife, computed: int = 0) -> None:
     pass
@@ -269,16 +271,25 @@ class RequestLife:
             self._fail_over(NodeLost(f"node {node.node_id} no longer has the request"), ())
         elif not is_prefill and reported > self.ledger.reported:
             self._fail_over(NodeLost(f"tokens from node {node.node_id} are lost"), ())
-        elif not is_prefill and self._placement.waits_for_silent_peers(node) and self._has_another(node):
-            self._fail_over(
-                Overloaded(f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"),
-                {node.node_id},
-                for_now=True,
-            )
-        elif node in attempt.unanswered:
-            attempt.unanswered.discard(node)
-            if not attempt.unanswered:
-                attempt.alive_at = self._clock()
+        else:
+            if node in attempt.unanswered:
+                attempt.unanswered.discard(node)
+                if not attempt.unanswered:
+                    attempt.alive_at = self._clock()
+            if not is_prefill:
+                self._look_for_room(attempt, node)
+
+    def _look_for_room(self, attempt: Attempt, node: NodeInfo) -> None:
+        """Leaves a node that keeps its blocks for a silent peer, if another one has room; else it soon looks again."""
+        attempt.found_no_room_at = None
+        if not self._placement.waits_for_silent_peers(node):
+            return
+        if self._has_another(node):
+            why = f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
+            self._fail_over(Overloaded(why), {node.node_id}, for_now=True)
+        else:
+            attempt.found_no_room_at = self._clock()
+            self._arm()
 
     def _has_another(self, node: NodeInfo) -> bool:
         """Whether another node has room for the request now, and it may move once more."""
@@ -457,6 +468,8 @@ class RequestLife:
                 deadlines.append((attempt.alive_at + self._timeouts.token_idle / 2, "ask"))
             else:
                 deadlines.append((asked + self._timeouts.token_idle / 2, "token_idle"))
+            if attempt.found_no_room_at is not None and attempt.alive_at <= attempt.found_no_room_at:
+                deadlines.append((attempt.found_no_room_at + _LOOK_AGAIN_S, "room"))
         return min(deadlines)
 
     def _arm(self) -> None:
@@ -475,6 +488,11 @@ class RequestLife:
             self._ask(self.attempt)
         elif name == "token_idle" and self.attempt is not None:
             self._on_no_answer(self.attempt)
+        elif name == "room" and self.attempt is not None and self.attempt.decode is not None:
+            attempt = self.attempt
+            self._look_for_room(attempt, self.attempt.decode)
+            if self.attempt is attempt:
+                self._arm()
         elif name == "failover_wait":
             self._metrics.deadlines.labels(phase=name).inc()
             self.fail(self._last_failure or Unavailable("no node is ready"))

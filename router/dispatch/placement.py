@@ -64,6 +64,9 @@ class Attempt:
         self.first_token_at: float | None = None
         self.asked_at: float | None = None  # when its nodes were last asked whether they have it
         self.unanswered: set[NodeInfo] = set()  # nodes that were asked and have not answered
+        self.found_no_room_at: float | None = (
+            None  # when it last would have left its decode node, and no other had room
+        )
 
     def node(self, source: TokenSource) -> NodeInfo | None:
         return self.decode if source is TokenSource.DECODE else self.prefill
@@ -263,13 +266,13 @@ class Placement(Generic[L]):
         return decision
 
     def has_room(self, request: RoutingRequest, hashes: PromptHashes) -> bool:
-        """Whether the node that would be chosen to decode has the blocks for the request."""
+        """Whether the node that would be chosen to write the answer has the blocks for the request."""
         try:
             decision = self.chooser.choose(request, hashes)
         except Unavailable:
             return False
-        decode = decision.decode
-        member = self._pool.member(decode.node_id) if decode is not None else None
+        writes = decision.decode or decision.prefill  # which gives the last token alone
+        member = self._pool.member(writes.node_id) if writes is not None else None
         return member is not None and member.has_room(request.prompt_tokens + request.max_new_tokens)
 
     def version_for(self, spec: SequenceSpec) -> int:

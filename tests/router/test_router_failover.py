@@ -383,6 +383,36 @@ def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_route
     assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
 
 
+BLOCKED = {"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60}
+
+
+def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start_router: StartRouter) -> None:
+    """It looks for itself, long before its node is asked again."""
+    router = start_router(decode=2, timeouts=Timeouts(token_idle=4.0))
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=3)
+    with undisturbed(router, after=3):
+        blocked = serving(router)
+        free = other(router, blocked)
+        blocked.set(status_fields=BLOCKED)
+        free.set(status_fields={"running": 1, "free_blocks": 0})
+        free.resume()
+        blocked.wait_until(lambda: blocked.asks == 1, "it is asked")
+        free.set(status_fields={})
+    assert blocked.asks == len(blocked.cancels) == len(free.submits) == 1
+
+
+def test_a_request_whose_last_token_a_prefill_node_can_give_does_not_wait_for_a_decode_node(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(timeouts=Timeouts(token_idle=0.5))
+    prefill, decode = router.nodes["p0"], router.nodes["d0"]
+    decode.set(pause_at=0, status_fields=BLOCKED)
+    with router.stream(max_tokens=2, seed=9) as events:
+        assert events.text() == router.expected("the fox", 2, seed=9)
+    assert [submit.transfer is None for submit in prefill.submits] == [False, True]
+
+
 def test_a_request_that_its_node_lost_goes_on_elsewhere(start_router: StartRouter) -> None:
     router = start_router(prefill=0, decode=1, timeouts=Timeouts(token_idle=0.5))
     node = router.nodes["d0"]

@@ -19,8 +19,9 @@ import msgspec
 from tandem.base.errors import ConfigurationError, NodeLost, TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition, RecentLines
 from tandem.base.progress import Report
-from tandem.cluster.launcher import CheckKept, Host, Needs, TakenPlace
+from tandem.cluster.launcher import CheckKept, Confirm, Host, Needs, TakenPlace
 from tandem.cluster.pools.room import needed_by
+from tandem.cluster.pools.state import ClusterState, decode
 from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
@@ -263,14 +264,21 @@ class KeptStateOf:
         if self._kept.is_full:
             raise Unavailable("no space left on device")
         self._kept.take_turn(self._process)
+        says_more = self._kept.value is None or _said(self._kept.value) != _said(state)
         self._kept.value = state
         if self._ray.calls(f"{self._process} hears").random() < self._kept.loses_answers:
             self._kept.lost_answers += 1
-            self._kept.doubtful_since = self._kept.doubtful_since or self._ray.loop.time()
+            if says_more:
+                self._kept.doubtful_since = self._kept.doubtful_since or self._ray.loop.time()
             raise Unavailable("Ray's control store did not answer in time")
         self._kept.doubtful_since = None
         self._kept.on_save(self._process, state)
         await self._process.step()
+
+
+def _said(record: bytes) -> ClusterState:
+    """A controller that takes over first records what it read under its own name: that takes nothing back."""
+    return msgspec.structs.replace(decode(record), writer="")
 
 
 class SimulatedHosts:
@@ -312,7 +320,13 @@ class SimulatedLauncher:
         self._ray, self._process, self._stop_s = ray, process, stop_s
 
     def launch_node(
-        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        confirm: Confirm,
+        beside: Sequence[Host] = (),
     ) -> NodeHandleOf:
         def create() -> NodeActor:
             return NodeActor(self._ray, config, host.name, slot)
@@ -320,9 +334,13 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return _without_role(running.config) == _without_role(config)
 
-        return NodeHandleOf(self._ray, self._process, config.node_id, host.name, is_wanted, create, self._stop_s)
+        return NodeHandleOf(
+            self._ray, self._process, config.node_id, host.name, is_wanted, create, confirm, self._stop_s
+        )
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> RouterHandleOf:
+    def launch_router(
+        self, name: str, config: RouterConfig, host: Host | None, confirm: Confirm, door: str = ""
+    ) -> RouterHandleOf:
         machine = self._ray.machines[0].name if host is None else host.name
 
         def create() -> RouterActor:
@@ -331,7 +349,7 @@ class SimulatedLauncher:
         def is_wanted(running: Actor) -> bool:
             return bool(running.config == config)
 
-        handle = RouterHandleOf(self._ray, self._process, name, machine, is_wanted, create, self._stop_s)
+        handle = RouterHandleOf(self._ray, self._process, name, machine, is_wanted, create, confirm, self._stop_s)
         handle.door = door
         return handle
 
@@ -565,10 +583,11 @@ class HandleOf:
         machine: str,
         is_wanted: Callable[[Actor], bool],
         create: Callable[[], Actor],
+        confirm: Confirm,
         stop_s: float,
     ) -> None:
         self.ray, self.process, self.name, self.machine = ray, process, name, machine
-        self._is_wanted, self._create, self._stop_s = is_wanted, create, stop_s
+        self._is_wanted, self._create, self._confirm, self._stop_s = is_wanted, create, confirm, stop_s
         self._caller = f"{process} {name}"
         self._serves = False
         self._actor = asyncio.ensure_future(self._find_or_create())
@@ -583,7 +602,9 @@ class HandleOf:
                     return running
             except (TandemError, TimeoutError):
                 pass
+            await self._confirm()
             await self._kill(running)
+        await self._confirm()
         if not self.ray.is_seen(self.machine):
             self.ray.refused.add(self.name)
             raise Unavailable("no machine of the Ray cluster has room for this process")

@@ -14,6 +14,7 @@ FOUND = {
     3025149909: "a request went on from such a block, and a token was wrong",
     2000252: "a preempted request stayed on such a node, though another had room",
     1647009301: "the world's: a time of day jumped while no process lived",
+    3949098454: "a request looked once for a node with room, and its last token, which a prefill node gives, waited for a decode node",
     3987915351: "two nodes admitted four requests in different orders, and each waited for blocks that the other kept",
 }
 
@@ -32,13 +33,7 @@ FOUND_IN_CONTROL = {
     840291: "a node that was leaving before it had served ran on when its controller died",
     3580857179: "a node that left before its next controller could reach it was forgotten, and ran on",
     1329545341: "a node that changed its role was taken for gone with its machine, which was not seen: no router hears it then",
+    3949098090: "a controller that was stopped while it looked for a process created it after its successor had ended the deployment",
+    1714867158: "the world's: what a new controller records of what it read is no order that may have to be taken back",
     901151483: "the world's: a node that had started again, and was not announced yet, counted as one that served",
 }
-
-# Found, and not mended yet, so no test plays them:
-# - 3949098090, of the control plane. A controller waited in `_find_or_create` for a process on a machine out of reach, was stopped, and was
-#   replaced. When it went on, its successor had ended the deployment, and it created the process again before it noticed. What creates
-#   must confirm the turn right before.
-# - 3949098454, of the cluster: after all had healed, and while one prefill node stayed away, a request reached router.timeouts.total.
-# - 1714867158, of the control plane: while the store's answers got lost, a controller had just begun, and a role was ordered. What it could
-#   not confirm stayed recorded for three seconds after the store was well.

@@ -23,6 +23,9 @@ from tandem.cluster.on_ray.handles import RayRouter  # noqa: E402
 from tandem.cluster.on_ray.launcher import RayLauncher  # noqa: E402
 
 
+async def latest() -> None: ...
+
+
 class FarActor:
     """Answers from the third call on."""
 
@@ -55,7 +58,7 @@ def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch
         def create() -> Any:
             raise AssertionError("another one is started")
 
-        router = RayRouter("router", "tandem", lambda running: running == b"as it is wanted", create, 1.0)
+        router = RayRouter("router", "tandem", lambda running: running == b"as it is wanted", create, latest, 1.0)
         info = await router.start(lambda what, share: pytest.fail(what))
         assert info.url == "http://host:8000"
         assert router.is_adopted
@@ -74,7 +77,7 @@ def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: p
     said: list[str] = []
 
     async def start() -> None:
-        router = RayRouter("router", "tandem", lambda running: True, FarActor, 1.0)
+        router = RayRouter("router", "tandem", lambda running: True, FarActor, latest, 1.0)
         await router.start(lambda what, share: said.append(what))
 
     asyncio.run(start())
@@ -152,7 +155,7 @@ def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: p
     monkeypatch.setattr(handles, "_NAME_S", 0.0)
 
     async def stop() -> None:
-        router = RayRouter("router", "tandem", lambda running: True, create, 0.1)
+        router = RayRouter("router", "tandem", lambda running: True, create, latest, 0.1)
         await asyncio.to_thread(begun.wait, 10.0)
         stopping = asyncio.create_task(router.stop())
         await asyncio.wait({stopping}, timeout=0.05)
@@ -162,3 +165,31 @@ def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: p
 
     asyncio.run(stop())
     assert killed == [actor]
+
+
+def test_who_was_replaced_while_it_looked_for_a_process_creates_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have waited for minutes, and the deployment may have ended."""
+    asked, created = asyncio.Event(), list[FarActor]()
+
+    def get_actor(name: str, namespace: str) -> Any:
+        raise ValueError("no such actor")
+
+    async def replaced() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    def create() -> FarActor:
+        created.append(FarActor())
+        return created[0]
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(handles, "_ADOPT_S", 0.0)
+    monkeypatch.setattr(handles, "_NAME_S", 0.0)
+
+    async def stop() -> None:
+        router = RayRouter("router", "tandem", lambda running: True, create, replaced, 0.1)
+        await asyncio.wait_for(asked.wait(), 10.0)
+        await asyncio.wait_for(router.stop(), 10.0)
+
+    asyncio.run(stop())
+    assert created == []

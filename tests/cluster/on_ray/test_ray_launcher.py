@@ -17,6 +17,10 @@ from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.wire.nodes import Role
 
+
+async def latest() -> None: ...
+
+
 NODE = NodeConfig(node_id="prefill-0", role=Role.PREFILL, host="10.0.0.2", transfer=TransferConfig(), cores=[0, 1])
 replace = msgspec.structs.replace
 
@@ -47,7 +51,7 @@ def hold_until_it_ends(
 
     async def work() -> str:
         actor = SimpleNamespace(hold=Hold())
-        handle = handles.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, 1.0, machine)
+        handle = handles.RayHandle("decode-0", "tandem", lambda config: True, lambda: actor, latest, 1.0, machine)
         monkeypatch.setattr(handle, "_running", no_actor)
         return await asyncio.wait_for(handle.ended(), 5)
 

@@ -17,7 +17,7 @@ from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition, RecentLines
 from tandem.base.progress import Report
 from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.launcher import Host, LogSource, Needs, Offer, StateStore, TakenPlace
+from tandem.cluster.launcher import Confirm, Host, LogSource, Needs, Offer, StateStore, TakenPlace
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.room import places, places_left
 from tandem.cluster.tasks import Clock
@@ -364,7 +364,13 @@ class FakeLauncher:
         self._epochs = itertools.count(1)
 
     def launch_node(
-        self, config: NodeConfig, host: Host, slot: Role, needs: Mapping[str, float], beside: Sequence[Host] = ()
+        self,
+        config: NodeConfig,
+        host: Host,
+        slot: Role,
+        needs: Mapping[str, float],
+        confirm: Confirm,
+        beside: Sequence[Host] = (),
     ) -> FakeNode:
         earlier = self.nodes[config.node_id]
         if earlier and not earlier[-1].died.done():
@@ -378,7 +384,9 @@ class FakeLauncher:
         earlier.append(node)
         return node
 
-    def launch_router(self, name: str, config: RouterConfig, host: Host | None, door: str = "") -> FakeRouter:
+    def launch_router(
+        self, name: str, config: RouterConfig, host: Host | None, confirm: Confirm, door: str = ""
+    ) -> FakeRouter:
         earlier = [router for router in self.routers if router.name == name]
         if earlier and not earlier[-1].died.done():
             return earlier[-1]

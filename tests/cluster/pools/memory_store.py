@@ -12,6 +12,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.state: bytes | None = None
         self.error: TandemError | None = None  # raised by every call: the store is away
+        self.save_error: TandemError | None = None  # raised by what writes: it is full
 
     async def load(self) -> bytes | None:
         if self.error is not None:
@@ -19,8 +20,8 @@ class MemoryStore:
         return self.state
 
     async def save(self, state: bytes, check: CheckKept | None = None) -> None:
-        if self.error is not None:
-            raise self.error
+        if error := self.error or self.save_error:
+            raise error
         if check is not None:
             check(self.state)
         self.state = state

@@ -180,12 +180,12 @@ async def test_what_could_not_be_recorded_is_recorded_later() -> None:
         rig.controller = rig.new_controller()
         await rig.controller.start()
         await rig.clock.advance(1.0)
-        store.error = Unavailable("no space left on device")
+        store.save_error = Unavailable("no space left on device")
         rig.launcher.node("decode-0").die()
         await rig.clock.advance(10.0)
         now = rig.launcher.node("decode-0").info
         assert now.epoch in [member.epoch for member in rig.launcher.router.memberships[-1]]
-        store.error = None
+        store.save_error = None
         rig.hosts.join(one_machine(8))  # what is wanted is looked at again
         await rig.clock.advance(5.0)
         assert store.state is not None
