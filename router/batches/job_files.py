@@ -13,7 +13,7 @@ from typing import BinaryIO
 from tandem.api.batches.answer_types import BatchMistake
 from tandem.api.batches.lines import LineMistake, check_line, line_id, unanswered_line
 from tandem.api.batches.messages import unanswered_result
-from tandem.router.batches.store import BatchStore, Job
+from tandem.router.batches.store import LOST_INPUT, BatchStore, Job
 from tandem.router.batches.store_thread import StoreThread
 
 MOST_LINES = 50_000  # OpenAI's limit of a batch
@@ -79,17 +79,22 @@ def _next_part(
     good: list[_Place] = []
     wrong: list[BatchMistake] = []
     rest_at = time.thread_time() + WORK_S
-    for place, data in islice(lines, PART):
-        if time.thread_time() > rest_at:  # the event loop waits for the interpreter meanwhile
-            time.sleep(WORK_S)
-            rest_at = time.thread_time() + WORK_S
-        at = number + len(good) + len(wrong)
-        try:
-            if len(data) > most_bytes:
-                raise LineMistake("line_too_large", f"has more than the {most_bytes} bytes of router.limits.body_bytes")
-            good.append((at, place, len(data), check_line(data, endpoint)))
-        except LineMistake as mistake:
-            wrong.append(mistake.at(at + 1))
+    try:
+        for place, data in islice(lines, PART):
+            if time.thread_time() > rest_at:  # the event loop waits for the interpreter meanwhile
+                time.sleep(WORK_S)
+                rest_at = time.thread_time() + WORK_S
+            at = number + len(good) + len(wrong)
+            try:
+                if len(data) > most_bytes:
+                    raise LineMistake(
+                        "line_too_large", f"has more than the {most_bytes} bytes of router.limits.body_bytes"
+                    )
+                good.append((at, place, len(data), check_line(data, endpoint)))
+            except LineMistake as mistake:
+                wrong.append(mistake.at(at + 1))
+    except FileNotFoundError:
+        wrong.append(LOST_INPUT)
     return good, wrong, len(good) + len(wrong) == PART
 
 

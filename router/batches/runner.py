@@ -44,7 +44,8 @@ class BatchRunner:
         self._news = asyncio.Event()
         self._running: dict[asyncio.Task[None], ClaimedLine] = {}
         self._answered: list[LineResult] = []
-        self._given_back: list[tuple[ClaimedLine, bool]] = []
+        self._given_back: list[tuple[ClaimedLine, bool]] = []  # and whether the attempt had begun
+        self._keeping = asyncio.Lock()  # the end of the router may come while a turn keeps these
         self._job_task: asyncio.Task[None] | None = None
         self._stopping = False
         self._wait_until = 0.0  # no line is begun before: nodes had no room for one
@@ -134,8 +135,10 @@ class BatchRunner:
     def _on_job_done(self, task: asyncio.Task[None]) -> None:
         self._job_task = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("batches: work on a job's files failed, and is tried again", exc_info=error)
-            return  # the next look is a while away, so a fault that repeats takes little
+            bug = error if not isinstance(error, TandemError) else None
+            logger.error("batches: work on a job's files failed, and is tried again: %s", error, exc_info=bug)
+            self._look_at = time.monotonic() + AFTER_FAILURE_S
+            return
         self.wake()
 
     async def _begin_some(self) -> None:
@@ -181,7 +184,7 @@ class BatchRunner:
 
     def _take(self, line: ClaimedLine, answer: LineAnswer) -> None:
         if answer.status in RETRIED and line.attempts < MOST_ATTEMPTS:
-            self._given_back.append((line, not answer.begun))
+            self._given_back.append((line, answer.begun))
             if not answer.begun:
                 self._wait_until = time.monotonic() + TURN_S / 2
             return
@@ -195,21 +198,15 @@ class BatchRunner:
 
     async def _keep(self) -> None:
         """Writes what has been answered since the last turn. After a failure it is still here."""
-        while self._answered:
-            some = self._answered[:GROUP]
-            await self._thread.do(lambda store, some=some: store.record(some))  # type: ignore[misc]
-            del self._answered[: len(some)]
-        while self._given_back:
-            back = self._given_back[:GROUP]
-            for uncounted in (True, False):
-                lines = [line for line, each in back if each is uncounted]
-                if lines:
-                    await self._thread.do(
-                        lambda store, lines=lines, uncounted=uncounted: store.give_back(  # type: ignore[misc]
-                            lines, uncounted=uncounted
-                        )
-                    )
-            del self._given_back[: len(back)]
+        async with self._keeping:
+            while self._answered:
+                some = self._answered[:GROUP]
+                await self._thread.do(lambda store, some=some: store.record(some))  # type: ignore[misc]
+                del self._answered[: len(some)]
+            while self._given_back:
+                back = self._given_back[:GROUP]
+                await self._thread.do(lambda store, back=back: store.give_back(back))  # type: ignore[misc]
+                del self._given_back[: len(back)]
 
     async def _drop_unwanted(self) -> None:
         """Ends the lines of jobs that were cancelled, or whose time is over."""

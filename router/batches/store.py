@@ -23,6 +23,7 @@ LEASE_S = 30.0  # of a worker; it renews its lease several times in this time
 MOST_UNFINISHED = 100  # jobs of one owner
 CLAIMED_BYTES = 32 << 20  # of lines that are claimed together, unless one is longer
 OUTPUT_PURPOSE = "batch_output"
+LOST_INPUT = BatchMistake("input_file_lost", "the input file is no longer there")
 Form = Literal["openai", "anthropic"]
 
 
@@ -294,20 +295,19 @@ class BatchStore:
                 for number in numbers
             ]
             db.execute("UPDATE jobs SET served = ? WHERE id = ?", (now, job["id"]))
-        try:
-            with self.files.path_of(job["input_file"]).open("rb") as file:
-                return [self._claimed(job, row, file) for row in rows]
-        except FileNotFoundError:
-            self._lost_input(job["id"])
-            return []
+            try:
+                # Inside, so that lines whose texts cannot be read are not claimed.
+                with self.files.path_of(job["input_file"]).open("rb") as file:
+                    return [self._claimed(job, row, file) for row in rows]
+            except FileNotFoundError:
+                self._lost_input(db, job["id"])
+                return []
 
-    def _lost_input(self, job_id: str) -> None:
+    def _lost_input(self, db: sqlite3.Connection, job_id: str) -> None:
         """The job's file was taken out of the folder: what has no answer gets none."""
-        why = [BatchMistake("input_file_lost", "the input file is no longer there")]
-        with transaction(self._db) as db:
-            db.execute("UPDATE lines SET worker = NULL WHERE job = ?", (job_id,))
-            db.execute("UPDATE jobs SET mistakes = ? WHERE id = ?", (msgspec.json.encode(why).decode(), job_id))
-            self._move(db, job_id, "finalizing", ends_as="failed")
+        db.execute("UPDATE lines SET worker = NULL WHERE job = ?", (job_id,))
+        db.execute("UPDATE jobs SET mistakes = ? WHERE id = ?", (msgspec.json.encode([LOST_INPUT]).decode(), job_id))
+        self._move(db, job_id, "finalizing", ends_as="failed")
 
     @staticmethod
     def _claimed(job: sqlite3.Row, row: sqlite3.Row, file: Any) -> tuple[ClaimedLine, bytes]:
@@ -318,13 +318,13 @@ class BatchStore:
         )
         return line, data
 
-    def give_back(self, lines: Sequence[ClaimedLine], *, uncounted: bool) -> None:
-        """These lines get their answer later. `uncounted`: the attempt did not begin."""
+    def give_back(self, lines: Sequence[tuple[ClaimedLine, bool]]) -> None:
+        """These lines get their answer later. Each with whether the attempt had begun: otherwise it does not count."""
         with transaction(self._db) as db:
-            for line in lines:
+            for line, begun in lines:
                 db.execute(
                     "UPDATE lines SET worker = NULL, attempts = attempts - ? WHERE job = ? AND number = ? AND worker = ?",
-                    (uncounted, line.job, line.number, self.worker),
+                    (not begun, line.job, line.number, self.worker),
                 )
 
     def record(self, answers: Sequence[LineResult]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from pathlib import Path
@@ -87,6 +88,7 @@ async def _receive(thread: StoreThread, form: _Form, exchange: HttpExchange, pat
             form.take(message.get("body", b""))
             if form.unwritten_size >= WRITE_BYTES or not more:
                 await thread.ask(lambda _: form.write_to(file))
+        await thread.ask(lambda _: os.fsync(file.fileno()))  # the table that will name it survives a power cut
     finally:
         thread.soon(lambda _: file.close())
 

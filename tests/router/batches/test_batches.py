@@ -404,6 +404,33 @@ def test_files_go_when_their_time_is_over(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_batch_whose_file_was_taken_away_fails_and_says_so(router: RunningRouter, tmp_path: Path) -> None:
+    file = put(router, jsonl([line("a")])).json()["id"]
+    (tmp_path / "batches/files" / file).unlink()
+    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = ended(router, router.client.post("/v1/batches", json=asked).json())
+    assert batch["status"] == "failed"
+    assert [each["code"] for each in batch["errors"]["data"]] == ["input_file_lost"]
+
+
+def test_lines_that_cannot_be_read_for_a_while_are_answered_later(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "AFTER_FAILURE_S", 0.1)
+    node = router.nodes["d0"]
+    node.set(pause_at=1)
+    batch = begin(router, jsonl([line(f"{index}") for index in range(400)]))
+    until(lambda: look(router, batch)["status"] == "in_progress" and len(node.submits) > 0, 15)
+    (file,) = (tmp_path / "batches/files").iterdir()
+    away = file.rename(tmp_path / "away")
+    file.mkdir()  # it is there and cannot be read
+    node.resume()
+    until(lambda: "cannot be used" in caplog.text, 15)
+    file.rmdir()
+    away.rename(file)
+    assert ended(router, batch)["request_counts"] == {"total": 400, "completed": 400, "failed": 0}
+
+
 def test_where_no_batch_was_ever_asked_for_nothing_is_written(start_router: StartRouter, tmp_path: Path) -> None:
     router = start_router(batches_folder=str(tmp_path / "none"))
     assert router.complete(max_tokens=2).status_code == 200
