@@ -64,6 +64,7 @@ class Attempt:
         self.first_token_at: float | None = None
         self.asked_at: float | None = None  # when its nodes were last asked whether they have it
         self.unanswered: set[NodeInfo] = set()  # nodes that were asked and have not answered
+        self.prompt_tokens = 0  # that its nodes read, output that it brought included
         self.found_no_room_at: float | None = (
             None  # when it last would have left its decode node, and no other had room
         )
@@ -295,7 +296,7 @@ class Placement(Generic[L]):
         if spec.trace is not None:
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
-        prompt_tokens = len(spec.facts.prompt_token_ids) + attempt.base
+        attempt.prompt_tokens = prompt_tokens = len(spec.facts.prompt_token_ids) + attempt.base
         encoders: list[NodeInfo] = []
         if spec.facts.images:
             digests = [""] * len(spec.facts.images)
@@ -419,6 +420,8 @@ class Placement(Generic[L]):
             return 0.0
         waited = self.clock() - attempt.first_token_at
         self._pool.handover.observe(waited)
+        if attempt.decode is not None:
+            self.chooser.pairs.observe(attempt.prefill, attempt.decode, attempt.prompt_tokens, waited)
         self.metrics.handover_time.observe(waited)
         return waited
 

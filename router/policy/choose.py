@@ -21,6 +21,7 @@ import msgspec
 
 from tandem.base.errors import Unavailable
 from tandem.router.config import LocalPrefill, PolicyName
+from tandem.router.policy.pairs import PairTimes
 from tandem.router.policy.views import (
     NodeView,
     PoolSnapshot,
@@ -49,7 +50,8 @@ class Chooser:
         """`cached_blocks`: how many of the blocks that nodes report as cached are remembered."""
         self._pool = pool
         self._name = policy
-        self._policy = make_policy(policy, local_prefill)
+        self.pairs = PairTimes(pool.now)
+        self._policy = make_policy(policy, local_prefill, self.pairs)
         # Keeps only the latest prompts of a node that reports its cache: those that it has not computed yet.
         self._record = PrefixRecord()
         self.cached = CachedBlocks(self._record.bits, cached_blocks)
@@ -337,11 +339,18 @@ _RANKERS: dict[PolicyName, Ranker] = {
 }
 
 
-def make_policy(name: PolicyName, local_prefill: LocalPrefill) -> RoutingPolicy:
+# These send a request where it waits least; the others where an operator wants it.
+_BY_WAIT = (PolicyName.LEAST_WAIT, PolicyName.PREFIX_AFFINITY)
+
+
+def make_policy(name: PolicyName, local_prefill: LocalPrefill, pairs: PairTimes | None = None) -> RoutingPolicy:
+    """`pairs`: how far machines are from each other; None: that is not known."""
     rank = _RANKERS[name]
+    if name not in _BY_WAIT:
+        pairs = None
 
     def policy(pools: PoolSnapshot, request: RoutingRequest) -> RoutingDecision:
-        return decide(pools, request, rank, name, local_prefill)
+        return decide(pools, request, rank, name, local_prefill, pairs)
 
     return policy
 
@@ -351,7 +360,12 @@ def _allowed(nodes: Sequence[NodeView], request: RoutingRequest) -> Sequence[Nod
 
 
 def decide(
-    pools: PoolSnapshot, request: RoutingRequest, rank: Ranker, name: PolicyName, local_prefill: LocalPrefill
+    pools: PoolSnapshot,
+    request: RoutingRequest,
+    rank: Ranker,
+    name: PolicyName,
+    local_prefill: LocalPrefill,
+    pairs: PairTimes | None = None,
 ) -> RoutingDecision:
     if request.home:
         rank = _home_first(rank)
@@ -388,6 +402,15 @@ def decide(
                 None, decode.info, f"{name}: {chosen}; local, KV of every prefill node arrived wrong there"
             )
     prefill, prefill_why = rank(prefill_nodes, request, False)
+    if pairs is not None:
+        if not request.home and (near := pairs.nearer((prefill, decode), prefill_nodes, decode_nodes, request)):
+            why = f"nearer than {prefill.node_id} and {decode.node_id}"
+            if near[0] is not prefill:
+                prefill, prefill_why = near[0], why
+            if near[1] is not decode:
+                decode, chosen = near[1], f"decode {near[1].node_id} ({why})"
+        if handover_s := pairs.expected_s(prefill.info, decode.info, request.prompt_tokens):
+            pools = msgspec.structs.replace(pools, handover_s=handover_s)
     away = f"prefill {prefill.node_id} ({prefill_why})"
     if local_prefill is LocalPrefill.AUTO and request.is_measured:
         reason = reason_to_prefill_locally(pools, request, prefill, decode)

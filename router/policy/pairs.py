@@ -1,0 +1,111 @@
+"""Which machines are far from each other: how long answers waited for the handover between two of them, and a nearer pair for a request.
+
+A pair that was never used counts as near, and so does one that has not been used for long: that is how another link is found, and one
+that was slow for a while.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from urllib.parse import urlsplit
+
+from tandem.router.policy.views import NodeView, RoutingRequest, best_prefill_rate, decode_wait_s, prefill_costs_s
+from tandem.wire.nodes import NodeInfo, Role
+
+MOST_PAIRS = 10_000
+HALVES_S = 60.0  # what was measured counts half after this time
+NOTICED_S = 0.02  # a handover that takes no longer is near, and so little is not worth a change
+MOST_LOOKS = 32  # nodes of each role among which a nearer one is sought
+_WEIGHT = 0.3
+_TIMES = 4.0  # no prompt is taken for more often as long, or as short, as those that were measured
+
+
+@dataclass(slots=True)
+class _Measured:
+    waited_s: float
+    tokens: float
+    at: float
+
+
+class PairTimes:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pairs: OrderedDict[tuple[str, str], _Measured] = OrderedDict()
+
+    def observe(self, prefill: NodeInfo, decode: NodeInfo, tokens: int, waited_s: float) -> None:
+        """An answer to a prompt of so many tokens waited between its first token and its decode node's beginning."""
+        pair, now = _pair(prefill, decode), self._clock()
+        known = self._pairs.get(pair)
+        if known is None:
+            self._pairs[pair] = _Measured(waited_s, tokens, now)
+            if len(self._pairs) > MOST_PAIRS:
+                self._pairs.popitem(last=False)
+            return
+        known.waited_s += _WEIGHT * (waited_s - known.waited_s)
+        known.tokens += _WEIGHT * (tokens - known.tokens)
+        known.at = now
+        self._pairs.move_to_end(pair)
+
+    def expected_s(self, prefill: NodeInfo, decode: NodeInfo, tokens: int) -> float:
+        """How much longer than elsewhere an answer is likely to wait for this handover; 0 between nodes that are near."""
+        known = self._pairs.get(_pair(prefill, decode))
+        if known is None:
+            return 0.0
+        likely_s = known.waited_s * min(_TIMES, max(1 / _TIMES, tokens / max(1.0, known.tokens)))
+        likely_s *= 0.5 ** ((self._clock() - known.at) / HALVES_S)
+        return likely_s if likely_s > NOTICED_S else 0.0
+
+    def nearer(
+        self,
+        chosen: tuple[NodeView, NodeView],
+        prefill: Sequence[NodeView],
+        decode: Sequence[NodeView],
+        request: RoutingRequest,
+    ) -> tuple[NodeView, NodeView] | None:
+        """Returns a pair of these nodes with which the request waits less than with the one that was chosen, the handover
+        included. One node of it is the chosen one."""
+        tokens = request.prompt_tokens
+
+        def handover_s(pair: tuple[NodeView, NodeView]) -> float:
+            return self.expected_s(pair[0].info, pair[1].info, tokens)
+
+        far_s = handover_s(chosen)
+        if not far_s:
+            return None
+        near = [pair for pair in _pairs_with(chosen, prefill, decode) if handover_s(pair) + NOTICED_S < far_s]
+        reads = _costs((pair[0] for pair in (chosen, *near)), request)
+        assumed = best_prefill_rate(decode)
+
+        def cost_s(pair: tuple[NodeView, NodeView]) -> float:
+            return reads[pair[0].node_id] + decode_wait_s(pair[1], request, assumed) + handover_s(pair)
+
+        best = min(near, key=cost_s, default=chosen)
+        return best if cost_s(best) + NOTICED_S < cost_s(chosen) else None
+
+
+def _pairs_with(
+    chosen: tuple[NodeView, NodeView], prefill: Iterable[NodeView], decode: Iterable[NodeView]
+) -> list[tuple[NodeView, NodeView]]:
+    reader, writer = chosen
+    pairs = [(reader, other) for other in islice(decode, MOST_LOOKS) if other.info.role is Role.DECODE]
+    pairs += [(other, writer) for other in islice(prefill, MOST_LOOKS)]
+    return [pair for pair in pairs if pair[0].node_id not in pair[1].status.left_out]
+
+
+def _costs(nodes: Iterable[NodeView], request: RoutingRequest) -> dict[str, float]:
+    unique = list({node.node_id: node for node in nodes}.values())
+    costs = prefill_costs_s(unique, request, best_prefill_rate(unique))
+    return {node.node_id: cost for node, cost in zip(unique, costs, strict=True)}
+
+
+def _pair(prefill: NodeInfo, decode: NodeInfo) -> tuple[str, str]:
+    return _machine(prefill.peer_endpoint), _machine(decode.peer_endpoint)
+
+
+@functools.lru_cache(MOST_PAIRS)
+def _machine(endpoint: str) -> str:
+    return urlsplit(endpoint).hostname or ""

@@ -1,0 +1,120 @@
+"""Handovers between machines that are far from each other are avoided where waiting is cheaper."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.router.config import LocalPrefill, PolicyName
+from tandem.router.policy.choose import make_policy
+from tandem.router.policy.pairs import HALVES_S, MOST_PAIRS, PairTimes
+from tandem.router.policy.views import NodeView, RoutingDecision, RoutingRequest
+from tests.router.test_router_policy import ask, names, node, pools
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def at(view: NodeView, machine: str) -> NodeView:
+    info = msgspec.structs.replace(view.info, peer_endpoint=f"tcp://key@{machine}:4000")
+    return msgspec.structs.replace(view, info=info)
+
+
+P0, P1 = at(node("p0"), "10.0.0.1"), at(node("p1"), "10.0.1.1")
+D0, D1 = at(node("d0"), "10.0.0.2"), at(node("d1"), "10.0.1.2")
+
+
+def known(clock: Clock, **waited_s: float) -> PairTimes:
+    """Waits for the handover of 500 tokens, such as p0d1=0.4."""
+    times, nodes = PairTimes(clock), {"p0": P0, "p1": P1, "d0": D0, "d1": D1}
+    for pair, seconds in waited_s.items():
+        for _ in range(3):
+            times.observe(nodes[pair[:2]].info, nodes[pair[2:]].info, 500, seconds)
+    return times
+
+
+def decide(
+    times: PairTimes,
+    *nodes: NodeView,
+    request: RoutingRequest | None = None,
+    name: PolicyName = PolicyName.LEAST_WAIT,
+    local: LocalPrefill = LocalPrefill.NEVER,
+) -> RoutingDecision:
+    return make_policy(name, local, times)(pools(*nodes, handover=0.005), request or ask())
+
+
+def test_a_slow_link_is_avoided() -> None:
+    times = known(Clock(), p0d0=0.004, p0d1=0.8, p1d0=0.8, p1d1=0.004)
+    for turn in range(8):
+        prefill, decode = names(decide(times, P0, P1, D0, D1, request=ask(turn=turn)))
+        assert (prefill, decode) in {("p0", "d0"), ("p1", "d1")}
+
+
+def test_it_is_used_when_the_near_nodes_have_longer_lines() -> None:
+    times = known(Clock(), p0d0=0.004, p0d1=0.8)
+    busy, longer = (at(node("d0", running=running), "10.0.0.2") for running in (30, 200))
+    assert names(decide(times, P0, busy, D1)) == ("p0", "d0")
+    assert names(decide(times, P0, longer, D1)) == ("p0", "d1")
+
+
+def test_the_decision_says_why() -> None:
+    decision = decide(known(Clock(), p0d1=0.8), P0, at(node("d0", running=5), "10.0.0.2"), D1)
+    assert "decode d0 (nearer than p0 and d1)" in decision.reason
+
+
+def test_a_longer_prompt_is_expected_to_take_longer() -> None:
+    times = known(Clock(), p0d1=0.1)
+    assert times.expected_s(P0.info, D1.info, 1000) == 2 * times.expected_s(P0.info, D1.info, 500)
+
+
+def test_milliseconds_are_not_noticed() -> None:
+    times = known(Clock(), p0d0=0.004, p0d1=0.015)
+    chosen = {names(decide(times, P0, D0, D1, request=ask(turn=turn))) for turn in range(4)}
+    assert chosen == {("p0", "d0"), ("p0", "d1")}
+
+
+def test_a_link_that_was_slow_is_tried_again() -> None:
+    clock = Clock()
+    times = known(clock, p0d0=0.004, p0d1=0.8)
+    clock.now += 10 * HALVES_S
+    chosen = {names(decide(times, P0, D0, D1, request=ask(turn=turn))) for turn in range(4)}
+    assert chosen == {("p0", "d0"), ("p0", "d1")}
+
+
+def test_a_prompt_is_read_where_its_answer_is_written_if_every_link_is_slow() -> None:
+    quick = at(node("p0", rate=4000.0), "10.0.0.1")
+    near = decide(known(Clock()), quick, D0, local=LocalPrefill.AUTO)
+    far = decide(known(Clock(), p0d0=3.0), quick, D0, local=LocalPrefill.AUTO)
+    assert (names(near), names(far)) == (("p0", "d0"), (None, "d0"))
+
+
+def test_an_operators_order_of_nodes_is_kept() -> None:
+    times = known(Clock(), p0d0=0.8)
+    chosen = {
+        names(decide(times, P0, D0, D1, request=ask(turn=turn), name=PolicyName.ROUND_ROBIN)) for turn in range(4)
+    }
+    assert chosen == {("p0", "d0"), ("p0", "d1")}
+
+
+def test_a_cached_prefix_is_not_left_for_a_pair_that_is_as_far() -> None:
+    times = known(Clock(), p0d0=0.3, p1d0=0.3)
+    waits = at(node("p0", waiting_tokens=1200), "10.0.0.1")
+    request = ask(1000, cached={"p0": 500})
+    assert names(decide(times, waits, P1, D0, request=request, name=PolicyName.PREFIX_AFFINITY)) == ("p0", "d0")
+
+
+def test_no_kv_is_sent_where_it_arrived_wrong() -> None:
+    times = known(Clock(), p1d0=0.8)
+    refuses = at(node("d0", left_out=["p0"]), "10.0.0.2")
+    assert names(decide(times, P0, P1, refuses)) == ("p1", "d0")
+
+
+def test_only_the_latest_pairs_are_remembered() -> None:
+    times = PairTimes(Clock())
+    for number in range(MOST_PAIRS + 1):
+        times.observe(at(P0, f"10.1.{number // 250}.{number % 250 + 1}").info, D0.info, 500, 0.5)
+    assert times.expected_s(at(P0, "10.1.0.1").info, D0.info, 500) == 0.0
+    assert times.expected_s(at(P0, "10.1.0.2").info, D0.info, 500) > 0.0
