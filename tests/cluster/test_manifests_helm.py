@@ -6,8 +6,11 @@ import copy
 import json
 import shutil
 import subprocess
+import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +65,87 @@ def helm(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def template(
-    *files: Path, chart: Path = CHART, name: str = "tandem", sets: Mapping[str, object] = {}
+    *files: Path,
+    chart: Path = CHART,
+    name: str = "tandem",
+    sets: Mapping[str, object] = {},
+    kubernetes: Path | None = None,
 ) -> list[Document]:
     flags = [word for file in files for word in ("--values", file)]
     flags += [word for key, value in sets.items() for word in ("--set-json", f"{key}={json.dumps(value)}")]
+    if kubernetes is not None:
+        flags += ["--dry-run=server", "--disable-openapi-validation", "--kubeconfig", kubernetes]
     done = helm("template", name, chart, *flags)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document is not None]
+
+
+# What Helm asks of a Kubernetes before it makes the objects of a release.
+SERVED = {
+    "v1": {"configmaps": "ConfigMap", "services": "Service"},
+    "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
+    "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
+    "ray.io/v1": {"rayclusters": "RayCluster"},
+}
+
+
+def answers_of_kubernetes(raycluster: Document) -> dict[str, object]:
+    groups = [
+        {"name": group, "versions": [{"groupVersion": f"{group}/v1", "version": "v1"}]}
+        for group in (version.removesuffix("/v1") for version in SERVED if version != "v1")
+    ]
+    answers: dict[str, object] = {
+        "/version": {"major": "1", "minor": "37", "gitVersion": "v1.37.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups},
+        "/apis/ray.io/v1/namespaces/default/rayclusters/tandem": raycluster,
+    }
+    for version, kinds in SERVED.items():
+        resources = [
+            {"name": name, "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get"]}
+            for name, kind in kinds.items()
+        ]
+        of_version = {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
+        answers[f"/{'api' if version == 'v1' else 'apis'}/{version}"] = of_version
+    return answers
+
+
+@contextmanager
+def kubernetes_with(raycluster: Document, folder: Path) -> Iterator[Path]:
+    """As much of Kubernetes' API as Helm reads, over HTTP, where one RayCluster is. Yields the file that leads Helm there."""
+    answers = answers_of_kubernetes(raycluster)
+
+    class Api(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path.partition("?")[0])
+            body = json.dumps(
+                found or {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
+            ).encode()
+            self.send_response(404 if found is None else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        serving = threading.Thread(target=server.serve_forever, daemon=True)
+        serving.start()
+        clusters = [{"name": "it", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}]
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": clusters,
+            "contexts": [{"name": "it", "context": {"cluster": "it", "user": ""}}],
+            "current-context": "it",
+        }
+        (folder / "kubeconfig").write_text(yaml.safe_dump(config))
+        try:
+            yield folder / "kubeconfig"
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def config_of(documents: list[Document], folder: Path) -> TandemConfig:
@@ -250,6 +327,29 @@ def test_a_pool_that_follows_its_pods_has_them_counted_in_its_group() -> None:
     cluster = by_kind(template(sets=asked))["RayCluster"]
     (group,) = [each for each in cluster["spec"]["workerGroupSpecs"] if each["groupName"] == "decode"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 1, 8)
+
+
+def replicas_of(documents: list[Document]) -> dict[str, int]:
+    return {
+        group["groupName"]: group["replicas"] for group in by_kind(documents)["RayCluster"]["spec"]["workerGroupSpecs"]
+    }
+
+
+@needs_helm
+def test_an_upgrade_leaves_each_group_the_pods_that_the_autoscaler_gave_it(tmp_path: Path) -> None:
+    """Within the limits that the values say now."""
+    there = by_kind(template())["RayCluster"]
+    assert replicas_of([there]) == {"prefill": 2, "decode": 2, "encode": 0}
+    for group, replicas in zip(there["spec"]["workerGroupSpecs"], (5, 8, 1), strict=True):
+        group["replicas"] = replicas
+    there["metadata"] |= {
+        "namespace": "default",
+        "labels": {**there["metadata"]["labels"], "app.kubernetes.io/managed-by": "Helm"},
+        "annotations": {"meta.helm.sh/release-name": "tandem", "meta.helm.sh/release-namespace": "default"},
+    }
+    with kubernetes_with(there, tmp_path) as kubernetes:
+        made = template(kubernetes=kubernetes, sets={"settings.pools.decode.max": 6})
+    assert replicas_of(made) == {"prefill": 5, "decode": 6, "encode": 1}
 
 
 @needs_helm
