@@ -303,7 +303,7 @@ def test_two_releases_share_no_object_and_no_pod() -> None:
     ("values", "said"),
     [
         ({"grops": {}}, "grops"),
-        ({"groups.decode.replicas": "2"}, "/groups/decode/replicas"),
+        ({"groups.decode.replicas": "2"}, "groups.decode.replicas"),
         ({"settings.pools.decode.nodes": None}, "groups.decode.replicas is needed"),
         ({"schedules.day": {"schedule": "0 8 * * *", "pools": {"decode": 2}}}, "operatorKey"),
     ],

@@ -23,7 +23,7 @@ from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.room import lacking, needs_of, places
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.settings.combined import resolve
-from tandem.cluster.settings.layers import read_file
+from tandem.cluster.settings.layers import read_environment, read_file
 from tandem.router.config import RouterPlacement
 from tandem.wire.nodes import Role
 from tests.cluster.kube_objects import (
@@ -192,6 +192,15 @@ trap 'touch {told}; exit 0' TERM; echo >{up}; sleep 60 & wait""",
         assert told.exists()
     finally:
         subprocess.run(["pkill", "-KILL", "--session", str(head.pid)], check=False)
+
+
+def test_commands_in_the_heads_pod_know_where_its_router_listens(raycluster: Document) -> None:
+    """`tandem apply` compares all settings; one that it did not know would go back to its default."""
+    names = [entry["name"] for entry in head_container(raycluster)["env"]]
+    assert names.index("POD_IP") < names.index("TANDEM_ROUTER__HOST"), "Kubernetes fills in what it knows already"
+    told = environment_of(head_container(raycluster))["TANDEM_ROUTER__HOST"].replace("$(POD_IP)", "10.0.0.7")
+    layers = [read_file(BASE / "tandem.yaml"), read_environment({"TANDEM_ROUTER__HOST": told})]
+    assert resolve(layers).config.router.host == "10.0.0.7"
 
 
 # --- a pod that goes
