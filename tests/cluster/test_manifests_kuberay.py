@@ -4,17 +4,13 @@ not know; through Ray's own reading of it; and what neither of them checks."""
 from __future__ import annotations
 
 import copy
-import gzip
-import json
 import os
 import re
-import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -27,58 +23,30 @@ from tandem.cluster.pools.placement import place
 from tandem.cluster.pools.room import lacking, needs_of, places
 from tandem.cluster.pools.state import NodeRecord
 from tandem.cluster.settings.combined import resolve
-from tandem.cluster.settings.layers import read_file
+from tandem.cluster.settings.layers import read_environment, read_file
 from tandem.router.config import RouterPlacement
 from tandem.wire.nodes import Role
+from tests.cluster.kube_objects import (
+    BASE,
+    COMPONENTS,
+    KUBERAY,
+    ROOT,
+    Document,
+    by_kind,
+    containers,
+    environment_of,
+    kustomized,
+    load,
+    mistakes,
+    needs_kubectl,
+    with_components,
+)
 
 import_ray()  # Ray reads its environment when it is first imported
 from ray import __version__ as ray_version  # noqa: E402
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-KUBERAY = ROOT / "manifests" / "kuberay"
-BASE = KUBERAY / "base"
-COMPONENTS = KUBERAY / "components"
-SCHEMAS = ROOT / "tests" / "data" / "kuberay"
 CUSTOMIZATIONS = sorted(KUBERAY.glob("*/*/kustomization.yaml"))
-
-Document = dict[str, Any]
-
-
-def load(file: Path) -> Document:
-    # Through JSON: what stands once in the file and is referred to is a value of its own in each place.
-    document: Document = json.loads(json.dumps(yaml.safe_load(file.read_text(encoding="utf-8"))))
-    return document
-
-
-def strict(schema: Any) -> Any:
-    """Kubernetes' dialect in jsonschema's, with every unknown field an error."""
-    if isinstance(schema, list):
-        return [strict(inner) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: strict(value) for key, value in schema.items()}
-    if made.get("x-kubernetes-int-or-string") is True:
-        made.pop("type", None)
-        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
-    if isinstance(made.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in made:
-        made.setdefault("additionalProperties", False)
-    return made
-
-
-def validator_of(kind: str) -> jsonschema.Draft202012Validator:
-    schema = strict(json.loads(gzip.decompress((SCHEMAS / f"{kind}-v1.schema.json.gz").read_bytes())))
-    schema["properties"]["metadata"] = {"type": "object"}  # Kubernetes checks this part by itself
-    return jsonschema.Draft202012Validator(schema)
-
-
-@pytest.fixture(scope="module")
-def validator() -> jsonschema.Draft202012Validator:
-    return validator_of("raycluster")
-
-
-def mistakes(validator: jsonschema.Draft202012Validator, document: Document) -> list[str]:
-    return [f"{'/'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in validator.iter_errors(document)]
 
 
 @pytest.fixture
@@ -98,17 +66,13 @@ def raycluster() -> Document:
     ],
 )
 def test_the_check_finds_a_misspelt_field_and_a_wrong_type(
-    validator: jsonschema.Draft202012Validator,
-    raycluster: Document,
-    where: tuple[str | int, ...],
-    name: str,
-    value: object,
+    raycluster: Document, where: tuple[str | int, ...], name: str, value: object
 ) -> None:
     section: Any = raycluster
     for step in where:
         section = section[step]
     section[name] = value
-    assert len(mistakes(validator, raycluster)) == 1
+    assert len(mistakes(raycluster)) == 1
 
 
 def test_rays_autoscaler_reads_the_pools_out_of_it(raycluster: Document) -> None:
@@ -137,11 +101,6 @@ def test_no_container_has_rights_that_it_does_not_need(raycluster: Document) -> 
         assert context["runAsNonRoot"] is True
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"] == {"drop": ["ALL"]}
-
-
-def containers(raycluster: Document) -> list[Document]:
-    groups = [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
-    return [container for group in groups for container in group["template"]["spec"]["containers"]]
 
 
 # --- the head
@@ -235,6 +194,15 @@ trap 'touch {told}; exit 0' TERM; echo >{up}; sleep 60 & wait""",
         subprocess.run(["pkill", "-KILL", "--session", str(head.pid)], check=False)
 
 
+def test_commands_in_the_heads_pod_know_where_its_router_listens(raycluster: Document) -> None:
+    """`tandem apply` compares all settings; one that it did not know would go back to its default."""
+    names = [entry["name"] for entry in head_container(raycluster)["env"]]
+    assert names.index("POD_IP") < names.index("TANDEM_ROUTER__HOST"), "Kubernetes fills in what it knows already"
+    told = environment_of(head_container(raycluster))["TANDEM_ROUTER__HOST"].replace("$(POD_IP)", "10.0.0.7")
+    layers = [read_file(BASE / "tandem.yaml"), read_environment({"TANDEM_ROUTER__HOST": told})]
+    assert resolve(layers).config.router.host == "10.0.0.7"
+
+
 # --- a pod that goes
 
 
@@ -292,7 +260,8 @@ def test_the_image_has_this_version_and_this_ray() -> None:
     dockerfile = (KUBERAY / "Dockerfile").read_text(encoding="utf-8")
     assert f"COPY dist/tandem_serve-{version}-py3-none-any.whl" in dockerfile
     assert f"ARG BASE=rayproject/ray:{ray_version}-" in dockerfile
-    assert load(BASE / "kustomization.yaml")["images"] == [{"name": "tandem-serve", "newTag": version}]
+    for folder in (BASE, COMPONENTS / "daily-sizes"):
+        assert load(folder / "kustomization.yaml")["images"] == [{"name": "tandem-serve", "newTag": version}]
 
 
 def test_the_images_build_steps_are_ones_that_a_shell_and_the_package_know() -> None:
@@ -336,37 +305,14 @@ def patched(document: Document, patch: str) -> Document:
 
 
 @pytest.mark.parametrize("file", CUSTOMIZATIONS, ids=lambda file: file.parent.name)
-def test_a_customized_raycluster_is_still_one(
-    validator: jsonschema.Draft202012Validator, raycluster: Document, file: Path
-) -> None:
+def test_a_customized_raycluster_is_still_one(raycluster: Document, file: Path) -> None:
     for patch in load(file).get("patches", []):
         assert patch["target"] == {"kind": raycluster["kind"], "name": raycluster["metadata"]["name"]}
         raycluster = patched(raycluster, patch["patch"])
-    assert mistakes(validator, raycluster) == []
+    assert mistakes(raycluster) == []
 
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 KINDS = {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "RayCluster", "Service"}
-
-
-def rendered_by_kind(folder: Path) -> dict[str, Document]:
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
-
-
-def with_components(folder: Path, base: Path, *names: str) -> dict[str, Document]:
-    """As an operator's own overlay in `folder` has them."""
-    customization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [os.path.relpath(base, folder)],
-        "components": [os.path.relpath(COMPONENTS / name, folder) for name in names],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(customization))
-    return rendered_by_kind(folder)
 
 
 @needs_kubectl
@@ -375,11 +321,13 @@ def with_components(folder: Path, base: Path, *names: str) -> dict[str, Document
     [BASE, *(KUBERAY / "overlays" / name for name in ("gpu", "machine", "spread", "wide"))],
     ids=lambda folder: folder.name,
 )
-def test_kustomize_renders_it(validator: jsonschema.Draft202012Validator, folder: Path) -> None:
-    rendered = rendered_by_kind(folder)
+def test_kustomize_renders_it(folder: Path) -> None:
+    documents = kustomized(folder)
+    for document in documents:
+        assert mistakes(document) == []
+    rendered = by_kind(documents)
     assert set(rendered) == KINDS
     raycluster = rendered["RayCluster"]
-    assert mistakes(validator, raycluster) == []
     images = {
         container["image"]
         for group in [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
@@ -456,20 +404,15 @@ def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster:
 # --- components
 
 
-def environment_of(container: Document) -> dict[str, Any]:
-    names = [entry["name"] for entry in container["env"]]
-    assert len(names) == len(set(names))
-    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
-
-
 @needs_kubectl
-def test_all_components_go_together_and_with_gpus(validator: jsonschema.Draft202012Validator, tmp_path: Path) -> None:
-    names = ["hub-token", "model-volume", "podmonitor", "rdma"]
+def test_all_components_go_together_and_with_gpus(tmp_path: Path) -> None:
+    names = ["daily-sizes", "hub-token", "model-volume", "podmonitor", "rdma"]
     assert {*names, "persistent-head"} == {folder.name for folder in COMPONENTS.iterdir()}
-    rendered = with_components(tmp_path, KUBERAY / "overlays" / "gpu", *names)
-    assert set(rendered) == KINDS | {"PersistentVolumeClaim", "PodMonitor"}
+    documents = with_components(tmp_path, KUBERAY / "overlays" / "gpu", *names)
+    assert [mistake for document in documents for mistake in mistakes(document)] == []
+    rendered = by_kind(documents)
+    assert set(rendered) == KINDS | {"CronJob", "PersistentVolumeClaim", "PodMonitor"}
     raycluster = rendered["RayCluster"]
-    assert mistakes(validator, raycluster) == []
     for container in containers(raycluster):
         assert {"HF_TOKEN", "HF_HOME", "TANDEM_CACHE", "POD_IP"} <= environment_of(container).keys()
     _, *nodes = containers(raycluster)
@@ -482,7 +425,7 @@ def test_all_components_go_together_and_with_gpus(validator: jsonschema.Draft202
 
 @needs_kubectl
 def test_models_of_all_pods_are_on_one_volume_that_they_may_write(tmp_path: Path) -> None:
-    rendered = with_components(tmp_path, BASE, "model-volume")
+    rendered = by_kind(with_components(tmp_path, BASE, "model-volume"))
     claim, raycluster = rendered["PersistentVolumeClaim"], rendered["RayCluster"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     spec = raycluster["spec"]
@@ -501,7 +444,7 @@ def test_models_of_all_pods_are_on_one_volume_that_they_may_write(tmp_path: Path
 
 @needs_kubectl
 def test_the_hubs_token_is_a_secret_that_must_be_there(tmp_path: Path) -> None:
-    raycluster = with_components(tmp_path, BASE, "hub-token")["RayCluster"]
+    raycluster = by_kind(with_components(tmp_path, BASE, "hub-token"))["RayCluster"]
     for container in containers(raycluster):
         secret = environment_of(container)["HF_TOKEN"]["secretKeyRef"]
         assert secret == {"name": "tandem-hub", "key": "token", "optional": False}
@@ -510,7 +453,7 @@ def test_the_hubs_token_is_a_secret_that_must_be_there(tmp_path: Path) -> None:
 @needs_kubectl
 def test_rdma_adds_one_right_and_a_device_to_nodes_that_hand_over(tmp_path: Path) -> None:
     """Locking memory is the right: a device reads and writes it without the kernel, so it must stay where it is."""
-    made = with_components(tmp_path, BASE, "rdma")
+    made = by_kind(with_components(tmp_path, BASE, "rdma"))
     head, *nodes, encode = containers(made["RayCluster"])
     for container in (head, encode):
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -527,7 +470,7 @@ def test_rdma_adds_one_right_and_a_device_to_nodes_that_hand_over(tmp_path: Path
 
 def test_the_podmonitor_is_one_and_finds_every_router(raycluster: Document) -> None:
     monitor = load(COMPONENTS / "podmonitor" / "podmonitor.yaml")
-    assert mistakes(validator_of("podmonitor"), monitor) == []
+    assert mistakes(monitor) == []
     cluster = raycluster["metadata"]["name"]
     assert monitor["spec"]["selector"]["matchLabels"] == {"ray.io/cluster": cluster}
     assert monitor["spec"]["jobLabel"] == "ray.io/cluster"
@@ -537,7 +480,22 @@ def test_the_podmonitor_is_one_and_finds_every_router(raycluster: Document) -> N
         assert endpoint["port"] in {port["name"] for port in container["ports"]}
     broken = copy.deepcopy(monitor)
     broken["spec"]["podMetricsEndpoint"] = broken["spec"].pop("podMetricsEndpoints")
-    assert mistakes(validator_of("podmonitor"), broken)
+    assert mistakes(broken)
+
+
+@pytest.mark.parametrize("when", ["day", "night"])
+def test_sizes_by_the_clock_are_ones_that_the_command_takes_and_pods_can_have(raycluster: Document, when: str) -> None:
+    job = load(COMPONENTS / "daily-sizes" / f"{when}.yaml")
+    assert mistakes(job) == []
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    options = make_parser().parse_args(container["command"][1:])
+    service = load(BASE / "service.yaml")
+    (port,) = service["spec"]["ports"]
+    assert options.url == f"http://{service['metadata']['name']}:{port['port']}"
+    assert "TANDEM_API_KEY" in environment_of(container)
+    groups = {group["groupName"]: group for group in raycluster["spec"]["workerGroupSpecs"]}
+    for pool, nodes in (size.split("=") for size in container["command"][4:]):
+        assert groups[pool]["minReplicas"] <= int(nodes) <= groups[pool]["maxReplicas"]
 
 
 def test_every_pod_waits_for_a_head_that_is_away_for_ten_minutes(raycluster: Document) -> None:

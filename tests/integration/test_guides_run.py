@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("quickstart", "from-vllm", "from-ray-serve-llm", "troubleshooting", "tuning")
+PAGES = ("quickstart", "from-vllm", "from-ray-serve-llm", "troubleshooting", "tuning", "batches")
 _BLOCK = re.compile(r"^```(sh|python) (run|serve)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 PRELUDE = """
