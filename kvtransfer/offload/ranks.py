@@ -343,21 +343,20 @@ class TierOfRanks(LastingSpec):
         self._lines.keep()
         if late is None:
             return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
-        mover.close()
         why = f"rank {late}'s disk did not answer when the node started"
         logger.error("cache.tiers: %s: the node serves without this tier", why)
-        return manager, AbsentMover(why, self._lines, sum(sizes))
+        return manager, AbsentMover(why, mover, self._lines, sum(sizes))
 
 
 class AbsentMover(Mover):
     """Of a tier that could not be opened at every rank. It is left out until the node is started again, because the ranks
-    do not know whether they have the same."""
+    do not know whether they have the same. Rank 0's part still forgets what the next start must not find."""
 
     block_bytes = 0
     left_out = ""
 
-    def __init__(self, why: str, lines: TierLines, all_bytes: int) -> None:
-        self.left_out, self._lines, self.block_bytes = why, lines, all_bytes
+    def __init__(self, why: str, own: Mover, lines: TierLines, all_bytes: int) -> None:
+        self.left_out, self._own, self._lines, self.block_bytes = why, own, lines, all_bytes
         self._ended: dict[int, bool | None] = {}
         self._closed = False
 
@@ -380,6 +379,7 @@ class AbsentMover(Mover):
         if not self._closed:
             self._closed = True
             self._lines.close()
+            self._own.close()
 
 
 def both(one: bool | None, other: bool | None) -> bool | None:
