@@ -43,6 +43,8 @@ class StoreRefused(StoreError):
 class _Reading(io.RawIOBase):
     def __init__(self, sock: Any, until: Deadline) -> None:
         self._sock = sock
+        # http.client closes a connection that ends with an answer before it reads the answer. Until this is closed, too, it stays open.
+        self._file = sock.makefile("rb", buffering=0)
         self._until = until
 
     def readable(self) -> bool:
@@ -50,7 +52,11 @@ class _Reading(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         self._sock.settimeout(self._until.left())
-        return int(self._sock.recv_into(into))
+        return int(self._file.readinto(into))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class Deadline:
@@ -130,6 +136,7 @@ class StoreConnection:
         else:
             made = http.client.HTTPConnection(host, port, timeout=left)
         made.connect()
+        made.auto_open = 0  # a connection that http.client made again by itself would know no deadline
         made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.sock = _TimedSocket(made.sock, self._until)
         return made
