@@ -181,7 +181,9 @@ class ObjectClient:
             if answer.length != len(head) + body.nbytes:
                 self._drop()
                 return False
-            return all(_fill(answer, view) for view in (memoryview(head), body))
+            for view in (memoryview(head), body):
+                _fill(answer, view)
+            return True
 
     def size(self, name: str, until: float) -> int | None:
         """Returns an object's length in bytes, or None if there is none of this name."""
@@ -270,13 +272,12 @@ class ObjectClient:
         self._connection.close()
 
 
-def _fill(answer: http.client.HTTPResponse, into: memoryview) -> bool:
+def _fill(answer: http.client.HTTPResponse, into: memoryview) -> None:
     while into:
         count = answer.readinto(into)
         if not count:
-            return False
+            raise ConnectionError("the connection ended in the middle of an object")
         into = into[count:]
-    return True
 
 
 def _words(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What a node takes from a store that closes its connections after an answer."""
+"""What a node takes from a store that closes its connections: after an answer, or in the middle of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kvtransfer.objects.chunks import ChunkStore, ReadResult
+from tandem.kvtransfer.objects.chunks import HEAD_BYTES, ChunkStore, ReadResult
 from tandem.kvtransfer.objects.client import ObjectClient, StoreError
 from tandem.kvtransfer.objects.options import ObjectOptions
 
@@ -27,6 +27,7 @@ class ClosingStore(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.objects: dict[str, bytes] = {}
+        self.cut = False  # the connection ends in the middle of an object
         self.drips = False  # a byte comes now and then
         self.over = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -56,6 +57,8 @@ class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if (there := self.server.objects.get(self.path)) is None:
             self._say(404)
+        elif self.server.cut:
+            self._say(200, there[: len(there) // 2], len(there))
         elif self.server.drips:
             self._say(200, b"", len(there))
             while not self.server.over.wait(0.02):
@@ -123,3 +126,12 @@ def test_a_store_that_sends_a_byte_now_and_then_is_given_up_in_time_on_a_new_con
     with pytest.raises(StoreError, match="did not answer in time"):
         chunks.read("era", KEY, memoryview(bytearray(len(CHUNK))), until)
     assert time.monotonic() < until + 4.0
+
+
+def test_an_object_whose_connection_broke_is_not_taken_for_a_damaged_one(
+    store: ClosingStore, chunks: ChunkStore
+) -> None:
+    store.cut = True
+    with pytest.raises(StoreError):
+        chunks.read("era", KEY, memoryview(bytearray(len(CHUNK))), soon())
+    assert [len(there) for there in store.objects.values()] == [HEAD_BYTES + len(CHUNK)]
