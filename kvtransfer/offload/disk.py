@@ -259,13 +259,13 @@ class SlotFile:
 
     def forget_all(self) -> None:
         """Makes everything in the file invalid, and everything that stores which were planned earlier still write."""
-        self._resets += 1
         self._named = [None] * self._num_slots
         try:
-            self._store_generation(self.generation + self._resets)
+            self._store_generation(self.generation + self._resets + 1)
         except OSError:
             self._empty()
             raise
+        self._resets += 1  # here, because one that fails is tried again
 
     def forget(self, keys: set[bytes]) -> None:
         try:
