@@ -227,6 +227,7 @@ class SlotFile:
         found = [self._header(slot) for slot in range(num_slots)]
         # What each header says, also of keys that were evicted since.
         self._named = [header[1] if header else None for header in found]
+        self._unknown: set[int] = set()  # slots whose header could not be written: it may be the old one or the new one
         self._written = itertools.count(max((header[0] for header in found if header), default=0) + 1)
         entries = sorted((when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header])
         # A key may also stand in a slot from which it was evicted.
@@ -272,9 +273,10 @@ class SlotFile:
             if self._is_empty:
                 self._store_generation(self.generation + self._resets)
             for slot, key in enumerate(self._named):
-                if key in keys:
+                if key in keys or slot in self._unknown:
                     self._file.write(bytes(_HEADER.size), self._start(slot))
                     self._named[slot] = None
+                    self._unknown.discard(slot)
             self._file.sync()
         except OSError:
             self._empty()
@@ -329,12 +331,13 @@ class SlotFile:
         if slot in self._void:
             return False
         start = self._start(slot)
-        self._named[slot] = key
+        self._unknown.add(slot)
         try:
-            return (
-                self._file.write(header, start) == len(header)
-                and self._file.write(chunk, start + HEADER_BYTES) == chunk.nbytes
-            )
+            if self._file.write(header, start) != len(header):
+                return False
+            self._named[slot] = key
+            self._unknown.discard(slot)
+            return self._file.write(chunk, start + HEADER_BYTES) == chunk.nbytes
         except OSError:
             return False  # the disk is full or broken
 

@@ -179,6 +179,21 @@ def test_what_is_stored_after_everything_was_forgotten_at_the_second_try_is_read
     file.close()
 
 
+def test_a_key_that_a_failed_write_has_left_in_its_slot_can_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_file(tmp_path)
+    assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
+        assert not file.write(0, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
+    file.forget({KEYS[0]})
+    file.close()
+    file = open_file(tmp_path)
+    assert file.content() == []
+    file.close()
+
+
 def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
     """Also from a slot where it was evicted before, and from a store that was in line."""
     void: set[int] = set()
