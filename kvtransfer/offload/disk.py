@@ -20,6 +20,7 @@ Nodes of one machine with the same folder take a file each: the first one that n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -209,22 +210,25 @@ class SlotFile:
         self._slot_bytes = slot_bytes
         try:
             self._file = files.open_first(folder, name)
-            self._sources_path = self._file.path.with_suffix(".sources")
-            size = HEADER_BYTES + num_slots * slot_bytes
-            there = self._file.allocated_bytes
-            if (free := files.free_bytes(folder)) + there < size:
-                raise ConfigurationError(
-                    f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
-                )
-            self._file.resize(size)
-            self._resets = 0
-            self._is_empty = False  # also of its generation
-            # The file's generation when it was opened.
-            self.generation = self._stored_generation()
-            self.sources = self._read_sources()
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._file.close)
+                self._sources_path = self._file.path.with_suffix(".sources")
+                size = HEADER_BYTES + num_slots * slot_bytes
+                there = self._file.allocated_bytes
+                if (free := files.free_bytes(folder)) + there < size:
+                    raise ConfigurationError(
+                        f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
+                    )
+                self._file.resize(size)
+                self._resets = 0
+                self._is_empty = False  # also of its generation
+                # The file's generation when it was opened.
+                self.generation = self._stored_generation()
+                self.sources = self._read_sources()
+                found = [self._header(slot) for slot in range(num_slots)]
+                undo.pop_all()
         except OSError as error:
             raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
-        found = [self._header(slot) for slot in range(num_slots)]
         # What each header says, also of keys that were evicted since.
         self._named = [header[1] if header else None for header in found]
         self._unknown: set[int] = set()  # slots whose header could not be written: it may be the old one or the new one
