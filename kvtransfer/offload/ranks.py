@@ -160,6 +160,8 @@ class TierLines:
         os.eventfd_write(self._stirred, 1)
 
     def take_ended(self, tier: int) -> dict[int, bool | None]:
+        if self._died:
+            raise InternalError(self._problem)
         if tier not in self._ended:  # read without the lock: a copy that ends now is taken the next time
             return {}
         with self._changed:

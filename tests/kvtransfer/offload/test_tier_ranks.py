@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload import disk
@@ -261,6 +261,17 @@ def test_a_copy_at_a_rank_that_has_ended_is_not_called_stored(config: TierConfig
         here.ranks[1].stop(PATIENCE_S)
         here.tier.mover.submit([Copy(2, [1], [3], KEYS[:1])], [])
         assert not here.tier.mover.take_ended()
+
+
+def test_a_thread_that_has_ranks_copy_and_died_is_not_waited_for(config: TierConfig) -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with node(config) as here:
+        here.lines.post(MakeCopies(0, [STORE], []), Broken())
+        with pytest.raises(InternalError, match="illegal memory access"):
+            until(lambda: here.tier.mover.take_ended() is None)
 
 
 def test_a_disk_is_found_again_by_all_ranks_and_is_forgotten_by_all(tmp_path: Path) -> None:
