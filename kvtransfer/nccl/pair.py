@@ -348,8 +348,8 @@ class PairCallee(PairEnd):
         try:
             if problem is None:
                 problem = self._carry_out(group, message, staging)
-        except TransferError as error:
-            problem = str(error)
+        except BaseException as error:
+            problem = str(error) or type(error).__name__
             raise
         finally:
             if message.operation is Operation.WRITE:

@@ -43,6 +43,8 @@ class StoreRefused(StoreError):
 class _Reading(io.RawIOBase):
     def __init__(self, sock: Any, until: Deadline) -> None:
         self._sock = sock
+        # http.client closes a connection that ends with an answer before it reads the answer. Until this is closed, too, it stays open.
+        self._file = sock.makefile("rb", buffering=0)
         self._until = until
 
     def readable(self) -> bool:
@@ -50,7 +52,11 @@ class _Reading(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         self._sock.settimeout(self._until.left())
-        return int(self._sock.recv_into(into))
+        return int(self._file.readinto(into))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class Deadline:
@@ -130,6 +136,7 @@ class StoreConnection:
         else:
             made = http.client.HTTPConnection(host, port, timeout=left)
         made.connect()
+        made.auto_open = 0  # a connection that http.client made again by itself would know no deadline
         made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.sock = _TimedSocket(made.sock, self._until)
         return made
@@ -174,7 +181,9 @@ class ObjectClient:
             if answer.length != len(head) + body.nbytes:
                 self._drop()
                 return False
-            return all(_fill(answer, view) for view in (memoryview(head), body))
+            for view in (memoryview(head), body):
+                _fill(answer, view)
+            return True
 
     def size(self, name: str, until: float) -> int | None:
         """Returns an object's length in bytes, or None if there is none of this name."""
@@ -263,13 +272,12 @@ class ObjectClient:
         self._connection.close()
 
 
-def _fill(answer: http.client.HTTPResponse, into: memoryview) -> bool:
+def _fill(answer: http.client.HTTPResponse, into: memoryview) -> None:
     while into:
         count = answer.readinto(into)
         if not count:
-            return False
+            raise ConnectionError("the connection ended in the middle of an object")
         into = into[count:]
-    return True
 
 
 def _words(error: Exception) -> str:

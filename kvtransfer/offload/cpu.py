@@ -213,6 +213,7 @@ class CopyThread(Mover):
         self._absence = Absence(name, clock)
         self._is_open = False
         self._is_late = False  # it was awaited in vain
+        self._rests = False  # the thread that copies waits for something to do
         self._threads = self._started()
 
     def _started(self) -> Sequence[threading.Thread]:
@@ -355,7 +356,9 @@ class CopyThread(Mover):
                 work, wait_s = self.take()
                 if work is not None or self._closing:
                     return work
+                self._rests = True
                 self._changed.wait(wait_s)
+                self._rests = False
 
     def take(self) -> tuple[Work | None, float | None]:
         """Returns what is to be done now. If that is nothing, also in how many seconds something is; None: when something new comes."""
@@ -441,7 +444,7 @@ class CopyThread(Mover):
     def close(self) -> None:
         with self._changed:
             self._closing = True
-            hangs = bool(self.left_out) and not self._first
+            hangs = bool(self.left_out) and not self._first and not self._rests
             self._changed.notify_all()
             self._to_watch.notify_all()
         for thread in self._threads[:1]:

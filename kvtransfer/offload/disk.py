@@ -20,6 +20,7 @@ Nodes of one machine with the same folder take a file each: the first one that n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -209,24 +210,28 @@ class SlotFile:
         self._slot_bytes = slot_bytes
         try:
             self._file = files.open_first(folder, name)
-            self._sources_path = self._file.path.with_suffix(".sources")
-            size = HEADER_BYTES + num_slots * slot_bytes
-            there = self._file.allocated_bytes
-            if (free := files.free_bytes(folder)) + there < size:
-                raise ConfigurationError(
-                    f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
-                )
-            self._file.resize(size)
-            self._resets = 0
-            self._is_empty = False  # also of its generation
-            # The file's generation when it was opened.
-            self.generation = self._stored_generation()
-            self.sources = self._read_sources()
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._file.close)
+                self._sources_path = self._file.path.with_suffix(".sources")
+                size = HEADER_BYTES + num_slots * slot_bytes
+                there = self._file.allocated_bytes
+                if (free := files.free_bytes(folder)) + there < size:
+                    raise ConfigurationError(
+                        f"cache.tiers: {folder} has {(free + there) >> 20} MiB left for a tier of {size >> 20} MiB: give it less"
+                    )
+                self._file.resize(size)
+                self._resets = 0
+                self._is_empty = False  # also of its generation
+                # The file's generation when it was opened.
+                self.generation = self._stored_generation()
+                self.sources = self._read_sources()
+                found = [self._header(slot) for slot in range(num_slots)]
+                undo.pop_all()
         except OSError as error:
             raise ConfigurationError(f"cache.tiers: disk {str(folder)!r}: {error.strerror}") from error
-        found = [self._header(slot) for slot in range(num_slots)]
         # What each header says, also of keys that were evicted since.
         self._named = [header[1] if header else None for header in found]
+        self._unknown: set[int] = set()  # slots whose header could not be written: it may be the old one or the new one
         self._written = itertools.count(max((header[0] for header in found if header), default=0) + 1)
         entries = sorted((when, slot, key) for slot, header in enumerate(found) if header for when, key, _ in [header])
         # A key may also stand in a slot from which it was evicted.
@@ -259,22 +264,23 @@ class SlotFile:
 
     def forget_all(self) -> None:
         """Makes everything in the file invalid, and everything that stores which were planned earlier still write."""
-        self._resets += 1
         self._named = [None] * self._num_slots
         try:
-            self._store_generation(self.generation + self._resets)
+            self._store_generation(self.generation + self._resets + 1)
         except OSError:
             self._empty()
             raise
+        self._resets += 1  # here, because one that fails is tried again
 
     def forget(self, keys: set[bytes]) -> None:
         try:
             if self._is_empty:
                 self._store_generation(self.generation + self._resets)
             for slot, key in enumerate(self._named):
-                if key in keys:
+                if key in keys or slot in self._unknown:
                     self._file.write(bytes(_HEADER.size), self._start(slot))
                     self._named[slot] = None
+                    self._unknown.discard(slot)
             self._file.sync()
         except OSError:
             self._empty()
@@ -329,12 +335,13 @@ class SlotFile:
         if slot in self._void:
             return False
         start = self._start(slot)
-        self._named[slot] = key
+        self._unknown.add(slot)
         try:
-            return (
-                self._file.write(header, start) == len(header)
-                and self._file.write(chunk, start + HEADER_BYTES) == chunk.nbytes
-            )
+            if self._file.write(header, start) != len(header):
+                return False
+            self._named[slot] = key
+            self._unknown.discard(slot)
+            return self._file.write(chunk, start + HEADER_BYTES) == chunk.nbytes
         except OSError:
             return False  # the disk is full or broken
 

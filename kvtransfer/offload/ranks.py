@@ -160,6 +160,8 @@ class TierLines:
         os.eventfd_write(self._stirred, 1)
 
     def take_ended(self, tier: int) -> dict[int, bool | None]:
+        if self._died:
+            raise InternalError(self._problem)
         if tier not in self._ended:  # read without the lock: a copy that ends now is taken the next time
             return {}
         with self._changed:
@@ -343,21 +345,20 @@ class TierOfRanks(LastingSpec):
         self._lines.keep()
         if late is None:
             return manager, RanksMover(mover, self._lines, tier, memory, sum(sizes))
-        mover.close()
         why = f"rank {late}'s disk did not answer when the node started"
         logger.error("cache.tiers: %s: the node serves without this tier", why)
-        return manager, AbsentMover(why, self._lines, sum(sizes))
+        return manager, AbsentMover(why, mover, self._lines, sum(sizes))
 
 
 class AbsentMover(Mover):
     """Of a tier that could not be opened at every rank. It is left out until the node is started again, because the ranks
-    do not know whether they have the same."""
+    do not know whether they have the same. Rank 0's part still forgets what the next start must not find."""
 
     block_bytes = 0
     left_out = ""
 
-    def __init__(self, why: str, lines: TierLines, all_bytes: int) -> None:
-        self.left_out, self._lines, self.block_bytes = why, lines, all_bytes
+    def __init__(self, why: str, own: Mover, lines: TierLines, all_bytes: int) -> None:
+        self.left_out, self._own, self._lines, self.block_bytes = why, own, lines, all_bytes
         self._ended: dict[int, bool | None] = {}
         self._closed = False
 
@@ -380,6 +381,7 @@ class AbsentMover(Mover):
         if not self._closed:
             self._closed = True
             self._lines.close()
+            self._own.close()
 
 
 def both(one: bool | None, other: bool | None) -> bool | None:

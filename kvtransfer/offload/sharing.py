@@ -163,6 +163,8 @@ class TierSharing:
         return self._wait(request, number)
 
     def _wait(self, request: TransferRequest, number: int) -> bool:
+        if self._waiting.get(request.request_id, number) != number:
+            self.stop_waiting(request.request_id)  # it was admitted before that fetch ended
         self.fetches[number].requests.add(request.request_id)
         self._waiting[request.request_id] = number
         return True

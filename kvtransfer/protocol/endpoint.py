@@ -90,6 +90,7 @@ class SideChannel(Generic[M]):
         self._inbox: Inbox[M] = Inbox(host, messages, on_message, name=name)
         self._outbox = Outbox(unacknowledged_s=UNACKNOWLEDGED_S)
         self._used: OrderedDict[str, float] = OrderedDict()  # when each was last used, the oldest first
+        self._using = threading.Lock()  # held for every change of it
         self._probe = ListenerProbe()
         self.undeliverable = 0
 
@@ -118,16 +119,19 @@ class SideChannel(Generic[M]):
             self.forget(endpoint)
             logger.warning("a %s was not sent: %s", type(message).__name__, error)
             return
-        now = self._clock()
-        self._used[endpoint] = now
-        self._used.move_to_end(endpoint)
-        oldest, used_at = next(iter(self._used.items()))
-        if len(self._used) > MAX_ENDPOINTS or now - used_at > IDLE_S:
+        with self._using:
+            now = self._clock()
+            self._used[endpoint] = now
+            self._used.move_to_end(endpoint)
+            oldest, used_at = next(iter(self._used.items()))
+            is_over = len(self._used) > MAX_ENDPOINTS or now - used_at > IDLE_S
+        if is_over:
             self.forget(oldest)
 
     def forget(self, endpoint: str) -> None:
         """The peer has ended, or was not used for long: drop the connection and the messages that wait in it."""
-        self._used.pop(endpoint, None)
+        with self._using:
+            self._used.pop(endpoint, None)
         self._outbox.forget(endpoint)
 
     def listener(self, endpoint: str) -> Listener:

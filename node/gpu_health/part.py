@@ -64,6 +64,7 @@ class GpuWatch:
         self._open = open_nvml
         self._cards = cards
         self._found: dict[str, SickDevice] = {}
+        self._before: dict[str, Readings] = {}  # by device, of the node's start: NVML may be opened again
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-health", daemon=True)
 
@@ -111,14 +112,15 @@ class GpuWatch:
     def _begin(self, nvml: Nvml, device: str, address: str) -> _Watched | None:
         try:
             card = nvml.card(address)
-            watched = _Watched(device, card, nvml.read(card))
+            now = nvml.read(card)
         except NvmlError as error:
             if not error.is_lost:
                 raise
             self._condemn(device, condemned_by_xid(79))
             return None
-        self._condemn(device, condemned_by(watched.before, watched.before))
-        return watched
+        before = self._before.setdefault(device, now)
+        self._condemn(device, condemned_by(before, now))
+        return _Watched(device, card, before)
 
     def _happened(self, card: Card, number: int, watched: list[_Watched]) -> None:
         for each in watched:

@@ -121,7 +121,7 @@ class KVEventPublisher:
         asker, wanted = frames[0], int.from_bytes(frames[2], "big")
         with self._lock:
             first = self._number - len(self._kept)
-            kept = list(islice(self._kept, max(0, wanted - first), None))
+            kept = list(islice(self._kept, min(max(0, wanted - first), len(self._kept)), None))
             number = self._number - len(kept)
         for message in kept:
             self._replay.send_multipart((asker, b"", number.to_bytes(8, "big"), message), zmq.NOBLOCK)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,37 @@ def test_the_number_of_connections_is_bounded(receiver: Receiver, monkeypatch: p
     assert len(receiver.channel._used) == 3
     receiver.channel.send(receiver.channel.endpoint, cancel())
     receiver.wait_for(1)
+
+
+class UnusedOutbox:
+    """Connects to nothing."""
+
+    def __init__(self, **_: float) -> None: ...
+    def send(self, *_: object) -> None: ...
+    def forget(self, _: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_several_threads_may_send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the step thread and the one that reads tiers do, while connections that were not used for long are dropped."""
+    monkeypatch.setattr(endpoint, "IDLE_S", -1.0)
+    monkeypatch.setattr(endpoint, "Outbox", UnusedOutbox)
+    channel = Receiver().channel
+    endpoints = [endpoint_at(port) for port in range(9000, 9003)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def send() -> None:
+        for number in range(5000):
+            channel.send(endpoints[number % len(endpoints)], cancel())
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for sent in [threads.submit(send) for _ in range(4)]:
+                sent.result()
+    finally:
+        sys.setswitchinterval(interval)
+        channel.close()
 
 
 def test_as_many_connections_as_are_kept_can_be_made(receiver: Receiver) -> None:

@@ -23,6 +23,7 @@ from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.nccl.group import Group, StoreServer
 from tandem.kvtransfer.nccl.options import NcclOptions
 from tandem.kvtransfer.nccl.pair import Announce, Open, PairCallee, Rendezvous
+from tandem.kvtransfer.nccl.pool import CacheUnits
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.handoff import CacheMemory
@@ -330,6 +331,22 @@ def test_units_that_are_not_there_end_the_pair_and_touch_nothing(
     until(lambda: not there.transport.callees)
     assert torch.equal(there.tensor, before)
     with pytest.raises(TransferError):
+        here.write(remote, [3], [5])
+
+
+@pytest.mark.parametrize("call", ["scatter", "blocks_of"])
+def test_a_write_that_the_peer_had_no_memory_for_is_not_called_done(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    here, there = sides
+    there.transport.expect("t", [5])
+    remote = here.transport.connect(there.memory)
+
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(CacheUnits, call, out_of_memory)
+    with pytest.raises(TransferError, match="could not take a write: CUDA out of memory"):
         here.write(remote, [3], [5])
 
 

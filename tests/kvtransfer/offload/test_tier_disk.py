@@ -167,6 +167,55 @@ def test_what_is_stored_after_a_full_disk_was_emptied_is_found_after_a_restart(t
     assert open_file(tmp_path).content() == [(KEYS[1], 1)]
 
 
+def test_what_is_stored_after_everything_was_forgotten_at_the_second_try_is_read(tmp_path: Path) -> None:
+    file, into = open_file(tmp_path), memoryview(bytearray(CHUNK))
+    expect_full_disk(file.forget_all)
+    file.forget_all()  # it is tried again
+    assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 1)
+    assert file.read(0, KEYS[0], into)
+    file.close()
+    file = open_file(tmp_path)
+    assert file.content() == [(KEYS[0], 0)]
+    file.close()
+
+
+def test_a_key_that_a_failed_write_has_left_in_its_slot_can_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_file(tmp_path)
+    assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.os, "pwrite", full_disk)  # type: ignore[attr-defined]
+        assert not file.write(0, KEYS[1], memoryview(chunk_of(KEYS[1])), 0)
+    file.forget({KEYS[0]})
+    file.close()
+    file = open_file(tmp_path)
+    assert file.content() == []
+    file.close()
+
+
+def test_a_disk_that_fails_once_while_it_is_opened_is_refused_in_words_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_file(tmp_path)
+    assert file.write(0, KEYS[0], memoryview(chunk_of(KEYS[0])), 0)
+    file.close()
+    pread = os.pread
+
+    def unreadable(number: int, count: int, start: int) -> bytes:
+        if start >= HEADER_BYTES:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(number, count, start)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.os, "pread", unreadable)  # type: ignore[attr-defined]
+        with pytest.raises(ConfigurationError, match=r"cache.tiers: disk .*Input/output error"):
+            open_file(tmp_path)
+    file = open_file(tmp_path)
+    assert file.content() == [(KEYS[0], 0)]
+    file.close()
+
+
 def test_a_key_that_was_forgotten_does_not_come_back_with_a_restart(tmp_path: Path) -> None:
     """Also from a slot where it was evicted before, and from a store that was in line."""
     void: set[int] = set()

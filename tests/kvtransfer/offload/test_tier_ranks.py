@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError, InternalError
 from tandem.kvtransfer.base import HeadShare, KVCacheMemory, LayerShare
 from tandem.kvtransfer.config import TierConfig
 from tandem.kvtransfer.offload import disk
@@ -21,6 +21,7 @@ from tandem.kvtransfer.offload.cpu import HostCopier
 from tandem.kvtransfer.offload.disk import DiskCopier
 from tandem.kvtransfer.offload.ranks import MakeCopies, RankTiers, TierLines, TierOfRanks
 from tandem.kvtransfer.offload.spec import Copy, Tier
+from tests.waiting import until
 
 PATIENCE_S = 20.0
 BLOCKS, HEADS, SLOTS = 12, 2, 3
@@ -226,6 +227,33 @@ def test_a_node_whose_rank_has_a_disk_that_does_not_answer_starts_without_the_ti
         go_on.set()
 
 
+def test_what_is_forgotten_while_a_rank_has_no_tier_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TierConfig(disk=str(tmp_path), size=1 << 20)
+    with node(config) as here:
+        here.tier.mover.submit([STORE], [])
+        assert here.ended(1) == {1: True}
+    go_on, made = threading.Event(), disk.SlotFile.__init__
+
+    def hangs(self: disk.SlotFile, folder: Path, *args: object) -> None:
+        if folder.name == "rank2of4":
+            assert go_on.wait(PATIENCE_S)
+        made(self, folder, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.SlotFile, "__init__", hangs)
+        patched.setattr(disk, "OPEN_S", 0.2)
+        with node(config) as here:
+            here.tier.manager.reset()
+            assert isinstance(here.tier.spec, TierOfRanks)
+            recall = here.tier.spec.recall
+            until(lambda: recall.all_written)
+            go_on.set()
+    with node(config) as again:
+        assert again.tier.manager.lookup(KEYS) == 0
+
+
 def test_a_copy_at_a_rank_that_has_ended_is_not_called_stored(config: TierConfig) -> None:
     with node(config) as here:
         here.tier.mover.submit([STORE], [])
@@ -233,6 +261,17 @@ def test_a_copy_at_a_rank_that_has_ended_is_not_called_stored(config: TierConfig
         here.ranks[1].stop(PATIENCE_S)
         here.tier.mover.submit([Copy(2, [1], [3], KEYS[:1])], [])
         assert not here.tier.mover.take_ended()
+
+
+def test_a_thread_that_has_ranks_copy_and_died_is_not_waited_for(config: TierConfig) -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with node(config) as here:
+        here.lines.post(MakeCopies(0, [STORE], []), Broken())
+        with pytest.raises(InternalError, match="illegal memory access"):
+            until(lambda: here.tier.mover.take_ended() is None)
 
 
 def test_a_disk_is_found_again_by_all_ranks_and_is_forgotten_by_all(tmp_path: Path) -> None:

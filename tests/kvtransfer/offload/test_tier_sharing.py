@@ -6,16 +6,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
+from tandem.engine.scheduling.output import CachedRequestData, SchedulerOutput
+from tandem.kvtransfer.base import KVCacheMemory
 from tandem.kvtransfer.config import EvictionPolicy
 from tandem.kvtransfer.offload.exchange import ChecksummedAnswer, Event, RemoteRead, RemoteReadEnded
 from tandem.kvtransfer.offload.fetches import RATE_LASTS_S
-from tandem.kvtransfer.offload.manager import SlotManager
+from tandem.kvtransfer.offload.manager import SlotManager, TierManager
 from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.offload.scheduler_half import TierScheduler
 from tandem.kvtransfer.offload.sharing import ANSWER_S, TierSharing
+from tandem.kvtransfer.offload.spec import Copy, Mover, Tier
 from tandem.kvtransfer.protocol.checksums import SAMPLE_EVERY
 from tandem.kvtransfer.protocol.side import Identity
 from tandem.kvtransfer.sources import KVSources
@@ -243,6 +249,59 @@ def test_it_is_computed_where_that_was_seen_to_be_faster() -> None:
     assert not fetches("r2", keys(6))
     world.now += RATE_LASTS_S
     assert fetches("r3", keys(6)), "what was measured is too old"
+
+
+class SharedMover(Mover):
+    """Of a tier whose copies no test here makes."""
+
+    stored_bytes = loaded_bytes = 0
+
+    def submit(self, stores: Sequence[Copy], loads: Sequence[Copy]) -> None: ...
+    def take_ended(self) -> dict[int, bool | None]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class SharedSpec:
+    name = "cpu"
+
+    def __init__(self, node: FakeNode) -> None:
+        self._node = node
+
+    def open(self, memory: KVCacheMemory, wake: Callable[[], None]) -> tuple[TierManager, Mover]:
+        return self._node.manager, SharedMover()
+
+
+def half_of(node: FakeNode) -> TierScheduler:
+    """What the engine's scheduler talks to."""
+    tier = Tier(SharedSpec(node), 1, sharing=node.sharing)
+    tier.open(KVCacheMemory(torch.zeros(4, 2, 2, 3, BLOCK, 8), "m", 2, 1, 100), lambda: None)
+    return TierScheduler((FULL,), tier)
+
+
+def test_a_request_that_ran_while_chunks_came_for_it_may_wait_for_others_once_it_is_preempted() -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    half, request = half_of(b), a_request()
+    request.cache_peers = CachePeers(source=a.address)
+    a.store(list(request.block_hashes[:2]))
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (None, False)
+    while world.mail:
+        world.deliver()
+    # Another request has computed all of it meanwhile, so it runs. The first two chunks are still on their way.
+    found = request.num_tokens - BLOCK
+    assert half.get_num_new_matched_tokens(request, found) == (0, False)
+    half.update_state_after_alloc(request, [list(range(1, 8))], 0)
+    for token in range(2 * BLOCK):
+        request.append_output_token(token)
+    half.build_connector_meta(SchedulerOutput([], CachedRequestData(), {}, 0, {}, set(), {"r"}))
+    assert half.get_num_new_matched_tokens(request, found) == (None, False), "it asks for what it has written since"
+    world.settle()
+    assert half.get_num_new_matched_tokens(request, found) == (0, False)
+    assert b.manager.lookup(request.block_hashes[:2]) == 2
+    b.check()
 
 
 def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:

@@ -201,6 +201,19 @@ def test_a_node_starts_while_its_disk_hangs_and_finds_what_is_there_when_it_answ
     tier.close()
 
 
+def test_a_tier_that_ends_while_it_is_left_out_lets_its_file_go(tmp_path: Path) -> None:
+    """As when a node changes its role: the next one is in the same process."""
+    cache, clock = memory(), Clock()
+    tier = open_tier(tmp_path, cache, clock)
+    store(tier, 0, KEYS[:2], [1, 2])
+    tier.mover.leave_out("a load was not done in its time")
+    until(lambda: bool(tier.mover.left_out))
+    tier.close()
+    tier = open_tier(tmp_path, cache, clock)
+    assert tier.manager.lookup(KEYS) == 2
+    tier.close()
+
+
 def test_a_store_that_waits_too_long_is_dropped_and_the_tier_goes_on(tmp_path: Path, hung: Disk) -> None:
     """A disk that cannot keep up with what is computed is no reason to leave it out."""
     clock = Clock()

@@ -190,6 +190,23 @@ def test_nvml_that_fails_is_said_once_and_opened_again(
     assert caplog.text.count("health of this node's GPUs is not known: nvmlFails ended with 999") == 1
 
 
+def test_errors_of_the_time_when_nvml_was_not_open_count(
+    library: Library, watch: GpuWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.node.gpu_health.part._LOOK_S", 0.001)
+
+    def fails_with_an_error_of_the_card(nvml: Nvml, _: float) -> None:
+        library.uncorrected[101] = 5
+        nvml._call("nvmlFails")
+
+    monkeypatch.setattr(Nvml, "next_xid", fails_with_an_error_of_the_card)
+    library.nvmlFails = lambda: UNKNOWN  # type: ignore[attr-defined]
+    watch.start()
+    until(lambda: bool(watch.sick))
+    assert watch.sick[0].device == "cuda:1"
+    assert "2 errors that could not be corrected since the node started" in watch.sick[0].why
+
+
 def test_what_condemns_a_card() -> None:
     assert not condemned_by_xid(31)
     assert condemned_by_xid(95).startswith("Xid 95: ")

@@ -127,7 +127,7 @@ def test_what_was_missed_can_be_asked_for(publisher: KVEventPublisher) -> None:
     asker.connect(publisher.replay_endpoint)
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
     try:
-        for wanted, expected in ((3, [3, 4]), (0, [2, 3, 4]), (9, [])):
+        for wanted, expected in ((3, [3, 4]), (0, [2, 3, 4]), (9, []), ((1 << 64) - 1, [])):
             asker.send_multipart((b"", wanted.to_bytes(8, "big")))
             found = []
             while (frames := asker.recv_multipart())[2]:
