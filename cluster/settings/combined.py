@@ -13,14 +13,13 @@ from itertools import chain, combinations
 from typing import Any
 
 import msgspec
-import yaml
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.settings import allows_null, choices_of, kinds_at, refusal
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.models.store import name_at
-from tandem.cluster.settings.layers import Layer, SettingValue
+from tandem.cluster.settings.layers import Layer, SettingValue, parse_yaml
 from tandem.cluster.settings.names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.cluster.settings.rules import broken_rules
 from tandem.wire.nodes import Role
@@ -90,8 +89,8 @@ def _convert(path: Path, given: SettingValue) -> object:
         value = parse_size(value, f"{given.origin}: {dotted(path)}")
     elif given.textual and isinstance(value, str) and value[:1] in ("[", "{") and annotation is not str:
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            value = parse_yaml(value)
+        except ValueError as error:
             raise _refusal(path, given, "is not valid YAML") from error
     if path in (("model", "path"), ("model", "draft")) and isinstance(value, str):
         value = name_at(value)
@@ -118,8 +117,8 @@ def _of_pool(path: Path, given: SettingValue) -> dict[str, object]:
     section, value = path[-1], given.value
     if given.textual and isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            value = parse_yaml(value)
+        except ValueError as error:
             raise _refusal(path, given, "is not valid YAML") from error
     _check_spaces(path, given, value)
     if not isinstance(value, dict):

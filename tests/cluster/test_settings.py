@@ -428,6 +428,14 @@ def test_a_key_that_stands_twice_is_refused_and_so_is_what_is_not_yaml(tmp_path:
     assert "is not valid YAML" in mistakes(tmp_path, "a: [")[0]
 
 
+def test_a_key_may_override_one_that_is_merged_in(tmp_path: Path) -> None:
+    text = "pools: {prefill: &p {nodes: 1, threads: 3}, decode: {<<: *p, nodes: 2}}"
+    pools = settings(tmp_path, text).config.pools
+    assert [(pool.nodes, pool.threads) for pool in (pools.prefill, pools.decode)] == [(1, 3), (2, 3)]
+    twice = "pools: {prefill: &p {nodes: 1}, decode: {<<: *p, nodes: 2, nodes: 3}}"
+    assert "'nodes' stands twice" in mistakes(tmp_path, twice)[0]
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"missing\.yaml: cannot be read: No such file"):
         resolve([read_file(tmp_path / "missing.yaml")])
