@@ -127,7 +127,7 @@ async def follow(
     while True:
         try:
             view = await cluster.ask(ViewOrder())
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             if not away:
                 say(f"{_AWAY}: {error}")
             away = True
