@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 
-from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, RequestError, Unavailable
 from tandem.cluster.commands.operate import CommandTarget, Say
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
@@ -22,6 +22,7 @@ from tandem.cluster.wings import RolloutJudge
 LOOK_S = 1.0
 _AWAY = "the controller is away, and what serves goes on"
 _MOVES = ("router.host", "router.port", "router.placement")
+_TOO_LATE = "The rollout is done: apply the previous configuration to take it back"
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
@@ -123,7 +124,7 @@ async def follow(
     """Follows the rollout until it is over, and takes it back if `judge` gets an answer with other bits. Returns whether this revision
     serves then. Waits while the controller does not answer."""
     clock = clock or Clock()
-    said, away, told_until = "", False, 0.0
+    said, away, told_until, other = "", False, 0.0, ""
     while True:
         try:
             view = await cluster.ask(ViewOrder())
@@ -134,6 +135,9 @@ async def follow(
             await clock.sleep(LOOK_S)
             continue
         away = False
+        if view.rollout is None and other and view.revision == revision:
+            say(_TOO_LATE)
+            return False
         if view.rollout is None:
             return _said_end(view, revision, say) and await _is_as_before(judge, say)
         told_until = max(told_until, view.rollout.unix_time)
@@ -147,9 +151,20 @@ async def follow(
         said = line
         if judge is not None and (other := await asyncio.to_thread(judge.ask_next)):
             say(f"other bits: {other}")
-            await cluster.ask(GoBackOrder())
             judge = None
+        if other and await _is_taken_back(cluster, say):
+            other = ""
         await clock.sleep(LOOK_S)
+
+
+async def _is_taken_back(cluster: OperatedCluster, say: Say) -> bool:
+    """Returns False if the controller did not take the order: it is away, or the rollout has just ended."""
+    try:
+        await cluster.ask(GoBackOrder())
+    except (Unavailable, DeadlineExceeded, ConfigurationError, RequestError) as error:
+        say(f"it is not taken back yet: {error}")
+        return False
+    return True
 
 
 async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
@@ -157,7 +172,7 @@ async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
     if judge is None:
         return True
     if other := await asyncio.to_thread(judge.ask_all):
-        say(f"other bits: {other}. The rollout is done: apply the previous configuration to take it back")
+        say(f"other bits: {other}. {_TOO_LATE}")
         return False
     say(judge.compared)
     say("same bits as before")

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from tandem.base.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.apply import apply, described, follow, follow_exchange
@@ -137,6 +137,30 @@ def test_an_answer_with_other_bits_takes_a_rollout_back(found: list[str], taken_
     assert cluster.is_going_back == taken_back == ("other bits: token 3" in said)
     assert said[-1] == last
     assert done == (taken_back or "same" in last)
+
+
+@pytest.mark.parametrize(
+    ("errors", "taken_back", "last"),
+    [
+        ([Unavailable("no controller"), DeadlineExceeded("no answer")], True, "the rollout was taken back: as asked"),
+        ([ConfigurationError("no rollout is running")] * 3, False,
+         "The rollout is done: apply the previous configuration to take it back"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_taken_back_also_if_the_controller_is_away_just_then(
+    errors: list[TandemError], taken_back: bool, last: str
+) -> None:
+    class Away(Told):
+        async def go_back(self) -> None:
+            if errors:
+                raise errors.pop(0)
+            await super().go_back()
+
+    said: list[str] = []
+    end = view(None, 3, "the rollout was taken back: as asked") if taken_back else view(None)
+    cluster = Away(view(UNDER_WAY), view(UNDER_WAY), view(UNDER_WAY), end)
+    done = asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=Answers("token 3")))  # type: ignore[arg-type]
+    assert (cluster.is_going_back, said[-1], done) == (taken_back, last, False)
 
 
 def test_a_line_says_what_it_waits_for() -> None:
