@@ -23,6 +23,7 @@ LOOK_S = 1.0
 _AWAY = "the controller is away, and what serves goes on"
 _MOVES = ("router.host", "router.port", "router.placement")
 _TOO_LATE = "The rollout is done: apply the previous configuration to take it back"
+_PERHAPS = "the controller had not answered yet: `tandem status` shows whether a rollout has begun"
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
@@ -35,19 +36,22 @@ def apply(
     judge: RolloutJudge | None = None,
 ) -> tuple[AppliedChange, bool]:
     """Returns what changed, or would change, and whether all of it was done. `judge` takes a rollout back that answers otherwise."""
-    url, say = target.url, target.say
+    url, say, goes_on = target.url, target.say, ""
 
     async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
+        nonlocal goes_on
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
         wanted = with_model(config, model)
         if judge is not None:
             say(f"{counted(await asyncio.to_thread(judge.learn), 'request')} answered, to be compared")
         if url is not None:
             wanted = await _as_it_is_called(cluster, config, wanted)
+        goes_on = "" if dry_run else _PERHAPS
         change = await cluster.ask(ApplyOrder(wanted, dry_run))
         for line in described(change, dry_run=dry_run):
             say(line)
         replaces = bool(change.nodes or change.routers)
+        goes_on = _GOES_ON if not dry_run and (replaces or change.exchange) else ""
         if dry_run or not (replaces or change.exchange):
             return change, True
         moves = any(name in _MOVES for name in change.routers)
@@ -62,7 +66,8 @@ def apply(
     try:
         return target.run(work)
     except KeyboardInterrupt:
-        say(_GOES_ON)
+        if goes_on:
+            say(goes_on)
         raise
 
 
