@@ -147,8 +147,12 @@ class LLM:
             shown: Iterable[Any] = (
                 track(futures, description=what, transient=True) if use_tqdm and count > 1 else futures
             )
-            for future in shown:
-                future.exception()
+            try:
+                for future in shown:
+                    future.exception()
+            except BaseException:  # Ctrl-C: leaving the pool waits for those that have begun
+                failed.set()
+                raise
         first = next(
             (error for each in futures if (error := each.exception()) is not None and not _is_aftermath(error)), None
         )
