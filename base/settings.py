@@ -23,7 +23,8 @@ STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 LONGEST_S = 1_000_000.0  # far beyond any useful wait, and still safe to add up
 
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
-NotEmpty = Annotated[str, Meta(pattern=r"\S")]
+_NOT_EMPTY = r"\S"
+NotEmpty = Annotated[str, Meta(pattern=_NOT_EMPTY)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -202,8 +203,8 @@ def _inside(kind: msgspec.inspect.Type, step: str) -> Sequence[msgspec.inspect.T
 def _range(kind: msgspec.inspect.Type) -> str:
     """Returns the limits in words; "" for a type without limits."""
     match kind:
-        case msgspec.inspect.StrType(pattern=str()):
-            return "not be empty"
+        case msgspec.inspect.StrType(pattern=str(pattern)):
+            return "not be empty" if pattern == _NOT_EMPTY else f"be of the form {pattern}"
         case msgspec.inspect.IntType(ge=int(low), le=int(high)) | msgspec.inspect.FloatType(ge=low, le=high) if (
             low is not None and high is not None
         ):

@@ -66,6 +66,10 @@ class Tasks:
             try:
                 await work()
                 reason = "it ended by itself"
+            except asyncio.CancelledError:
+                if (me := asyncio.current_task()) is None or me.cancelling():
+                    raise
+                reason = "what it waited for was cancelled"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 logger.exception("task %s died", name)

@@ -37,7 +37,7 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> str | None:
 def trusted(url: str) -> ssl.SSLContext | bool:
     """Returns the certificates to trust: this machine's and those in SSL_CERT_FILE. False for plain HTTP, because loading them takes
     long."""
-    return ssl.create_default_context() if url.startswith("https://") else False
+    return ssl.create_default_context() if url.lower().startswith("https://") else False
 
 
 class ApiClient:
@@ -51,8 +51,10 @@ class ApiClient:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            if httpx.URL(self.url).scheme not in ("http", "https"):
+            parsed = httpx.URL(self.url)
+            if parsed.scheme not in ("http", "https"):
                 raise httpx.InvalidURL("it does not begin with http:// or https://")
+            parsed.raw_host.decode("ascii").encode("idna")  # as the socket will, with an error that is none of httpx's
             self.http = httpx.Client(
                 base_url=self.url,
                 headers=headers,
@@ -61,7 +63,7 @@ class ApiClient:
                 or httpx.HTTPTransport(verify=trusted(self.url), trust_env=False, socket_options=_NOTICE_SILENT_PEER),
                 trust_env=False,
             )
-        except httpx.InvalidURL as error:
+        except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigurationError(
                 f"{url!r} is no URL ({error}): it must be one such as http://127.0.0.1:8000"
             ) from error

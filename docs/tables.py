@@ -53,7 +53,7 @@ def _rows() -> Iterator[tuple[str, str]]:
         if path not in DERIVED:
             name = _POOL.sub("pools.POOL.", dotted(path))
             about = description_of(kind).replace("|", "\\|")
-            yield name, f"| `{name}` | `{scalar(path, value_at(TandemConfig(), path))}` | {about} |"
+            yield name, f"| `{name}` | `{scalar(value_at(TandemConfig(), path))}` | {about} |"
 
 
 def vllm_page(page: str) -> str:

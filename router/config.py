@@ -178,6 +178,9 @@ def _is_http_url(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and url.isprintable()
 
 
+HIDDEN_KEY = "(hidden)"  # what is shown in a key's place
+
+
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tenant. Its quotas hold for each router by itself; None is no limit."""
 
@@ -201,6 +204,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         logged."""
         if not self.key:
             return "key must not be empty"
+        if self.key == HIDDEN_KEY:
+            return f"{HIDDEN_KEY} stands where `tandem config` shows no key: write the key itself"
         if not all("!" <= character <= "~" for character in self.key):
             return (
                 "key must be of letters, digits and signs in ASCII, without spaces: "

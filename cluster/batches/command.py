@@ -30,6 +30,7 @@ from tandem.cluster.commands.options import add_server
 from tandem.cluster.commands.output import add_output, print_json, wants_json
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.offline.own_server import OwnServer
+from tandem.cluster.saving import check_file
 
 _INTERRUPTED = 130
 
@@ -51,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"{args.input} is no file")
     if not args.output.resolve().parent.is_dir():
         raise ConfigurationError(f"{args.output}: there is no folder {args.output.resolve().parent}")
+    if args.output.resolve() == args.input.resolve():
+        raise ConfigurationError(f"{args.output} is the file of the requests: name another file for the answers")
+    check_file(args.output)
     if args.model and args.url:
         raise ConfigurationError("--model starts a server, and --url names one: leave one of them out")
     digest, endpoint = digest_of(args.input), endpoint_of(args.input)
@@ -88,7 +92,11 @@ def _answered(client: BatchClient, args: argparse.Namespace, digest: str, endpoi
         console.print(f"going on with {note.batch_id}", highlight=False)
     else:
         note = JobNote(client.begin(args.input, endpoint, args.window), digest)
-        write_note(args.output, note)
+        try:
+            write_note(args.output, note)
+        except BaseException:  # the next call would not find the job
+            client.cancel(note.batch_id)
+            raise
     with _progress(console) as progress:
         task = progress.add_task("validating", total=None)
 
@@ -110,6 +118,7 @@ def _progress(console: Console) -> Progress:
 def _fetched(client: BatchClient, args: argparse.Namespace, batch: dict[str, Any]) -> int:
     if batch["status"] == "failed":
         note_beside(args.output).unlink(missing_ok=True)
+        client.forget(batch)
         mistakes = (batch["errors"] or {}).get("data", [])
         lines = [f"line {each['line']}: {each['message']}" if each["line"] else each["message"] for each in mistakes]
         raise ConfigurationError(f"{args.input} is no batch:\n" + "\n".join(lines))

@@ -82,8 +82,16 @@ class BatchClient:
             "completion_window": window,
             "metadata": {"input": path.name[:512]},
         }
-        made = self._api.post("/v1/batches", msgspec.json.encode(body), httpx.Timeout(30.0))
+        try:
+            made = self._api.post("/v1/batches", msgspec.json.encode(body), httpx.Timeout(30.0))
+        except RequestError:
+            self.forget(body)
+            raise
         return str(made.json()["id"])
+
+    def cancel(self, batch_id: str) -> None:
+        with contextlib.suppress(TandemError):
+            self._api.post(f"/v1/batches/{batch_id}/cancel", b"{}", httpx.Timeout(30.0))
 
     def look(self, batch_id: str) -> dict[str, Any] | None:
         """Returns the job as it is now, or None for one that the server does not have."""

@@ -48,11 +48,10 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 when it measured, 1 when no request succeeded, 130 when it was interrupted; then it shows what it measured until then.
     Raises ConfigurationError for what the operator can correct."""
     args.url = choose_url(args.url)
-    if wants_json(args) and args.json is None:
-        args.json = Path("-")
     options = options_from(args)
     _check_files(options)
-    return asyncio.run(_measure(options, Console(stderr=True)))
+    to_stdout = wants_json(args) or options.json == Path("-")
+    return asyncio.run(_measure(options, Console(stderr=True), to_stdout=to_stdout))
 
 
 def _check_files(options: Options) -> None:
@@ -63,7 +62,7 @@ def _check_files(options: Options) -> None:
             check_picture(picture, option)
 
 
-async def _measure(options: Options, errors: Console) -> int:
+async def _measure(options: Options, errors: Console, *, to_stdout: bool) -> int:
     key = key_from_environment() or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with HttpClient(Address.of_url(options.url), headers) as http:
@@ -92,7 +91,7 @@ async def _measure(options: Options, errors: Console) -> int:
         except asyncio.CancelledError:
             interrupted = True
         busy = (time.process_time() - busy_before) / max(load.duration_s, 1e-9)
-    _show(options, load, busy, not isinstance(vocabulary, GuessedVocabulary), model, errors)
+    _show(options, load, busy, not isinstance(vocabulary, GuessedVocabulary), model, errors, to_stdout=to_stdout)
     if options.timeline is not None:
         await asyncio.to_thread(_show_timeline, options.url, key, trace, options.timeline, errors)
     if interrupted:
@@ -167,21 +166,29 @@ async def _warm_up(api: Api, options: Options, sessions: list[Session], errors: 
         raise ConfigurationError(f"every request of the warm-up failed, {failures[0].kind}: {failures[0]}")
 
 
-def _show(options: Options, load: LoadStream, busy: float, exact: bool, model: ListedModel, errors: Console) -> None:
+def _show(
+    options: Options,
+    load: LoadStream,
+    busy: float,
+    exact: bool,
+    model: ListedModel,
+    errors: Console,
+    *,
+    to_stdout: bool,
+) -> None:
     summary = summarize(load.label, load.timelines, load.duration_s, options.slo)
-    to_stdout = options.json == Path("-")
     print_summary(errors if to_stdout else Console(), summary)
     if busy > _BUSY_GENERATOR:
         errors.print(
             f"The generator itself used {busy:.0%} of a core: the figures may be limited by it.", style="yellow"
         )
-    if options.json is not None:
+    if options.json is not None or to_stdout:
         settings = msgspec.structs.asdict(options) | {"model": model.id}
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
         report = make_report(plain, exact, busy, [summary], load.timelines, load.began_at)
         if to_stdout:
             sys.stdout.buffer.write(as_json(report))
-        else:
+        if options.json not in (None, Path("-")):
             write_json(report, options.json)
     if options.plot is not None:
         figure = new_figure(11, 7)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 
-from tandem.base.errors import DeadlineExceeded, NodeLost, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, RequestError, Unavailable
 from tandem.cluster.commands.operate import CommandTarget, Say
 from tandem.cluster.commands.overview import rollout_line
 from tandem.cluster.config import TandemConfig
@@ -22,6 +22,8 @@ from tandem.cluster.wings import RolloutJudge
 LOOK_S = 1.0
 _AWAY = "the controller is away, and what serves goes on"
 _MOVES = ("router.host", "router.port", "router.placement")
+_TOO_LATE = "The rollout is done: apply the previous configuration to take it back"
+_PERHAPS = "the controller had not answered yet: `tandem status` shows whether a rollout has begun"
 _GOES_ON = "the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"
 
 
@@ -34,19 +36,22 @@ def apply(
     judge: RolloutJudge | None = None,
 ) -> tuple[AppliedChange, bool]:
     """Returns what changed, or would change, and whether all of it was done. `judge` takes a rollout back that answers otherwise."""
-    url, say = target.url, target.say
+    url, say, goes_on = target.url, target.say, ""
 
     async def work(cluster: OperatedCluster) -> tuple[AppliedChange, bool]:
+        nonlocal goes_on
         model = await asyncio.to_thread(_model, config, await _model_path(cluster) if url is None else "")
         wanted = with_model(config, model)
         if judge is not None:
             say(f"{counted(await asyncio.to_thread(judge.learn), 'request')} answered, to be compared")
         if url is not None:
             wanted = await _as_it_is_called(cluster, config, wanted)
+        goes_on = "" if dry_run else _PERHAPS
         change = await cluster.ask(ApplyOrder(wanted, dry_run))
         for line in described(change, dry_run=dry_run):
             say(line)
         replaces = bool(change.nodes or change.routers)
+        goes_on = _GOES_ON if not dry_run and (replaces or change.exchange) else ""
         if dry_run or not (replaces or change.exchange):
             return change, True
         moves = any(name in _MOVES for name in change.routers)
@@ -61,7 +66,8 @@ def apply(
     try:
         return target.run(work)
     except KeyboardInterrupt:
-        say(_GOES_ON)
+        if goes_on:
+            say(goes_on)
         raise
 
 
@@ -123,17 +129,20 @@ async def follow(
     """Follows the rollout until it is over, and takes it back if `judge` gets an answer with other bits. Returns whether this revision
     serves then. Waits while the controller does not answer."""
     clock = clock or Clock()
-    said, away, told_until = "", False, 0.0
+    said, away, told_until, other = "", False, 0.0, ""
     while True:
         try:
             view = await cluster.ask(ViewOrder())
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             if not away:
                 say(f"{_AWAY}: {error}")
             away = True
             await clock.sleep(LOOK_S)
             continue
         away = False
+        if view.rollout is None and other and view.revision == revision:
+            say(_TOO_LATE)
+            return False
         if view.rollout is None:
             return _said_end(view, revision, say) and await _is_as_before(judge, say)
         told_until = max(told_until, view.rollout.unix_time)
@@ -147,9 +156,20 @@ async def follow(
         said = line
         if judge is not None and (other := await asyncio.to_thread(judge.ask_next)):
             say(f"other bits: {other}")
-            await cluster.ask(GoBackOrder())
             judge = None
+        if other and await _is_taken_back(cluster, say):
+            other = ""
         await clock.sleep(LOOK_S)
+
+
+async def _is_taken_back(cluster: OperatedCluster, say: Say) -> bool:
+    """Returns False if the controller did not take the order: it is away, or the rollout has just ended."""
+    try:
+        await cluster.ask(GoBackOrder())
+    except (Unavailable, DeadlineExceeded, ConfigurationError, RequestError) as error:
+        say(f"it is not taken back yet: {error}")
+        return False
+    return True
 
 
 async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
@@ -157,7 +177,7 @@ async def _is_as_before(judge: RolloutJudge | None, say: Say) -> bool:
     if judge is None:
         return True
     if other := await asyncio.to_thread(judge.ask_all):
-        say(f"other bits: {other}. The rollout is done: apply the previous configuration to take it back")
+        say(f"other bits: {other}. {_TOO_LATE}")
         return False
     say(judge.compared)
     say("same bits as before")

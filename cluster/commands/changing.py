@@ -40,6 +40,16 @@ def _apply(options: argparse.Namespace) -> int:
     from tandem.cluster.commands.apply import apply, go_back
 
     if options.back:
+        given = {
+            "FILE": options.file,
+            "--dry-run": options.dry_run,
+            "--no-wait": options.no_wait,
+            "--verify": options.verify,
+        }
+        for name in (name for name, value in given.items() if value):
+            raise ConfigurationError(
+                f"--back takes back what is under way, and {name} is about a new change: leave one out"
+            )
         done = go_back(target_of(options))
         print_found(options, {"done": done})
         return 0 if done else 1

@@ -96,4 +96,4 @@ def _lines(section: msgspec.Struct, prefix: Path, settings: Settings) -> Iterato
         about = without_links(description_of(info.type))
         yield from (f"{indent}# {line}" for line in textwrap.wrap(about, _WIDTH - len(indent) - 2))
         is_set = path in settings.origins
-        yield f"{indent}{'' if is_set else '# '}{name}: {scalar(path, value)}"
+        yield f"{indent}{'' if is_set else '# '}{name}: {scalar(value)}"

@@ -34,6 +34,7 @@ from tandem.cluster.orders import (
     TimeoutsOrder,
     ViewOrder,
 )
+from tandem.cluster.tasks import in_own_thread
 from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class HttpControl:
 
     async def ask(self, order: Order[T]) -> T:
         path, timeout = f"/admin/{order.action}", httpx.Timeout(ANSWER_S, read=order.limit_s + _DECIDE_S)
-        answer = await asyncio.to_thread(self._api.post, path, order.body(), timeout)
+        asking = in_own_thread(order.action, lambda: self._api.post(path, order.body(), timeout))
+        answer = await asyncio.wrap_future(asking)
         try:
             return order.decoded(answer.content)
         except msgspec.DecodeError as error:

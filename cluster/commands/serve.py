@@ -6,9 +6,8 @@ import asyncio
 import logging
 import signal
 import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tandem.cluster.orders import ViewOrder
 from tandem.cluster.pools.placement import computes_on_cpu, this_machine
 from tandem.cluster.pools.room import lacking
 from tandem.cluster.saving import as_json
-from tandem.cluster.tasks import first_of, has_ended
+from tandem.cluster.tasks import first_of, has_ended, in_own_thread
 from tandem.engine.config import OWN_ENGINE
 from tandem.kernels.build import is_ready, library_path
 from tandem.kernels.compiler import BuildFailed
@@ -85,13 +84,13 @@ def serve(config: TandemConfig, where: ServeTarget) -> int:
             if where.address is None:
                 _show_engine(config, display)
                 with display.step("ray", "starting", f"running, version {ray_version()}"):
-                    logs = str(start_ray(lambda: _in_own_thread("imports", _import_what_follows)))
+                    logs = str(start_ray(lambda: in_own_thread("imports", _import_what_follows)))
                 # After Ray, whose processes have a limited time to start: a model that is converted takes the cores for half a minute.
                 model = config.model
                 named = f"{model.path}@{model.revision}" if model.revision else model.path
                 found = _in_background(named, display)
                 if config.model.engine == OWN_ENGINE and computes_on_cpu(config, this_machine()):
-                    kernels = _in_own_thread("compile-kernels", lambda: _compile_kernels(display))
+                    kernels = in_own_thread("compile-kernels", lambda: _compile_kernels(display))
             else:
                 found = _as_every_machine_finds_it(config.model.path)
                 with display.step("ray", f"joining {where.address}", f"joined {where.address}"):
@@ -128,14 +127,13 @@ def _terminated(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _in_background(name: str, display: Display) -> Future[Model]:
-    """Looks for the model, and fetches it if needed. A plain daemon thread: a pool's threads are joined at exit, and a download must not
-    delay that."""
+    """Looks for the model, and fetches it if needed."""
 
     def prepare() -> Model:
         with display.step("model", f"looking for {name}", name) as report:
             return prepare_model(name, report)
 
-    return _in_own_thread("prepare-model", prepare)
+    return in_own_thread("prepare-model", prepare)
 
 
 def _compile_kernels(display: Display) -> None:
@@ -146,19 +144,6 @@ def _compile_kernels(display: Display) -> None:
                 library_path(report)
     except BuildFailed as error:
         display.trouble("kernels", f"nodes compute without the native library, several times slower: {error}")
-
-
-def _in_own_thread(name: str, work: Callable[[], T]) -> Future[T]:
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
 
 
 def _import_what_follows() -> None:

@@ -11,10 +11,10 @@ import yaml
 from tandem.cluster.config import DERIVED
 from tandem.cluster.settings.combined import Settings
 from tandem.cluster.settings.names import Path, dotted, fields_of, known_settings, section_type, value_at
+from tandem.router.config import HIDDEN_KEY
 
-_HIDDEN = "(hidden)"
 _SECRET: dict[Path, Callable[[Any], Any]] = {
-    ("router", "api_keys"): lambda keys: [{**key, "key": _HIDDEN} for key in keys]
+    ("router", "api_keys"): lambda keys: [{**key, "key": HIDDEN_KEY} for key in keys]
 }
 
 
@@ -35,7 +35,7 @@ def _lines(section: msgspec.Struct, prefix: Path, origins: dict[Path, str]) -> I
             yield from _lines(value, path, origins)
         else:
             origin = f"  # {origins[path]}" if path in origins else ""
-            yield f"{indent}{name}: {scalar(path, value)}{origin}"
+            yield f"{indent}{name}: {scalar(_plain(path, value))}{origin}"
 
 
 def as_values(settings: Settings) -> dict[str, Any]:
@@ -55,7 +55,6 @@ def _plain(path: Path, value: Any) -> Any:
     return _SECRET[path](plain) if path in _SECRET else plain
 
 
-def scalar(path: Path, value: Any) -> str:
-    plain = _plain(path, value)
-    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
+def scalar(value: Any) -> str:
+    text = yaml.safe_dump(msgspec.to_builtins(value), default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("...").strip()

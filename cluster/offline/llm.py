@@ -48,12 +48,17 @@ class LLM:
             raise ConfigurationError("LLM: name a model, such as LLM('smollm2'), or a server with url=")
         self._server = OwnServer(model or "", flags_of(settings)) if url is None else None
         self.url = self._server.url if self._server is not None else str(url)
-        self._api = ApiClient(
-            self.url.removesuffix("/").removesuffix("/v1"),
-            key or key_from_environment(),
-            timeout=httpx.Timeout(10.0, read=3600.0, pool=None),
-        )
-        served = [each["id"] for each in self._api.get("/v1/models").json()["data"]]
+        try:
+            self._api = ApiClient(
+                self.url.removesuffix("/").removesuffix("/v1"),
+                key or key_from_environment(),
+                timeout=httpx.Timeout(10.0, read=3600.0, pool=None),
+            )
+            served = [each["id"] for each in self._api.get("/v1/models").json()["data"]]
+        except BaseException:  # no one could `close` it
+            if self._server is not None:
+                self._server.close()
+            raise
         self.model = model if self._server is None and model is not None else served[0]
 
     def generate(
@@ -142,8 +147,12 @@ class LLM:
             shown: Iterable[Any] = (
                 track(futures, description=what, transient=True) if use_tqdm and count > 1 else futures
             )
-            for future in shown:
-                future.exception()
+            try:
+                for future in shown:
+                    future.exception()
+            except BaseException:  # Ctrl-C: leaving the pool waits for those that have begun
+                failed.set()
+                raise
         first = next(
             (error for each in futures if (error := each.exception()) is not None and not _is_aftermath(error)), None
         )

@@ -23,12 +23,13 @@ from typing import Any
 
 import msgspec
 import ray
+from ray.exceptions import RayError
 
 from tandem.base.errors import DeadlineExceeded, TandemError, Unavailable
 from tandem.base.settings import without_defaults
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ExchangePhase, ExchangeView
-from tandem.cluster.on_ray.errors import answer
+from tandem.cluster.on_ray.errors import answer, translated
 from tandem.cluster.on_ray.neighbours import STATE
 from tandem.cluster.on_ray.runtime import CONTROLLER, HEAD_ONLY, namespace_of
 from tandem.cluster.on_ray.state_store import RayStateStore
@@ -80,7 +81,22 @@ def _parts(name: str) -> RayStateStore:
 async def exchange_of(name: str) -> ControllerExchange | None:
     """Returns the deployment's current exchange, or its last one; None if it never had one."""
     kept = await _recorded(name).load()
-    return msgspec.msgpack.decode(kept, type=ControllerExchange) if kept else None
+    exchange = msgspec.msgpack.decode(kept, type=ControllerExchange) if kept else None
+    if exchange is None or exchange.view.is_over or await _has_exchanger(name):
+        return exchange
+    why = "the process that was to carry it out is not there: `tandem apply` begins another exchange"
+    return msgspec.structs.replace(exchange, phase=ExchangePhase.FAILED, why=why)
+
+
+async def _has_exchanger(name: str) -> bool:
+    """Ray keeps the name of one that it restarts. There is none if the controller died, or Ray refused, when it was to be made."""
+    try:
+        await asyncio.to_thread(ray.get_actor, EXCHANGE, namespace_of(name))
+    except ValueError:
+        return False
+    except RayError as error:
+        raise translated(error) from error
+    return True
 
 
 async def parts_of(name: str) -> ControllerParts | None:
@@ -97,7 +113,10 @@ async def begin_exchange(name: str, old: TandemConfig, new: TandemConfig, place:
         secrets.token_hex(4), ExchangePhase.CHECKING, _parts_for(old, place), _parts_for(new, place)
     )
     await _recorded(name).save(msgspec.msgpack.encode(begun))
-    await asyncio.to_thread(_make_exchanger, name, make)
+    try:
+        await asyncio.to_thread(_make_exchanger, name, make)
+    except RayError as error:
+        raise translated(error) from error
     return begun.id
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import ray
+from ray.exceptions import RayError
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
 from tandem.base.settings import without_defaults
@@ -18,7 +19,7 @@ from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ClusterEnd
 from tandem.cluster.on_ray.controller_actor import make_controller
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
-from tandem.cluster.on_ray.errors import answer
+from tandem.cluster.on_ray.errors import answer, translated
 from tandem.cluster.on_ray.exchange import ControllerParts, is_being_exchanged, parts_of, refuse_while_exchanged
 from tandem.cluster.on_ray.neighbours import stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
@@ -45,11 +46,16 @@ def _lookup(name: str) -> Any | None:
         return ray.get_actor(CONTROLLER, namespace_of(name))
     except ValueError:
         return None
+    except RayError as error:
+        raise translated(error) from error
 
 
 def standing() -> list[str]:
     """Returns the names of the deployments that have a process on this Ray cluster."""
-    named = ray.util.list_named_actors(True)
+    try:
+        named = ray.util.list_named_actors(True)
+    except RayError as error:
+        raise translated(error) from error
     return sorted({name for one in named if (name := deployment_in(one["namespace"])) is not None})
 
 
@@ -183,7 +189,10 @@ class RemoteController:
                 return  # the exchange creates the next one
             logger.warning("the controller is gone for good and its end was not recorded: starting another one")
             parts = await parts_of(self.name) or self._parts
-            actor = await asyncio.to_thread(make_controller, parts, self.name)
+            try:
+                actor = await asyncio.to_thread(make_controller, parts, self.name)
+            except RayError as error:
+                raise translated(error) from error
         if actor is not None:
             self._actor = actor
 
@@ -239,7 +248,7 @@ class RemoteController:
         try:
             await asyncio.to_thread(ray.kill, self._actor, no_restart=True)
             await clear_away(self.name)
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise Unavailable(f"Ray could not end the remaining processes: {error}") from error
 
     async def _record_end(self, why: str) -> None:

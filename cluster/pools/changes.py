@@ -29,6 +29,7 @@ _OF_POOLS = {
     "transfer_options": True,
     "cache": True,
     "scheduler": True,
+    "engine_args": True,
     "resources": True,
     "label_selector": True,
     "min": False,

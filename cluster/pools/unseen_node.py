@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 
-from tandem.base.errors import Unavailable
+from tandem.base.errors import TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition
 from tandem.base.progress import Report
 from tandem.cluster.launcher import LogSource, NodeHandle
@@ -41,7 +42,11 @@ class UnseenNode:
 
     async def ended(self) -> str:
         await self._seen.wait()
-        return await (await self._node()).ended()
+        try:
+            node = await self._node()
+        except TandemError as error:
+            return f"it was not found again: {error}"
+        return await node.ended()
 
     async def admit(self, keys: list[str]) -> None:
         await (await self._node()).admit(keys)
@@ -69,7 +74,8 @@ class UnseenNode:
 
     async def stop(self) -> None:
         if self._found is not None:
-            await (await self._found).stop()
+            with contextlib.suppress(TandemError):  # then `_find` has stopped it
+                await (await self._found).stop()
         else:
             await self._end(self._info.node_id)
 
@@ -83,6 +89,10 @@ class UnseenNode:
     async def _find(self) -> NodeHandle:
         """If the process has ended, `launch` starts another one. Its status then shows another incarnation, so it is replaced."""
         handle = self._launch()
-        await handle.start(lambda what, share: None)
+        try:
+            await handle.start(lambda what, share: None)
+        except TandemError:
+            await handle.stop()
+            raise
         self._handle = handle
         return handle

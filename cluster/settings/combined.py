@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
 import msgspec
-import yaml
 
 from tandem.base.errors import ConfigurationError
 from tandem.base.settings import allows_null, choices_of, kinds_at, refusal
 from tandem.cluster.config import OF_ALL_POOLS, TandemConfig
 from tandem.cluster.describe import LARGEST, parse_size
 from tandem.cluster.models.store import name_at
-from tandem.cluster.settings.layers import Layer, SettingValue
+from tandem.cluster.settings.layers import Layer, SettingValue, parse_yaml
 from tandem.cluster.settings.names import Path, did_you_mean, dotted, fields_of, known_settings, section_type
 from tandem.cluster.settings.rules import broken_rules
 from tandem.wire.nodes import Role
@@ -84,14 +83,16 @@ def _choose_layout(lower: dict[Path, SettingValue], layer: Layer) -> None:
 def _convert(path: Path, given: SettingValue) -> object:
     annotation = known_settings()[path]
     value = given.value
+    if isinstance(value, str) and not value.isprintable() and value != value.encode(errors="replace").decode():
+        raise _refusal(path, given, "has bytes that are no UTF-8")
     if path[0] == "pools" and path[-1] in OF_ALL_POOLS:
         return _of_pool(path, given)
     if path == ("cache", "memory_bytes") and isinstance(value, str):
         value = parse_size(value, f"{given.origin}: {dotted(path)}")
     elif given.textual and isinstance(value, str) and value[:1] in ("[", "{") and annotation is not str:
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            value = parse_yaml(value)
+        except ValueError as error:
             raise _refusal(path, given, "is not valid YAML") from error
     if path in (("model", "path"), ("model", "draft")) and isinstance(value, str):
         value = name_at(value)
@@ -108,9 +109,23 @@ def _convert(path: Path, given: SettingValue) -> object:
         raise _refusal(path, given, refusal(annotation, value, str(error))) from error
     if isinstance(converted, float) and not math.isfinite(converted):
         raise _refusal(path, given, "must be a finite number")
-    if isinstance(converted, int) and abs(converted) > LARGEST:
-        raise _refusal(path, given, f"must be at most {LARGEST}: messages cannot carry a larger number")
+    for number in _inside(converted):
+        if isinstance(number, int) and abs(number) > LARGEST:
+            raise _refusal(path, given, f"must be at most {LARGEST}: messages cannot carry a larger number")
+        if isinstance(number, float) and not math.isfinite(number):
+            raise _refusal(path, given, f"is not right: it has {number}, which is no number")
     return converted
+
+
+def _inside(value: object) -> Iterator[object]:
+    """Yields what lists and mappings hold, however deep."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _inside(each)
+    else:
+        yield value
 
 
 def _of_pool(path: Path, given: SettingValue) -> dict[str, object]:
@@ -118,8 +133,8 @@ def _of_pool(path: Path, given: SettingValue) -> dict[str, object]:
     section, value = path[-1], given.value
     if given.textual and isinstance(value, str):
         try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            value = parse_yaml(value)
+        except ValueError as error:
             raise _refusal(path, given, "is not valid YAML") from error
     _check_spaces(path, given, value)
     if not isinstance(value, dict):

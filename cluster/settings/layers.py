@@ -45,12 +45,12 @@ class Layer:
 def read_file(file: FilePath) -> Layer:
     layer = Layer()
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeys)
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         layer.mistakes.append(f"{file}: cannot be read: {error.strerror}")
         return layer
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        layer.mistakes.append(f"{file}: is not valid YAML: {' '.join(str(error).split())}")
+    except ValueError as error:
+        layer.mistakes.append(f"{file}: is not valid YAML: {error}")
         return layer
     if content is None:
         return layer
@@ -61,23 +61,37 @@ def read_file(file: FilePath) -> Layer:
     return layer
 
 
+def parse_yaml(text: str) -> Any:
+    """Raises ValueError, whatever the parser stumbles over: a date in a 13th month and brackets without end are no errors of its own."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except Exception as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that occurs twice; YAML would silently keep the last one."""
+    """Refuses a key that occurs twice; YAML would silently keep the last one. Looks before `<<` merges other keys in, which may be
+    overridden."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            wrong = ""
+            if not isinstance(key, yaml.ScalarNode):
+                wrong = "a key must be a word, not a list or a mapping"
+            elif key.value in seen:
+                wrong = f"the key {key.value!r} stands twice"
+            if wrong:
+                raise yaml.constructor.ConstructorError(None, None, wrong, key.start_mark)
+            seen.add(key.value)
+        return node
 
 
-def _unique_mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        if key_node.value in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark
-            )
-        seen.add(key_node.value)
-    return loader.construct_mapping(node, deep=True)
-
-
-_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+# At once, so that a mapping that contains itself is refused.
+_UniqueKeys.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: loader.construct_mapping(node, deep=True)
+)
 
 
 def _read_section(

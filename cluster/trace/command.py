@@ -11,8 +11,8 @@ import httpx
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, RequestError
+from tandem.cluster import saving
 from tandem.cluster.api_client import ApiClient
-from tandem.cluster.saving import as_json, check_picture, save_picture, write_json
 from tandem.cluster.trace.picture import draw_trace
 from tandem.cluster.trace.text import show_list, show_trace
 from tandem.cluster.trace.why import Explanation, explain, explain_account
@@ -21,9 +21,17 @@ from tandem.router.recent import Targets
 from tandem.router.tracing.record import TraceList, TraceRecord
 
 
-def run(client: TraceClient, console: Console, name: str | None, picture: Path | None, json: Path | None) -> int:
+def run(
+    client: TraceClient,
+    console: Console,
+    name: str | None,
+    picture: Path | None,
+    json: Path | None,
+    *,
+    as_json: bool = False,
+) -> int:
     if picture is not None:
-        check_picture(picture, "--picture")
+        saving.check_picture(picture, "--picture")
     if name is None:
         if picture is not None or json is not None:
             raise ConfigurationError(
@@ -32,14 +40,14 @@ def run(client: TraceClient, console: Console, name: str | None, picture: Path |
         show_list(console, client.recent())
         return 0
     record = client.find(name)
-    if json == Path("-"):
-        sys.stdout.buffer.write(as_json(record))
+    if as_json or json == Path("-"):
+        sys.stdout.buffer.write(saving.as_json(record))
     else:
         show_trace(console, record)
-        if json is not None:
-            write_json(record, json)
+    if json is not None and json != Path("-"):
+        saving.write_json(record, json)
     if picture is not None:
-        save_picture(draw_trace(record), picture)
+        saving.save_picture(draw_trace(record), picture)
     return 0
 
 

@@ -57,8 +57,8 @@ def _trace(options: argparse.Namespace) -> int:
         if wants_json(options) and options.request is None:
             print_json(client.recent())
             return 0
-        json = options.json or (Path("-") if wants_json(options) else None)
-        return run(client, Console(), options.request, options.picture, json)
+        as_json = wants_json(options)
+        return run(client, Console(), options.request, options.picture, options.json, as_json=as_json)
 
 
 def _describe_why(parser: argparse.ArgumentParser) -> None:

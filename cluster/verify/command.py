@@ -13,7 +13,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from tandem.base.errors import ConfigurationError, TandemError
+from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.flags import adder
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
@@ -62,7 +62,8 @@ def remake(server: ApiClient, file: Path, request: Path, seconds: float) -> Rema
     if not isinstance(body, dict):
         raise ConfigurationError(f"{request} must be the body of the request, an object")
     # The router has drawn a seed if the request had none.
-    again = msgspec.json.encode({**body, "stream": False, "seed": body.get("seed", before.seed)})
+    seed = before.seed if body.get("seed") is None else body["seed"]
+    again = msgspec.json.encode({**body, "stream": False, "seed": seed})
     headers = {"content-type": "application/json", _HEADER: text}
     try:
         answer = server.http.post(
@@ -184,10 +185,10 @@ def _client(url: str) -> ApiClient:
 
 def _context(server: ApiClient) -> int | None:
     """Also finds out that the server answers, before many requests wait for it."""
-    answer: Any = server.get("/v1/models").json()
     try:
+        answer: Any = server.get("/v1/models").json()
         length = answer["data"][0].get("max_model_len")
-    except (LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise ConfigurationError(f"{server.url} does not list its models as a Tandem server does") from None
     return length if isinstance(length, int) else None
 
@@ -204,6 +205,8 @@ def _ask_all(
             return choices_of(msgspec.json.decode(answer.content))
         except TandemError as error:
             raise type(error)(f"{question.name}: {error}") from error
+        except msgspec.DecodeError as error:
+            raise Unavailable(f"{question.name}: {server.url} did not answer with JSON: {error}") from error
 
     pools = [ThreadPoolExecutor(options.at_once, thread_name_prefix="verify") for _ in servers]
     try:

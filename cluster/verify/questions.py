@@ -99,6 +99,8 @@ def _question(name: str, body: dict[str, Any], seed: int) -> Question:
     wanted: dict[str, Any] = (
         {"logprobs": True, "top_logprobs": _ALTERNATIVES} if is_chat else {"logprobs": _ALTERNATIVES}
     )
-    whole = {**wanted, "seed": seed, **body, "stream": False, "return_token_ids": True}
+    whole = {**wanted, **body, "stream": False, "return_token_ids": True}
+    if whole.get("seed") is None:
+        whole["seed"] = seed
     whole.pop("stream_options", None)
     return Question(name, _CHAT if is_chat else _COMPLETIONS, whole)

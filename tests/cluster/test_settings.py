@@ -428,6 +428,43 @@ def test_a_key_that_stands_twice_is_refused_and_so_is_what_is_not_yaml(tmp_path:
     assert "is not valid YAML" in mistakes(tmp_path, "a: [")[0]
 
 
+def test_a_key_may_override_one_that_is_merged_in(tmp_path: Path) -> None:
+    text = "pools: {prefill: &p {nodes: 1, threads: 3}, decode: {<<: *p, nodes: 2}}"
+    pools = settings(tmp_path, text).config.pools
+    assert [(pool.nodes, pool.threads) for pool in (pools.prefill, pools.decode)] == [(1, 3), (2, 3)]
+    twice = "pools: {prefill: &p {nodes: 1}, decode: {<<: *p, nodes: 2, nodes: 3}}"
+    assert "'nodes' stands twice" in mistakes(tmp_path, twice)[0]
+
+
+@pytest.mark.parametrize("value", ["2024-99-99", "0b_", "{{ port }}", "!!int ''", "[" * 3000])
+def test_what_the_parser_stumbles_over_is_a_mistake_like_any_other(tmp_path: Path, value: str) -> None:
+    (mistake,) = mistakes(tmp_path, f"router: {{port: {value}}}")
+    assert mistake.startswith("FILE: is not valid YAML: ")
+    (mistake,) = mistakes(tmp_path, "", {}, [("pools.prefill.cache", f"{{block_size: {value}}}", "--set")])
+    assert mistake == "--set: pools.prefill.cache is not valid YAML"
+
+
+def test_a_name_of_another_form_is_not_called_empty(tmp_path: Path) -> None:
+    (mistake,) = mistakes(tmp_path, "name: My_Cluster")
+    assert mistake == "FILE: name must be of the form ^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$, not 'My_Cluster'"
+    assert mistakes(tmp_path, "transfer: {connector: ''}")[0].startswith("FILE: transfer.connector must not be empty")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        ("pools: {prefill: {resources: {GPU: .inf}}}", [], "FILE: pools.prefill.resources is not right: it has inf, which is no number"),
+        ("model: {engine: vllm, engine_python: /x, engine_args: {a: [{b: 99999999999999999999}]}}", [],
+         f"FILE: model.engine_args must be at most {2**63 - 1}: messages cannot carry a larger number"),
+        ("", [("model.path", "\udcff/x", "--model")], "--model: model.path has bytes that are no UTF-8"),
+    ],
+)  # fmt: skip
+def test_what_no_message_can_carry_is_refused(
+    tmp_path: Path, text: str, flags: list[tuple[str, str, str]], said: str
+) -> None:
+    assert mistakes(tmp_path, text, {}, flags)[0] == said
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"missing\.yaml: cannot be read: No such file"):
         resolve([read_file(tmp_path / "missing.yaml")])

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.batches import job
+from tandem.base.errors import ConfigurationError
+from tandem.cluster.batches import command, job
 from tandem.cluster.cli import main
 from tests.router.conftest import RunningRouter, StartRouter
 
@@ -79,3 +80,40 @@ def test_what_is_wrong_is_named(router: RunningRouter, tmp_path: Path, capsys: p
     ):
         assert main(["batch", *arguments]) != 0
         assert named in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(
+    router: RunningRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, folder = tmp_path / "in.jsonl", tmp_path / "folder"
+    given.write_text(line("a"))
+    folder.mkdir()
+    for output, said in ((folder, "cannot be written"), (given, "is the file of the requests")):
+        assert main(["batch", str(given), str(output), "--url", router.url]) == 1
+        assert said in capsys.readouterr().err.replace("\n", " ")
+    assert router.client.get("/v1/batches").json()["data"] == []
+    assert given.read_text() == line("a")
+
+
+def test_a_job_that_no_later_call_would_find_is_cancelled(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "in.jsonl"
+    given.write_text("\n".join(line(f"n{index}") for index in range(50)))
+
+    def full(*_: object) -> None:
+        raise ConfigurationError("No space left on device")
+
+    monkeypatch.setattr(command, "write_note", full)
+    assert main(["batch", str(given), str(tmp_path / "out.jsonl"), "--url", router.url]) == 1
+    (job,) = router.client.get("/v1/batches").json()["data"]
+    assert job["status"] in ("cancelling", "cancelled")
+
+
+def test_a_file_whose_job_was_refused_does_not_stay_at_the_server(router: RunningRouter, tmp_path: Path) -> None:
+    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text(line("a"))
+    assert main(["batch", str(given), str(out), "--url", router.url, "--window", "soon"]) == 1
+    given.write_text("\n".join([line("a"), line("a")]))
+    assert main(["batch", str(given), str(out), "--url", router.url]) == 1
+    assert router.client.get("/v1/files").json()["data"] == []

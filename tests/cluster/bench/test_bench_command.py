@@ -106,6 +106,14 @@ def test_a_run_is_shown_as_a_table(server: FakeServer, tokenizer: Path, capsys: 
     assert all(body["ignore_eos"] for body in completions(server))
 
 
+def test_a_run_as_json_is_json_also_where_a_file_gets_it(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    assert bench(server, "--requests", "2", "--warmup", "0", "-o", "json", "--json", str(file)) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(file.read_text())
+
+
 def test_a_run_as_json_says_all_that_is_needed_to_repeat_it(
     server: FakeServer, tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
 
-from tandem.base.errors import DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.base.errors import ConfigurationError, DeadlineExceeded, NodeLost, TandemError, Unavailable
+from tandem.cluster.cli import main
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
 from tandem.cluster.commands.apply import apply, described, follow, follow_exchange
@@ -100,7 +102,7 @@ def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> No
         view(UNDER_WAY, 4, "rollout 4 begins"),
         view(UNDER_WAY, 4, "rollout 4 begins", "decode-0 drains and is replaced"),
         Unavailable("no controller"),
-        Unavailable("no controller"),
+        DeadlineExceeded("no answer within 30 s"),
         view(None),
     )
     assert done
@@ -139,19 +141,70 @@ def test_an_answer_with_other_bits_takes_a_rollout_back(found: list[str], taken_
     assert done == (taken_back or "same" in last)
 
 
+@pytest.mark.parametrize(
+    ("errors", "taken_back", "last"),
+    [
+        ([Unavailable("no controller"), DeadlineExceeded("no answer")], True, "the rollout was taken back: as asked"),
+        ([ConfigurationError("no rollout is running")] * 3, False,
+         "The rollout is done: apply the previous configuration to take it back"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_taken_back_also_if_the_controller_is_away_just_then(
+    errors: list[TandemError], taken_back: bool, last: str
+) -> None:
+    class Away(Told):
+        async def go_back(self) -> None:
+            if errors:
+                raise errors.pop(0)
+            await super().go_back()
+
+    said: list[str] = []
+    end = view(None, 3, "the rollout was taken back: as asked") if taken_back else view(None)
+    cluster = Away(view(UNDER_WAY), view(UNDER_WAY), view(UNDER_WAY), end)
+    done = asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=Answers("token 3")))  # type: ignore[arg-type]
+    assert (cluster.is_going_back, said[-1], done) == (taken_back, last, False)
+
+
 def test_a_line_says_what_it_waits_for() -> None:
     assert rollout_line(RolloutView(4, 0, [], 0.0, "room")) == "0 new serve, 0 old left; waits: room"
 
 
-def test_an_interrupt_ends_the_command_and_not_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("where", "only_asked", "said"),
+    [
+        ("before", False, []),
+        ("apply", False, ["the controller had not answered yet: `tandem status` shows whether a rollout has begun"]),
+        ("apply", True, []),
+        ("view", False, ["the rollout goes on: `tandem status` shows it, `tandem apply --back` takes it back"]),
+    ],
+)
+def test_an_interrupt_ends_the_command_and_says_what_goes_on(
+    where: str, only_asked: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(here: str) -> None:
+        if where == here:
+            raise KeyboardInterrupt
 
-    said: list[str] = []
-    monkeypatch.setattr(operate, "with_controller", interrupted)
+    class Interrupted(DirectCluster):
+        async def apply(self, config: TandemConfig, *, dry_run: bool) -> AppliedChange:
+            if dry_run == only_asked:
+                ends("apply")
+            return AppliedChange([], ["debug"], [], ["decode-0"], 4)
+
+        async def view(self) -> ClusterView:
+            ends("view")
+            raise AssertionError
+
+    def run(which: object, work: Any, url: str, say: object) -> object:
+        ends("before")
+        return asyncio.run(work(Interrupted()))
+
+    told: list[str] = []
+    monkeypatch.setattr(operate, "with_controller", run)
+    target = operate.CommandTarget(WhichCluster(), "http://router", told.append)
     with pytest.raises(KeyboardInterrupt):
-        apply(TandemConfig(), operate.CommandTarget(WhichCluster(), "http://router", said.append))
-    assert "the rollout goes on" in said[0]
+        apply(TandemConfig(), target, dry_run=only_asked)
+    assert [line for line in told if "controller" in line or "goes on" in line] == said
 
 
 def exchanged(*views: ExchangeView | TandemError | None) -> tuple[bool, list[str]]:
@@ -187,3 +240,12 @@ def test_a_controller_that_was_not_replaced_says_why() -> None:
     done, said = exchanged(ExchangeView("ours", ExchangePhase.FAILED, "it does not know `cache.colour`"))
     assert not done
     assert said == ["the controller was not replaced, and the old one serves: it does not know `cache.colour`"]
+
+
+@pytest.mark.parametrize("word", ["tandem.yaml", "--dry-run", "--no-wait", "--verify"])
+def test_what_is_about_a_new_change_is_refused_when_one_is_taken_back(
+    word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operate, "with_controller", lambda *_: pytest.fail("something was changed"))
+    assert main(["apply", "--back", word, "--url", "http://127.0.0.1:9"]) == 1
+    assert "is about a new change: leave one out" in capsys.readouterr().err

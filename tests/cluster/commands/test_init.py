@@ -63,6 +63,20 @@ def test_flags_are_written_as_settings(tmp_path: Path, capsys: pytest.CaptureFix
     assert config == read_settings(make_parser().parse_args(["config", *flags])).config
 
 
+def test_keys_are_written_and_what_hides_them_is_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["--set", "router.api_keys=[{name: a, key: s3cret}]"]
+    assert main(["init", *keys]) == 0
+    (key,) = resolve([read_file(tmp_path / "tandem.yaml")]).config.router.api_keys
+    assert key.key == "s3cret"
+    capsys.readouterr()
+    assert main(["config", *keys]) == 0
+    shown = capsys.readouterr().out
+    assert "s3cret" not in shown
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert main(["config", "--config", "shown.yaml"]) == 1
+    assert "router.api_keys: a: (hidden) stands where" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tandem.yaml").write_text("model: mine")
     assert main(["init", "--cluster", "aws"]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import ssl
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, InternalError, RequestError
-from tandem.cluster.api_client import ApiClient
+from tandem.cluster.api_client import ApiClient, trusted
 from tandem.cluster.cli import make_parser
 from tandem.cluster.commands import overview
 from tandem.cluster.commands.overview import Overview
@@ -107,3 +108,14 @@ def test_a_watch_shows_the_router_again_and_again(
     if words:
         looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [look["router"]["model"] for look in looks] == ["tiny", "tiny"]
+
+
+def test_a_certificate_is_verified_however_the_urls_scheme_is_written() -> None:
+    assert isinstance(trusted("https://127.0.0.1"), ssl.SSLContext)
+    assert isinstance(trusted("HTTPS://127.0.0.1"), ssl.SSLContext)
+
+
+@pytest.mark.parametrize("url", ["http://a..b:8000", f"http://{'a' * 64}:8000", "ftp://a"])
+def test_a_url_whose_host_cannot_be_one_is_named(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no URL"):
+        ApiClient(url)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
 import pytest
 
 from tandem import LLM, SamplingParams
-from tandem.base.errors import ConfigurationError, RequestError
+from tandem.base.errors import ConfigurationError, RequestError, Unavailable
+from tandem.cluster.offline import llm as llm_module
 from tandem.cluster.offline.llm import flags_of
 from tandem.wire.pooling import Pooling, PoolingKind, VectorModel
 from tests.router.conftest import StartRouter
@@ -54,6 +58,37 @@ def test_what_is_wrong_is_named(start_router: StartRouter) -> None:
             llm.generate(["a", "b"], [SamplingParams()])
         with pytest.raises(ConfigurationError, match="prompt_token_ids"):
             llm.generate({"text": "a"})
+
+
+def test_an_interrupt_sends_no_further_requests(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    router = start_router()
+
+    def interrupted(futures: Sequence[Future[object]], **_: object) -> Iterator[Future[object]]:
+        yield futures[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm_module, "track", interrupted)
+    monkeypatch.setattr(llm_module, "AT_ONCE", 1)
+    with LLM(url=router.url) as llm, pytest.raises(KeyboardInterrupt):
+        llm.generate(["a"] * 200, SamplingParams(max_tokens=1))
+    assert len(router.nodes["p0"].submits) < 100
+
+
+def test_a_server_that_was_started_in_vain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, but not a request without the key that its settings ask for."""
+    closed: list[str] = []
+
+    class Started:
+        def __init__(self, model: str, flags: object) -> None:
+            self.url = "http://127.0.0.1:9"
+
+        def close(self) -> None:
+            closed.append(self.url)
+
+    monkeypatch.setattr(llm_module, "OwnServer", Started)
+    with pytest.raises(Unavailable, match="does not answer"):
+        LLM("smollm2")
+    assert closed == ["http://127.0.0.1:9"]
 
 
 def test_its_arguments_are_the_flags_of_tandem_serve() -> None:

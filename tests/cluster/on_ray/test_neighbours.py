@@ -133,6 +133,18 @@ async def test_a_controller_that_was_killed_while_it_placed_nodes_keeps_no_other
     assert (NAMESPACE.encode(), b"placing") not in store.values
 
 
+async def test_a_lock_on_placement_is_broken_also_after_the_clock_was_set_back(
+    store: MemoryKv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(neighbours, "LONGEST_S", 0.02)
+    for name in ("chat", "code"):
+        await stands(name).save(b"id")
+    store.values[NAMESPACE.encode(), b"placing"] = f"chat {time.time() + 3600}".encode()
+    async with asyncio.timeout(10.0), Neighbours("code").placing():
+        assert store.values[NAMESPACE.encode(), b"placing"].startswith(b"code ")
+
+
 async def test_a_deployment_that_is_alone_waits_for_no_other(store: MemoryKv) -> None:
     await stands("chat").save(b"id")
     async with Neighbours("chat").placing():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 
 from tandem.base.errors import Unavailable
 from tandem.cluster.on_ray.runtime import import_ray
-from tandem.cluster.orders import ScaleOrder
+from tandem.cluster.orders import ScaleOrder, ViewOrder
 from tandem.wire.nodes import Role
 
-import_ray()
+ray = import_ray()
 
+from tandem.cluster.on_ray import remote_controller  # noqa: E402
 from tandem.cluster.on_ray.remote_controller import RemoteController  # noqa: E402
 
 
@@ -32,3 +35,27 @@ async def test_an_order_goes_as_its_action_and_comes_back_as_its_answer() -> Non
 async def test_a_controller_of_a_version_without_orders_is_named() -> None:
     with pytest.raises(Unavailable, match=r"earlier version of Tandem.*--url"):
         await RemoteController(SimpleNamespace(), "chat").ask(ScaleOrder({Role.DECODE: 2}))
+
+
+@pytest.mark.parametrize("ask", ["revive", "view", "standing", "find"])
+async def test_what_ray_raises_is_an_error_of_ours(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's control store cannot be reached for a while: who follows the cluster asks again, and must not take it for an end."""
+
+    def fails(*_: object) -> object:
+        raise ray.exceptions.RpcError("the control store does not answer", rpc_code=14)
+
+    async def lost(*_: object) -> bytes:
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(ray, "get_actor", fails)
+    monkeypatch.setattr(ray.util, "list_named_actors", fails)
+    actor: Any = SimpleNamespace(order=SimpleNamespace(remote=lost))
+    controller = RemoteController(actor, "chat")
+    asked: dict[str, Callable[[], Awaitable[object]]] = {
+        "revive": controller.revive,
+        "view": lambda: controller.ask(ViewOrder()),
+        "standing": lambda: asyncio.to_thread(remote_controller.standing),
+        "find": lambda: asyncio.to_thread(remote_controller.find_controller, "chat"),
+    }
+    with pytest.raises(Unavailable, match="control store does not answer"):
+        await asked[ask]()

@@ -54,6 +54,12 @@ def test_nodes_are_replaced_for_a_pools_environment_whose_values_are_not_told() 
     assert applied(running, wanted).pools.decode.env == {"UCX_TLS": "rc", "max": "min"}
 
 
+def test_nodes_are_replaced_for_the_arguments_of_their_pools_engine() -> None:
+    wanted = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, engine_args={"enforce_eager": True})))
+    found = difference(CONFIG, wanted)
+    assert (found.nodes, found.refused) == (["pools.decode.engine_args.enforce_eager"], [])
+
+
 def test_nodes_are_replaced_for_what_their_pool_sets_for_itself() -> None:
     running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, cache={"block_size": 16})))
     wanted = replace(

@@ -381,3 +381,27 @@ async def test_the_controllers_environment_is_that_of_its_process() -> None:
         rig.config = wanted  # what the next process is made with
         await rig.next_controller()
         assert (await rig.controller.configuration()).controller == wanted.controller
+
+
+async def test_a_node_that_does_not_start_on_a_machine_that_is_seen_again_is_replaced() -> None:
+    """It ended while its machine was not seen. The controller goes on with all others."""
+    hosts = FakeHosts(machine("1", prefill=1, decode=1), machine("2", decode=1))
+    async with Rig(pools=pools(1, 2), hosts=hosts) as rig:
+        await rig.controller.start()
+        await rig.kill_controller()
+        (there,) = [node for node in rig.launcher.running if node.host.name == "2"]
+        name = there.info.node_id
+        hosts.leave("2")
+        hosts.forget_waiters()
+        start = asyncio.create_task(rig.controller.start())
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        rig.launcher.prepare[name] = lambda process, earlier: setattr(
+            process, "start_error", Unavailable("no memory") if earlier < 2 else None
+        )
+        there.died.set_result("out of memory")
+        hosts.join(machine("2", decode=1))
+        await rig.clock.advance(TIMEOUTS.unresponsive_s)
+        await start
+        assert (await rig.controller.view()).failure == ""
+        assert name in rig.routed
+        assert [node for node in rig.launcher.nodes[name][1:] if not node.stopped] == [rig.launcher.node(name)]

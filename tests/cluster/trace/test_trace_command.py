@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,14 @@ def test_it_waits_for_the_nodes_and_draws_what_it_has(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in svg.read_bytes()[:400]
     assert msgspec.json.decode(json.read_bytes(), type=TraceRecord) == record()
+
+
+def test_it_is_json_also_where_a_file_gets_it(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    made = client(lambda request: httpx.Response(200, content=msgspec.json.encode(record())))
+    file = tmp_path / "trace.json"
+    assert run(made, Console(file=io.StringIO()), "req/1", None, file, as_json=True) == 0
+    sys.stdout.flush()
+    assert capfdbinary.readouterr().out == file.read_bytes()
 
 
 def test_without_a_name_the_last_ones_are_listed() -> None:

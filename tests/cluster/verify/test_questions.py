@@ -56,3 +56,10 @@ def test_a_file_with_something_else_is_refused(text: str, said: str, tmp_path: P
         of_file(file)
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
         of_file(tmp_path / "none")
+
+
+def test_a_seed_of_null_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "a", "seed": null}')
+    (asked,) = of_file(file)
+    assert asked.body["seed"] == 1

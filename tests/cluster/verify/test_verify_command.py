@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tandem.cluster.api_client import ApiClient
 from tandem.cluster.cli import main
+from tandem.cluster.verify import command
+from tandem.cluster.verify.command import remake
+from tandem.router.receipts.receipt import Receipt, marks_of, signed
 
+RECEIPT = Receipt("0.2", "/v1/completions", "c", "", "p", {"seed": 7}, marks_of([1, 2], None, "stop"))
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -29,3 +36,33 @@ def test_what_cannot_be_compared_ends_with_2_and_says_why(
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("body", "seed"), [({"prompt": "a"}, 7), ({"prompt": "a", "seed": None}, 7), ({"seed": 3}, 3)])
+def test_an_answer_is_made_again_with_the_seed_that_the_router_drew(
+    body: dict[str, object], seed: int, tmp_path: Path
+) -> None:
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, headers={"x-tandem-receipt": signed(RECEIPT, b"k" * 32)}, json={})
+
+    receipt, request = tmp_path / "receipt", tmp_path / "request.json"
+    receipt.write_text(signed(RECEIPT, b"k" * 32))
+    request.write_text(json.dumps(body))
+    server = ApiClient("http://router", None, httpx.MockTransport(answer))
+    assert remake(server, receipt, request, 1.0).same
+    assert json.loads(asked[0].content)["seed"] == seed
+
+
+@pytest.mark.parametrize("text", ["hello", "[]", "{}"])
+def test_a_server_that_answers_with_something_else_was_not_compared(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def client(url: str, key: str | None) -> ApiClient:
+        return ApiClient(url, key, httpx.MockTransport(lambda request: httpx.Response(200, text=text)))
+
+    monkeypatch.setattr(command, "ApiClient", client)
+    assert main(["verify", "--url", NOWHERE, "--url", NOWHERE]) == 2
+    assert "does not list its models as a Tandem server does" in capsys.readouterr().err

@@ -1,0 +1,52 @@
+"""Work in threads that no one may wait for any more."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from tandem.cluster.commands.operate import HttpControl
+from tandem.cluster.orders import ViewOrder
+from tandem.cluster.tasks import in_own_thread
+
+
+async def test_work_whose_result_is_no_longer_wanted_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    goes_on = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def work() -> bool:
+        threads.append(threading.current_thread())
+        return goes_on.wait(10.0)
+
+    waiting = asyncio.wrap_future(in_own_thread("work", work))
+    waiting.cancel()
+    goes_on.set()
+    await asyncio.gather(waiting, return_exceptions=True)
+    threads[0].join(10.0)
+    assert raised == []
+
+
+def test_a_command_that_is_interrupted_does_not_wait_for_the_answer() -> None:
+    over, was_waited_for = threading.Event(), threading.Event()
+
+    def answer_late(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            if not over.wait(10.0):
+                was_waited_for.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer_late, args=(listening,), daemon=True)
+        thread.start()
+        control = HttpControl(f"http://127.0.0.1:{listening.getsockname()[1]}", None)
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(control.ask(ViewOrder()), 0.2))
+        over.set()
+        thread.join(20.0)
+        control.close()
+    assert not was_waited_for.is_set()
