@@ -83,7 +83,9 @@ def test_whether_it_pays_is_decided_by_all_that_has_to_move() -> None:
     for end in (2, BLOCKS):
         a.store(prefixes.state_keys(a_request(), end))
     for _ in range(20):
-        b.sharing._computing.observe(1000, 1.0)
+        b.sharing.planned(1000)
+        world.now += 1.0
+        b.sharing.booked()
         peer = b.sharing._peer(PeerKey("a", a.epoch))
         peer.bytes_per_s.observe(600 * CHUNK_BYTES, 1.0)
         peer.answers_per_s.observe(1, 1e-4)
