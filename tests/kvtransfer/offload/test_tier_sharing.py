@@ -228,9 +228,9 @@ def test_it_is_computed_where_that_was_seen_to_be_faster() -> None:
         return b.sharing.begin_fetch(Asker(name, CachePeers(source=a.address)), family)  # type: ignore[arg-type]
 
     def compute(tokens_per_s: float) -> None:
-        b.sharing.planned(1000)
+        b.sharing.peers.planned(1000)
         world.now += 1000 / tokens_per_s
-        b.sharing.booked()
+        b.sharing.peers.booked()
 
     compute(100.0)
     assert fetches("r0", keys(2)), "nothing is known of the link"
@@ -328,8 +328,8 @@ def run(number: int) -> int:
                     waiting.append((node, name))
             case 4:
                 announced: Any = Asker("m", CachePeers(mirror=peer.address))
-                node.sharing.stored(announced, family, keys(8)[draw.randrange(9) :])
-                node.sharing.tell_mirrors()
+                node.sharing.mirrors.stored(announced, family, keys(8)[draw.randrange(9) :])
+                node.sharing.mirrors.tell()
             case 5:
                 world.now += draw.choice([0.1, 0.5, 2.0, 8.0])
             case 6 if world.mail:
