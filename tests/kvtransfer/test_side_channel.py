@@ -69,9 +69,11 @@ def test_a_message_arrives(receiver: Receiver) -> None:
 @pytest.mark.parametrize(
     "endpoint", ["", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://:", "tcp://nowhere", "tcp://some-host-name:80", "x"]
 )
-def test_an_endpoint_that_cannot_be_is_counted_and_harms_nobody(receiver: Receiver, endpoint: str) -> None:
+def test_an_endpoint_that_cannot_be_harms_nobody(receiver: Receiver, connections: set[str], endpoint: str) -> None:
     receiver.channel.send(endpoint, cancel())
-    assert receiver.channel.undeliverable == 1
+    assert not connections
+    receiver.channel.send(receiver.channel.endpoint, cancel())
+    receiver.wait_for(1)
 
 
 def test_the_number_of_connections_is_bounded(
@@ -88,7 +90,6 @@ def test_the_number_of_connections_is_bounded(
 def test_as_many_connections_as_are_kept_can_be_made(receiver: Receiver, connections: set[str]) -> None:
     for port in range(20_000, 20_000 + endpoint.MAX_ENDPOINTS):
         receiver.channel.send(endpoint_at(port), cancel())
-    assert receiver.channel.undeliverable == 0
     assert len(connections) == endpoint.MAX_ENDPOINTS
 
 
