@@ -132,7 +132,7 @@ class RequestLife:
         """Leaves its nodes. `try_again` goes on from the tokens that are known."""
         logger.info("%s: pauses for another key after %d tokens", self.spec.label, len(self.ledger.tokens))
         self._abandon_attempt()
-        self._placement.stop_waiting(self)
+        self._placement.lives.stop_waiting(self)
         self._waiting_since = None
         self._paused = True
         self.ledger.drop_held()
@@ -385,7 +385,7 @@ class RequestLife:
     def _wait_for_nodes(self) -> None:
         if self._waiting_since is None:
             self._waiting_since = self._clock()
-            self._placement.wait_for_nodes(self)
+            self._placement.lives.wait(self)
             self._arm()
 
     def _attempt(self, decision: RoutingDecision) -> None:
@@ -396,7 +396,7 @@ class RequestLife:
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
         self._waiting_since = None
-        self._placement.stop_waiting(self)
+        self._placement.lives.stop_waiting(self)
         self._arm()
         if self.spec.trace is not None:
             self.spec.trace.considered(self._nodes.alternatives(decision))
@@ -501,7 +501,7 @@ class RequestLife:
         self._alarms.pop(self._on_alarm, None)
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
-        self._placement.stop_waiting(self)
+        self._placement.lives.stop_waiting(self)
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
         if self.spec.trace is not None:

@@ -75,7 +75,7 @@ class NodeChoice:
             prompt_tokens=len(self._spec.facts.prompt_token_ids) + done,
             max_new_tokens=self._spec.facts.sampling.max_tokens - done,
             session=self._spec.session,
-            home=self._placement.home_of(self._spec.facts.job_id),
+            home=self._placement.homes.of(self._spec.facts.job_id),
             avoid=avoid,
             mirror=self._mirror,
             # Tokens that were shown came from one model content, and the answer must continue with it. Before
