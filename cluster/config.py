@@ -251,7 +251,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     start_s: Annotated[
-        Seconds, about("seconds for a controller with another environment to serve, before the old one comes back")
+        Seconds,
+        fixed("seconds for a controller with another environment to serve: it imports and asks, and loads no model"),
     ] = 120.0
 
 
@@ -318,6 +319,8 @@ def _not_of(role: Role) -> Iterator[tuple[tuple[str, ...], str]]:
     traits, pool = TRAITS[role], ("pools", role.value)
     if not role.hands_over:
         yield (*pool, "transfer_options"), f"nodes that {traits.task} transfer nothing"
+    if not traits.reads_prompts:
+        yield (*pool, "context_parallel"), "its nodes read short prompts alone: set pools.prefill.context_parallel"
     if traits.one_rank:
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel", "machines"):
             yield (*pool, name), f"{traits.one_rank}: set pools.{role.value}.nodes to more"

@@ -9,5 +9,6 @@ DECODE = RoleTraits(
     actor="tandem.decode_node.actor:DecodeActor",
     task="decode",
     nodes=1,
+    reads_prompts=False,
 )
 AGGREGATED = RoleTraits(role=Role.AGGREGATED, node=DECODE.node, actor=DECODE.actor, task="do both")

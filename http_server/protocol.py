@@ -78,7 +78,6 @@ class HttpConnection(asyncio.Protocol):
         self._owner = ""  # the key of its last request
         self._heard = False  # whether the client has sent anything at all
         self._closing = False
-        self._lingers = False
         self._dropped_bytes = 0  # bytes dropped while it lingers
         # While it waits for a head, for the rest of an unread body, or idle; never two of these.
         self._timer = ConnectionTimer(loop)
@@ -330,7 +329,7 @@ class HttpConnection(asyncio.Protocol):
     def _linger(self) -> None:
         if self._closing:
             return
-        self._closing = self._lingers = True
+        self._closing = True
         self._note_idle()
         self._timer.stop()
         if self._call is not None and not self._call.complete:

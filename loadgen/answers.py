@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -79,14 +78,12 @@ class AnswerParser:
         self._timeline = timeline
         self._events = EventSplitter()
         self._status = 0
-        self._says_when_to_retry = False
         self._refusal = b""
         self._failure: RequestFailure | None = None
         self._done = False
 
-    def begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+    def begin(self, status: int) -> None:
         self._status = status
-        self._says_when_to_retry = b"retry-after" in headers
 
     def body(self, now: float, data: bytes) -> None:
         if self._status != 200:
@@ -122,9 +119,7 @@ class AnswerParser:
     def finish(self) -> None:
         """Call this when the response has ended properly in HTTP's terms. Raises RequestFailure."""
         if self._status != 200:
-            failure = RequestFailure(f"http_{self._status}", _error_text(self._refusal))
-            failure.says_when_to_retry = self._says_when_to_retry
-            raise failure
+            raise RequestFailure(f"http_{self._status}", _error_text(self._refusal))
         if self._failure is not None:
             raise self._failure
         if not self._timeline.chunk_times:

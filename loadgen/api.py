@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -80,7 +79,7 @@ class _CollectedAnswer:
         self.status = 0
         self.content = b""
 
-    def begin(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+    def begin(self, status: int) -> None:
         self.status = status
 
     def body(self, now: float, data: bytes) -> None:

@@ -22,7 +22,7 @@ NO_HEADERS: Mapping[str, str] = {}
 class Sink(Protocol):
     """Reads a response. Called from the event loop as bytes arrive; must not raise."""
 
-    def begin(self, status: int, headers: Mapping[bytes, bytes]) -> None: ...
+    def begin(self, status: int) -> None: ...
 
     def body(self, now: float, data: bytes) -> None: ...
 
@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
             return
         if not self._begun and self._parser.status:
             self._begun = True
-            self._sink.begin(self._parser.status, self._parser.headers)
+            self._sink.begin(self._parser.status)
         if body:
             self._sink.body(now, body)
         if self._parser.complete:

@@ -26,7 +26,6 @@ class RequestFailure(TandemError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        self.says_when_to_retry = False  # by a Retry-After of the server's
 
 
 @dataclass(slots=True, eq=False)

@@ -21,6 +21,7 @@ class RoleTraits:
     task: str  # completes "nodes that ..."
     nodes: int = 0  # the default size of its pool
     is_scaled: bool = True  # by its load, if its pool has a `max`
+    reads_prompts: bool = True  # or only what is too short to be worth sending away
     one_rank: str = ""  # why its nodes cannot have several ranks; "": they can
     fixed: str = ""  # why its nodes cannot change their role, and no node can become one; "": they can
 

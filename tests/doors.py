@@ -61,13 +61,12 @@ def _settings() -> Iterator[str]:
 def _commands() -> list[tuple[str, argparse.ArgumentParser]]:
     """Every command, actions as `models fetch` among them, with its parser."""
     from tandem.cluster.cli import make_parser
+    from tandem.cluster.commands.parser import described, subcommands
 
     found: list[tuple[str, argparse.ArgumentParser]] = [("", make_parser())]
     for name, parser in found:
-        getattr(parser, "described", lambda: None)()
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found += [(f"{name} {word}".strip(), inner) for word, inner in action.choices.items()]
+        inner = subcommands(described(parser))
+        found += [(f"{name} {word}".strip(), each) for word, each in inner.items()]
     return found[1:]
 
 
@@ -82,9 +81,11 @@ def _named(command: str, action: argparse.Action) -> str:
 
 
 def _flags() -> Iterator[str]:
+    from tandem.cluster.commands.parser import flags_of
+
     for command, parser in _commands():
-        for action in parser._actions:
-            if action.option_strings and action.dest != "help":
+        for action in dict.fromkeys(flags_of(parser).values()):
+            if action.dest != "help":
                 yield _named(command, action)
 
 
@@ -127,12 +128,14 @@ class Recorder:
 
     def words(self, words: Sequence[str]) -> None:
         """`tandem` runs with these words."""
+        from tandem.cluster.commands.parser import flags_of
+
         commands = dict(_commands())
         name = next((two for n in (2, 1) if (two := " ".join(words[:n])) in commands), None)
         if name is None:
             return
         self.passed.add(("command", name))
-        actions = commands[name]._option_string_actions
+        actions = flags_of(commands[name])
         for word in words:
             action = actions.get(word.partition("=")[0])
             if action is not None and action.dest != "help":

@@ -46,6 +46,21 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+class CountedBackend:
+    """A tokenizer of the library that notes each text it is given."""
+
+    def __init__(self, folder: str) -> None:
+        self._backend = tokenizers.Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        self.texts: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.texts += texts
+        return self._backend.encode_batch_fast(texts, **options)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(model_folder: str) -> Tokenizer:
     return Tokenizer.from_folder(model_folder)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
-from tandem.cluster.commands.parser import SHELL, Command
+from tandem.cluster.commands.parser import SHELL, Command, described, flags_of, subcommands
 
 # The shell passes the words after `tandem` up to the one under the cursor, and filters the answers. Without an answer it completes
 # file names.
@@ -66,32 +65,21 @@ def complete(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]
     option: argparse.Action | None = None  # the one that takes the next word
     for word in before:
         if word.startswith("-"):
-            option = None if "=" in word else parser._option_string_actions.get(word)
+            option = None if "=" in word else flags_of(parser).get(word)
             if option is not None and option.nargs == 0:
                 option = None
         elif option is not None:
             if option.nargs not in ("+", "*"):
                 option = None
-        elif (inner := _subcommands(parser).get(word)) is not None:
-            parser = _described(inner)
+        elif (inner := subcommands(parser).get(word)) is not None:
+            parser = described(inner)
     if option is not None and not last.startswith("-"):
         answers = _values(option)
     elif last.startswith("-"):
-        answers = [name for name, action in parser._option_string_actions.items() if _is_shown(name, action)]
+        answers = [name for name, action in flags_of(parser).items() if _is_shown(name, action)]
     else:
-        answers = list(_subcommands(parser)) or _positional_choices(parser)
+        answers = list(subcommands(parser)) or _positional_choices(parser)
     return sorted(answer for answer in answers if answer.startswith(last))
-
-
-def _described(parser: Any) -> Any:
-    return parser.described() if hasattr(parser, "described") else parser
-
-
-def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
 
 
 def _is_shown(name: str, action: argparse.Action) -> bool:

@@ -42,6 +42,23 @@ def command_of(module: str, name: str, help: str, group: str) -> Command:
     )
 
 
+def described(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The parser with its arguments."""
+    return parser.described() if isinstance(parser, CommandParser) else parser
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """What each flag of a parser does; several may do the same."""
+    return parser._option_string_actions
+
+
 class _NamesTheCommand(argparse.ArgumentParser):
     """Answers an unknown command with the one that was probably meant, instead of with all of them."""
 

@@ -269,7 +269,7 @@ class Exchanger:
 
     async def _until_it_serves(self, config: TandemConfig) -> str:
         """Waits until the new controller has served for `rollout.settle_s`. Returns why it did not within
-        `controller.start_s`; "" if it did."""
+        time; "" if it did."""
         deadline = time.monotonic() + config.controller.start_s
         serves_since, why = None, "it did not answer"
         while (now := time.monotonic()) < deadline:
@@ -278,7 +278,7 @@ class Exchanger:
             if serves_since is not None and now - serves_since >= config.rollout.settle_s:
                 return ""
             await asyncio.sleep(_LOOK_S)
-        return f"it did not serve within {config.controller.start_s:g} s (`controller.start_s`): {why or 'it did not stay'}"
+        return f"it did not serve within {config.controller.start_s:g} s: {why or 'it did not stay'}"
 
     async def _why_not(self) -> str:
         controller = await self._controller()

@@ -34,7 +34,7 @@ _PATHS = (
     "tls_certificate",
     "tls_key",
 )
-_FREE = (("router", "api_keys"), ("router", "tracing", "otlp_headers"))  # texts that may look like paths
+_FREE = (("router", "api_keys"),)  # texts that may look like paths
 # A command asks by a dry run under which of two paths the cluster knows its model.
 _ASKED = (("model", "path"), ("router", "tokenizer_path"))
 _INSTEAD = (

@@ -14,6 +14,7 @@ from tandem.base.wings import find_wings, is_there
 from tandem.cluster.config import MOST_RANKS, OF_ALL_POOLS, PoolConfig, TandemConfig
 from tandem.cluster.describe import counted
 from tandem.cluster.labels import wrong_in
+from tandem.cluster.roles import TRAITS
 from tandem.cluster.settings.names import Path
 from tandem.engine.config import OWN_ENGINE, EngineConfig
 from tandem.engine.wings import EngineWing, other_engines
@@ -30,7 +31,11 @@ OF_WINGS: Mapping[Path, str] = {
     ("model", "exact"): "tandem.engine.model.exact",
     ("model", "hidden_states_folder"): "tandem.engine.model.hidden_states",
     **{("pools", role.value, "max"): "tandem.cluster.pools.autoscaling" for role in ENGINE_ROLES},
-    **{("pools", role.value, "context_parallel"): "tandem.engine.model.divided" for role in ENGINE_ROLES},
+    **{
+        ("pools", role.value, "context_parallel"): "tandem.engine.model.divided"
+        for role in ENGINE_ROLES
+        if TRAITS[role].reads_prompts
+    },
     ("router", "batches_folder"): "tandem.router.batches",
     ("router", "other_models"): "tandem.router.other_models",
     ("router", "processes"): "tandem.router.processes",

@@ -424,17 +424,6 @@ class SampledTokens:
     logprobs: dict[int, ComputedLogprobs]  # by row, for all of the request's sampled tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """Log-probabilities of some tokens of a prompt."""
-
-    req_id: str
-    first: int  # the first of those tokens
-    num_prompt: int
-    is_last: bool
-    logprobs: ComputedLogprobs | None  # None for a piece with only the prompt's first token, which has none
-
-
 @dataclasses.dataclass(slots=True)
 class StepOnDevice:
     """See engine.model.runner.StartedStep."""
@@ -442,7 +431,6 @@ class StepOnDevice:
     read: Callable[[StepOnDevice], ModelOutput]
     sampled: SampledTokens | None = None
     unread: UnreadTokens | None = None  # the same tokens on the device, for the next step
-    pieces: list[PromptPiece] = dataclasses.field(default_factory=list)
     # What parts of the runner read from the device when the step is finished.
     unread_parts: list[Callable[[ModelOutput], None]] = dataclasses.field(default_factory=list)
     errors: dict[str, TandemError] = dataclasses.field(default_factory=dict)  # requests that cannot go on

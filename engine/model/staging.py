@@ -6,11 +6,10 @@ torch keeps that memory until the copy has finished, and reuses it then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -41,10 +40,8 @@ def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[to
     """`to_device` for several arrays, in one copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    places = _places(arrays)
-    host = torch.empty(places[-1], dtype=torch.uint8, pin_memory=True)
-    pack(arrays, places, host.numpy())
-    return unpack(arrays, places, host.to(device, non_blocking=True))
+    host = pack(arrays, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    return unpack(arrays, host.to(device, non_blocking=True))
 
 
 class DeviceMark:
@@ -87,16 +84,21 @@ def _places(arrays: Sequence[Array]) -> list[int]:
     return places
 
 
-def pack(arrays: Sequence[Array], places: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+def pack(arrays: Sequence[Array], memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """The arrays' bytes in memory of the host, which `memory` makes."""
+    places = _places(arrays)
+    packed = memory(places[-1])
+    out = packed.numpy()
     for array, place in zip(arrays, places, strict=False):
         target = out[place : place + array.nbytes].view(array.dtype).reshape(array.shape)
         target[...] = array
+    return packed
 
 
-def unpack(arrays: Sequence[Array], places: Sequence[int], packed: torch.Tensor) -> list[torch.Tensor]:
+def unpack(arrays: Sequence[Array], packed: torch.Tensor) -> list[torch.Tensor]:
     """Views of the packed bytes with the arrays' dtypes and shapes."""
     tensors = []
-    for array, place in zip(arrays, places, strict=False):
+    for array, place in zip(arrays, _places(arrays), strict=False):
         dtype = torch.from_numpy(array).dtype
         if array.nbytes:
             tensors.append(packed[place : place + array.nbytes].view(dtype).view(array.shape))

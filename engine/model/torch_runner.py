@@ -11,7 +11,6 @@ import torch
 
 from tandem.base.errors import InternalError, InvalidLogits
 from tandem.engine.model.batching import (
-    PromptPiece,
     RequestRows,
     SampledTokens,
     SamplingTable,
@@ -25,10 +24,10 @@ from tandem.engine.model.batching import (
 from tandem.engine.model.parts import AskedRequest, Drafter, RunnerPart, TokenMasks
 from tandem.engine.model.runner import Batch, Forward, Grammars, LayerHooks, ModelInfo
 from tandem.engine.model.sampling.logprobs import ComputedLogprobs
+from tandem.engine.model.sampling.prompt_logprobs import PromptLogprobs
 from tandem.engine.model.sampling.sampler import Sampler
 from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
-from tandem.wire.sampling import TokenLogprobs
 
 if TYPE_CHECKING:
     from tandem.engine.model.adapters import Adapters
@@ -77,7 +76,7 @@ class TorchRunner:
         self._sampler = Sampler(info.vocab_size, info.eos_token_ids, self._device, masks)
         self._asked: dict[int, AskedRequest] = {}  # by row
         self._preempted: dict[str, AskedRequest] = {}  # of preempted requests, which have no row
-        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._prompts = PromptLogprobs(self._requests, self._table)
         self._unfinished: StepOnDevice | None = None  # the newest step, until its tokens are read
 
     @property
@@ -96,7 +95,7 @@ class TorchRunner:
         for req_id in self._requests.req_ids:
             self._forget(req_id)
         self._preempted.clear()
-        self._prompt_logprobs.clear()
+        self._prompts.clear()
         for part in self.parts:
             part.forget_requests()
         if self.drafter is not None:
@@ -115,7 +114,7 @@ class TorchRunner:
                 sources, targets = to_device(np.array(step.state_copies, np.int64).T.copy(), self._device)
                 blocks = self.kv_cache.view(torch.uint8)
                 blocks[targets] = blocks[sources]
-            unreported = self._unreported_prompts()
+            unreported = self._prompts.unreported()
             unread = self._unfinished.unread if self._unfinished is not None else None
             passes = cut_for_logits(self._requests, step.num_scheduled_tokens, unreported)
             for index, counts in enumerate(passes):
@@ -130,7 +129,7 @@ class TorchRunner:
                 for part in self.parts:
                     part.computed(batch, scheduled, self._requests, started, self.forward)
                 if unreported:
-                    started.pieces += self._pieces_of_prompts(unreported, batch, scheduled, logits)
+                    self._prompts.computed(unreported, batch, scheduled, logits, started)
                 if scheduled.samples.any():
                     self._sample(batch, scheduled, logits, started)
                 if not last:
@@ -139,12 +138,6 @@ class TorchRunner:
                 started.end = DeviceMark(self._device)
             self._unfinished = started
             return started
-
-    def _unreported_prompts(self) -> set[int]:
-        """Rows of requests whose prompt log-probabilities have not been reported. A request with an output token has reported them,
-        perhaps before a preemption or on another node."""
-        known, prompts = self._requests.num_tokens, self._requests.num_prompt_tokens
-        return {row for row in self._table.prompt_logprobs if known[row] == prompts[row]}
 
     def _update(self, step: SchedulerOutput) -> None:
         for req_id in step.finished_req_ids:
@@ -176,7 +169,7 @@ class TorchRunner:
 
     def _resume(self, req_id: str, token_ids: list[int], block_ids: list[list[int]]) -> int:
         asked = self._asked[self._requests.row(req_id)] if req_id in self._requests else self._preempted.pop(req_id)
-        self._prompt_logprobs.pop(req_id, None)
+        self._prompts.forget(req_id)
         return self._add(req_id, token_ids, block_ids, asked)
 
     def _add(self, req_id: str, token_ids: list[int], block_ids: BlockIds, asked: AskedRequest) -> int:
@@ -206,7 +199,7 @@ class TorchRunner:
         row = self._requests.remove(req_id)
         if row is not None:
             self._clear(row)
-        self._prompt_logprobs.pop(req_id, None)
+        self._prompts.forget(req_id)
 
     def _sample(self, batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor, started: StepOnDevice) -> None:
         which = np.flatnonzero(scheduled.samples)
@@ -246,7 +239,6 @@ class TorchRunner:
         if started.end is not None:
             started.end.wait()
         output = ModelOutput({})
-        self._read_prompts(started.pieces, output)
         for read in started.unread_parts:
             read(output)
         if started.sampled is not None:
@@ -325,36 +317,3 @@ class TorchRunner:
                 drafts = drafts[: self._masks.num_allowed(row, drafts, requests, self._table)]
             if drafts:
                 output.draft_token_ids[req_id] = drafts
-
-    def _pieces_of_prompts(
-        self, unreported: set[int], batch: Batch, scheduled: ScheduledTokens, logits: torch.Tensor
-    ) -> list[PromptPiece]:
-        """The log-probabilities of the prompt tokens in this pass. They are collected chunk by chunk, and reported together with
-        the last one."""
-        pieces: list[PromptPiece] = []
-        for index, row in enumerate(scheduled.rows.tolist()):
-            if row not in unreported:
-                continue
-            num_prompt = int(self._requests.num_prompt_tokens[row])
-            context = int(batch.host_context_lens[index])
-            start, end = int(scheduled.query_start[index]), int(scheduled.query_start[index + 1])
-            first = context - (end - start) + 1
-            count = min(context, num_prompt - 1) - first + 1
-            computed = None
-            if count > 0:
-                low = int(np.searchsorted(scheduled.logit_rows, start))
-                following = self._requests.tokens[row, first : first + count].astype(np.int64)
-                computed = ComputedLogprobs(
-                    logits[low : low + count], to_device(following, logits.device), self._table.prompt_logprobs[row]
-                )
-            pieces.append(PromptPiece(scheduled.req_ids[index], first, num_prompt, context >= num_prompt, computed))
-        return pieces
-
-    def _read_prompts(self, pieces: list[PromptPiece], output: ModelOutput) -> None:
-        for piece in pieces:
-            collected = self._prompt_logprobs.setdefault(piece.req_id, [None] * piece.num_prompt)
-            if piece.logprobs is not None:
-                found = piece.logprobs.read()
-                collected[piece.first : piece.first + len(found)] = found
-            if piece.is_last:
-                output.prompt_logprobs[piece.req_id] = self._prompt_logprobs.pop(piece.req_id)

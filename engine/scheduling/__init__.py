@@ -10,6 +10,7 @@ idle_work       requests that run when nothing else does
 unchanged       takes many identical steps at once, for a simulation
 wings           what can be deleted: pins/ (agents' turns that keep their blocks), drafting/ (how long drafts may be) and
                 encoding/ (which step encodes an image)
+parts           what a wing's part of the scheduler can be asked
 output          what the scheduler sends to the model runner, and what the runner returns
 results         books the model's output and the connector's events
 invalid_blocks  rewinds requests that used blocks whose load failed

@@ -25,10 +25,10 @@ from tandem.engine.scheduling.beside import note_quick
 from tandem.engine.scheduling.lifecycle import Lifecycle
 from tandem.engine.scheduling.output import CachedRequestData, ModelOutput, NewRequestData, SchedulerOutput
 from tandem.engine.scheduling.pace import PROMPTS_ALONE, Pace
+from tandem.engine.scheduling.parts import EncodedImages
 from tandem.engine.scheduling.queue import WaitingRequests, make_policy
 from tandem.engine.scheduling.results import ModelResults, TransferResults
 from tandem.engine.scheduling.state import (
-    EncodedImages,
     SchedulerState,
     SchedulerStats,
     StepPlan,

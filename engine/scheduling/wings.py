@@ -9,7 +9,8 @@ from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing
 from tandem.engine.config import CacheConfig, SchedulerConfig
 from tandem.engine.request import Request
-from tandem.engine.scheduling.state import DraftLimits, EncodedImages, Totals, TurnPins
+from tandem.engine.scheduling.parts import DraftLimits, EncodedImages, TurnPins
+from tandem.engine.scheduling.state import Totals
 
 PINS = "tandem.engine.scheduling.pins.pins"
 ENCODING = "tandem.engine.scheduling.encoding.budget"

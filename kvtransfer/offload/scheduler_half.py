@@ -198,7 +198,7 @@ class TierScheduler(SchedulerConnector):
         scheduled = step.num_scheduled_tokens
         if self._tier.sharing is not None:
             self._tier.sharing.turn()
-            self._tier.sharing.planned(sum(count for count in scheduled.values() if count > 1))
+            self._tier.sharing.peers.planned(sum(count for count in scheduled.values() if count > 1))
         for request_id in step.preempted_req_ids:
             if (entry := self.entries.get(request_id)) is not None:
                 entry.asked = entry.counted = entry.fetched = entry.sought = False
@@ -236,7 +236,7 @@ class TierScheduler(SchedulerConnector):
         full = min(right // self._chunk_tokens, len(request.block_hashes) // self._factor)
         # If this node dies, tokens that the mirror has not got are computed again. So a mirrored request's chunks are
         # offered one by one.
-        is_mirrored = self._tier.sharing is not None and self._tier.sharing.has_mirror(request)
+        is_mirrored = self._tier.sharing is not None and self._tier.sharing.mirrors.follows(request)
         at_once = 1 if is_mirrored else self._chunks_per_store
         enough = 1 if num_scheduled > 1 else at_once
         if full - entry.cursor >= enough:
@@ -263,7 +263,7 @@ class TierScheduler(SchedulerConnector):
     def wants_checkpoints(self, request: TransferRequest) -> bool:
         sharing = self._tier.sharing
         has_states = self.prefixes.group_of_states is not None
-        return has_states and sharing is not None and sharing.has_mirror(request)
+        return has_states and sharing is not None and sharing.mirrors.follows(request)
 
     def checkpoint_kept(
         self, request: TransferRequest, num_tokens: int, block_ids: Sequence[int], *, passing: bool = False
@@ -292,7 +292,7 @@ class TierScheduler(SchedulerConnector):
                 gone.append(trail.popleft()[1])
         if gone and self._tier.sharing is not None:
             self._tier.manager.forget(gone)
-            self._tier.sharing.stored(entry.request, (), gone)
+            self._tier.sharing.mirrors.stored(entry.request, (), gone)
 
     def _store(
         self,
@@ -348,7 +348,7 @@ class TierScheduler(SchedulerConnector):
 
     def _tell_mirror(self, request: TransferRequest, keys: Sequence[Key]) -> None:
         if keys and self._tier.sharing is not None:
-            self._tier.sharing.stored(request, keys)
+            self._tier.sharing.mirrors.stored(request, keys)
 
     def blocks_given_up(self, request_id: str) -> Sequence[int]:
         entry, read = self.entries.get(request_id), list[int]()
@@ -364,14 +364,14 @@ class TierScheduler(SchedulerConnector):
     def update_connector_output(self, output: ConnectorOutput) -> None:
         sharing, ended = self._tier.sharing, output.worker_metadata
         if sharing is not None:
-            sharing.booked()
+            sharing.peers.booked()
         if isinstance(ended, EndedJobs):
             for number, right in ended.jobs.items():
                 self._end_job(number, right, output)
         elif ended is not None:
             raise InternalError(f"metadata of another connector: {type(ended).__name__}")
         if sharing is not None:
-            sharing.tell_mirrors()
+            sharing.mirrors.tell()
             output.distrusted = output.distrusted or sharing.distrusted
         output.distrusted = output.distrusted or self._tier.manager.distrusted
 
@@ -454,7 +454,7 @@ class TierScheduler(SchedulerConnector):
         keys = self.prefixes.keys_after(request, num_tokens)
         self._tier.manager.forget(keys)
         if self._tier.sharing is not None:
-            self._tier.sharing.stored(request, (), keys)
+            self._tier.sharing.mirrors.stored(request, (), keys)
         gone = set(keys)
         for job in self.jobs.values():
             if isinstance(job, Load):

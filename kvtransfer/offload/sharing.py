@@ -12,22 +12,19 @@ reading has ended. What peers read from here is lent (`lending`).
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from tandem.kvtransfer.base import TransferRequest
-from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
+from tandem.kvtransfer.config import ChecksumPolicy
 from tandem.kvtransfer.offload.exchange import NO_FETCH, Exchange, RemoteRead, RemoteReadEnded
-from tandem.kvtransfer.offload.fetches import Fetch, KnownPeer, PrefixQuestion, Rate, which_of
+from tandem.kvtransfer.offload.fetches import Fetch, PrefixQuestion, which_of
 from tandem.kvtransfer.offload.lending import ChunkLender, sender_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
+from tandem.kvtransfer.offload.peers import TierPeers
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
-from tandem.kvtransfer.protocol.checksums import every_of
-from tandem.kvtransfer.protocol.settings import ProtocolSettings
-from tandem.kvtransfer.protocol.side import BoundedMemory, PeerKey, Recorder, key_of
+from tandem.kvtransfer.protocol.side import PeerKey, Recorder, key_of
 from tandem.kvtransfer.sources import KVSources
 from tandem.wire.handoff import CacheMemory, Envelope
 from tandem.wire.nodes import PeerAddress
@@ -43,15 +40,40 @@ from tandem.wire.sharing import (
     TierForgotten,
 )
 
-logger = logging.getLogger(__name__)
-
 # A node that does not answer within this time is busy or gone. A request that waits for the answer is then computed.
 ANSWER_S = 1.0
-# A step with fewer prompt tokens than this is mostly fixed cost, so it does not count as a measurement.
-LEAST_PROMPT_TOKENS = 64
-MAX_PEERS = 64  # the most peers that are remembered
 # The most fetches of a mirror from one peer at a time. A slow mirror asks for the rest later, when some may be gone.
 MAX_MIRROR_FETCHES = 4
+
+
+class MirrorNews:
+    """What mirrors are told of the chunks of requests that they go on with if this node dies."""
+
+    def __init__(self, exchange: Exchange, *, has_mirrors: bool) -> None:
+        self._exchange = exchange
+        self._has_mirrors = has_mirrors
+        # For each mirror: keys stored, and gone.
+        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}
+
+    def follows(self, request: TransferRequest) -> bool:
+        """Whether the request has a mirror."""
+        peers = request.cache_peers
+        return self._has_mirrors and peers is not None and peers.mirror is not None
+
+    def stored(self, request: TransferRequest, keys: Sequence[Key], gone: Sequence[Key] = ()) -> None:
+        """The tier has these chunks of the request; the chunks in `gone` are of no more use."""
+        peers = request.cache_peers
+        if self._has_mirrors and peers is not None and peers.mirror is not None:
+            news = self._news.setdefault(peers.mirror, ([], []))
+            news[0].extend(keys)
+            news[1].extend(gone)
+
+    def tell(self) -> None:
+        """Sends each mirror one message about all its requests. Called once a step."""
+        for mirror, (keys, gone) in self._news.items():
+            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys, gone))
+        if self._news:
+            self._news = {}
 
 
 class TierSharing:
@@ -80,28 +102,18 @@ class TierSharing:
         self._chunk_tokens = chunk_tokens
         self._remote = remote
         self._mirror = mirror
-        self._checksums = checksums
         self._clock = clock
         self.lender = ChunkLender(manager, exchange, prefixes, layout, block_factor, clock)
-        # A node is left out after as many wrong copies as in transfers.
-        limits = ProtocolSettings.from_config(TransferConfig())
-        self._max_wrong, self._doubt_s = limits.max_wrong, limits.keep_link_s
-        self._wrong: BoundedMemory[int] = BoundedMemory(MAX_PEERS, self._doubt_s, clock)
         self.recorder = Recorder(clock)
+        self.peers = TierPeers(self.recorder, chunk_bytes, checksums, clock)
+        self.mirrors = MirrorNews(exchange, has_mirrors=mirror)
         self._numbers = itertools.count()
         self.fetches: dict[int, Fetch] = {}
         self._waiting: dict[str, int] = {}  # the fetch that each request waits for
         self._arriving: dict[Key, int] = {}  # the fetch that brings each key
-        self._peers: OrderedDict[PeerKey, KnownPeer] = OrderedDict()
         self._sources = exchange.sources = sources or KVSources(clock)
-        # Why everything that is cached here is distrusted, until the engine has begun a new generation for it.
         # Why the engine must begin a new generation of its cache; empty if it need not.
         self.distrusted = ""
-        # For each mirror: keys stored, and gone.
-        self._news: dict[PeerAddress, tuple[list[Key], list[Key]]] = {}
-        self._computing = Rate(clock)  # prompt tokens
-        self._planned: deque[tuple[int, float]] = deque(maxlen=8)  # steps that are not booked yet
-        self._booked_at = 0.0
         self.fetched_bytes = 0
         self.mirrored_bytes = 0
 
@@ -113,19 +125,6 @@ class TierSharing:
     def malformed_frames(self) -> int:
         return self._exchange.malformed_frames
 
-    # ── what the model needs ──
-
-    def planned(self, prompt_tokens: int) -> None:
-        self._planned.append((prompt_tokens, self._clock()))
-
-    def booked(self) -> None:
-        """The oldest planned step has been booked."""
-        now = self._clock()
-        tokens, planned_at = self._planned.popleft() if self._planned else (0, now)
-        if tokens >= LEAST_PROMPT_TOKENS:
-            self._computing.observe(tokens, now - max(planned_at, self._booked_at))
-        self._booked_at = now
-
     # ── what a request lacks ──
 
     def begin_fetch(self, request: TransferRequest, missing: Sequence[Key]) -> bool:
@@ -135,7 +134,7 @@ class TierSharing:
         number = self._arriving.get(missing[0])
         if number is None:
             tokens = len(missing) * self._chunk_tokens
-            if source is None or not self._remote or not self._is_worth_it(source, len(missing), tokens):
+            if source is None or not self._remote or not self.peers.are_worth_it(source, len(missing), tokens):
                 return False
             number = self._fetch(source, missing, for_mirror=False)
         return number is not None and self._wait(request, number)
@@ -151,9 +150,9 @@ class TierSharing:
         peers = request.cache_peers
         source = peers.source if peers is not None else None
         tokens = (last - end) * self._chunk_tokens
-        if source is None or not self._remote or not self._is_worth_it(source, 0, tokens, answers=2):
+        if source is None or not self._remote or not self.peers.are_worth_it(source, 0, tokens, answers=2):
             return False
-        if self._checksum_every(source) is None:
+        if self.peers.checksum_every(source) is None:
             return False
         number = next(self._numbers)
         fetch = Fetch(number, source, StoreRoom([], []), self._clock(), for_mirror=False, question=asked)
@@ -191,28 +190,13 @@ class TierSharing:
         if not (fetch.is_reading or fetch.requests or fetch.for_mirror):
             self._give_up(number)
 
-    def _is_worth_it(self, source: PeerAddress, chunks: int, tokens: int, *, answers: int = 1) -> bool:
-        """Whether the chunks arrive, after the answers, before the tokens are computed. True if a rate is unknown."""
-        peer = self._peer(PeerKey(source.node_id, source.epoch))
-        rate, asking, computing = peer.bytes_per_s.value, peer.answers_per_s.value, self._computing.value
-        if rate is None or asking is None or computing is None:
-            return True
-        return answers / asking + chunks * self._chunk_bytes / rate < tokens / computing
-
     def _fetch(self, peer: PeerAddress, keys: Sequence[Key], *, for_mirror: bool) -> int | None:
         """Returns the fetch's number; None if there is nothing to copy, no room, or if the peer is left out."""
         fetch = Fetch(next(self._numbers), peer, StoreRoom([], []), self._clock(), for_mirror)
         return fetch.number if self._ask(fetch, keys) else None
 
-    def _checksum_every(self, peer: PeerAddress) -> int | None:
-        """Returns n if one of n chunks is compared; None if nothing is copied from this peer for now."""
-        times_wrong = self._wrong.get(peer.node_id) or 0
-        if times_wrong >= self._max_wrong:
-            return None
-        return every_of(self._checksums, is_doubtful=times_wrong > 0)
-
     def _ask(self, fetch: Fetch, keys: Sequence[Key]) -> bool:
-        every = self._checksum_every(fetch.peer)
+        every = self.peers.checksum_every(fetch.peer)
         room = self._manager.prepare_store(keys) if every is not None else None
         if room is None or every is None or not room.keys:
             return False
@@ -220,39 +204,11 @@ class TierSharing:
         fetch.room, fetch.checksum_every, fetch.asked_at = room, every, self._clock()
         self.fetches[number] = fetch
         self._arriving.update(dict.fromkeys(room.keys, number))
-        knows = self._peer(PeerKey(peer.node_id, peer.epoch)).memory is not None
+        knows = self.peers.of(PeerKey(peer.node_id, peer.epoch)).memory is not None
         envelope = self._exchange.envelope(peer.epoch)
         ask = AskChunks(envelope, number, self._layout, room.keys, knows, every, fetch.for_mirror)
         self._exchange.send(peer, ask)
         return True
-
-    def _peer(self, key: PeerKey) -> KnownPeer:
-        peer = self._peers.pop(key, None) or KnownPeer(Rate(self._clock), Rate(self._clock))
-        self._peers[key] = peer
-        if len(self._peers) > MAX_PEERS:
-            self._peers.popitem(last=False)
-        return peer
-
-    # ── what a mirror is told ──
-
-    def has_mirror(self, request: TransferRequest) -> bool:
-        peers = request.cache_peers
-        return self._mirror and peers is not None and peers.mirror is not None
-
-    def stored(self, request: TransferRequest, keys: Sequence[Key], gone: Sequence[Key] = ()) -> None:
-        """The tier has these chunks of the request; the chunks in `gone` are of no more use."""
-        peers = request.cache_peers
-        if self._mirror and peers is not None and peers.mirror is not None:
-            news = self._news.setdefault(peers.mirror, ([], []))
-            news[0].extend(keys)
-            news[1].extend(gone)
-
-    def tell_mirrors(self) -> None:
-        """Sends each mirror one message about all its requests. Called once a step."""
-        for mirror, (keys, gone) in self._news.items():
-            self._exchange.send(mirror, ChunksStored(self._exchange.envelope(mirror.epoch), keys, gone))
-        if self._news:
-            self._news = {}
 
     # ── what came ──
 
@@ -297,12 +253,14 @@ class TierSharing:
         if question is None or not question.is_open:
             return  # the peer answered twice
         question.is_open = False
-        self._peer(key).answers_per_s.observe(1, self._clock() - fetch.asked_at)
+        self.peers.of(key).answers_per_s.observe(1, self._clock() - fetch.asked_at)
         theirs = self._prefixes.named(found.has, question.hashes)
         end, keys = self._prefixes.to_copy(self._manager, theirs, question.request, question.first, question.last)
         tokens = (end - question.end) * self._chunk_tokens
         fetch.others = sorted({self._arriving[key] for key in keys if key in self._arriving}) if tokens > 0 else []
-        if not (keys and tokens > 0 and self._is_worth_it(fetch.peer, len(keys), tokens) and self._ask(fetch, keys)):
+        if not (
+            keys and tokens > 0 and self.peers.are_worth_it(fetch.peer, len(keys), tokens) and self._ask(fetch, keys)
+        ):
             self._end(fetch.number)
 
     def _read(self, found: ChunksFound) -> None:
@@ -313,7 +271,7 @@ class TierSharing:
         if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
             self._tell_read(sender_of(found.envelope), found.number)  # the fetch was given up
             return
-        peer = self._peer(key)
+        peer = self.peers.of(key)
         peer.memory = found.memory or peer.memory
         which = which_of(found, len(fetch.room.keys))
         slots = found.slots[: len(which)]
@@ -353,7 +311,7 @@ class TierSharing:
         self._manager.complete_store(absent, written=False)
         self._expect_no_more(fetch.number, absent.keys)
         if fetch.for_mirror:
-            peer = self._peer(PeerKey(fetch.peer.node_id, fetch.peer.epoch))
+            peer = self.peers.of(PeerKey(fetch.peer.node_id, fetch.peer.epoch))
             peer.ask_again(absent.keys, {key: fetch.asked.get(key, 0) + answered for key in absent.keys})
 
     def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
@@ -371,31 +329,23 @@ class TierSharing:
     def _end_reading(self, ended: RemoteReadEnded) -> None:
         fetch = self.fetches[ended.number]
         key = PeerKey(fetch.peer.node_id, fetch.peer.epoch)
-        right = ended.right and fetch.generation >= self._peer(key).generation
+        right = ended.right and fetch.generation >= self.peers.of(key).generation
         self._manager.complete_store(fetch.room, written=right)
         self._tell_read(fetch.peer, ended.number)
         self.recorder.checked(ended.checked)
         if ended.wrong:
-            self._doubt(fetch.peer.node_id, ended.wrong)
+            self.peers.was_wrong(fetch.peer.node_id, ended.wrong)
         if right:
             num_bytes = len(fetch.room.keys) * self._chunk_bytes
-            self._peer(key).bytes_per_s.observe(num_bytes, ended.seconds)
+            self.peers.of(key).bytes_per_s.observe(num_bytes, ended.seconds)
             self._sources.took(fetch.peer, fetch.generation)
             if fetch.for_mirror:
                 self.mirrored_bytes += num_bytes
             else:
                 self.fetched_bytes += num_bytes
         elif fetch.for_mirror and not ended.wrong:
-            self._peer(key).ask_again(fetch.room.keys, fetch.asked)
+            self.peers.of(key).ask_again(fetch.room.keys, fetch.asked)
         self._end(ended.number)
-
-    def _doubt(self, node_id: str, problem: str) -> None:
-        logger.error("copying from the tier of %s: %s; none of it is used", node_id, problem)
-        self.recorder.wrong_kv(node_id)
-        times = (self._wrong.get(node_id) or 0) + 1
-        self._wrong.add(node_id, times)
-        if times >= self._max_wrong:
-            self.recorder.left_out(node_id, self._clock() + self._doubt_s)
 
     def _expect_no_more(self, number: int, keys: Sequence[Key]) -> None:
         """The fetch brings these keys no more. If the tier has forgotten everything, another fetch may bring them."""
@@ -422,7 +372,7 @@ class TierSharing:
         if not self._mirror:
             return
         sender = sender_of(stored.envelope)
-        peer = self._peer(key_of(stored.envelope))
+        peer = self.peers.of(key_of(stored.envelope))
         gone = set(stored.gone)
         self._manager.forget(gone)
         asked, peer.missed = peer.missed, {}
@@ -450,8 +400,7 @@ class TierSharing:
         """Learns the generation of a peer's cache. If KV of an earlier one is here, all that is here may be computed from it. If none
         is, nothing needs to be forgotten: else two nodes would make each other forget for ever."""
         key = key_of(envelope)
-        if (peer := self._peers.get(key)) is not None:
-            peer.generation = max(peer.generation, envelope.generation)
+        self.peers.hear(key, envelope.generation)
         if self._sources.hear(key, envelope.generation):
             self.distrusted = f"{key.node_id} distrusts its own cache, from which blocks were copied"
 

@@ -92,7 +92,6 @@ class SideChannel(Generic[M]):
         self._used: OrderedDict[str, float] = OrderedDict()  # when each was last used, the oldest first
         self._using = threading.Lock()  # held for every change of it
         self._probe = ListenerProbe()
-        self.undeliverable = 0
 
     @property
     def endpoint(self) -> str:
@@ -110,12 +109,10 @@ class SideChannel(Generic[M]):
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         """Never blocks and never raises. A sender that needs an answer sends again, and has a deadline."""
         if endpoint not in self._used and address_of(endpoint) is None:
-            self.undeliverable += 1
             return
         try:
             self._outbox.send(endpoint, message)
         except NodeLost as error:
-            self.undeliverable += 1
             self.forget(endpoint)
             logger.warning("a %s was not sent: %s", type(message).__name__, error)
             return

@@ -11,7 +11,10 @@ idle_places  the places of what runs when nothing else does
 expected_wait  how long a request would wait, and which are refused for it
 ledger       a request's tokens, merged by index from two nodes, with log-probabilities; its timings and metrics
 life         one request from its first submission to its one end, across attempts
-placement    one attempt on one pair of nodes, and the tables of which request runs where
+node_choice  to which nodes a request may go next
+placement    one attempt on one pair of nodes
+lives        which request runs where
+job_homes    which nodes pin an agent's last turn
 generation   the lives of one HTTP request, as its handler reads them
 dispatcher   starts the lives of HTTP requests, and finds the life that a node's message belongs to
 followed     answers that nodes keep and other routers began, as the dispatcher knows them

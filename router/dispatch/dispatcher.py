@@ -107,7 +107,7 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        return self.placement.running
+        return len(self.placement.lives)
 
     @property
     def recent(self) -> RecentRequests:
@@ -124,7 +124,7 @@ class Dispatcher:
                 now - attempt.submitted_at,
                 len(life.spec.facts.prompt_token_ids),
             )
-            for life in self.placement.lives()
+            for life in self.placement.lives.all()
             if (attempt := life.attempt) is not None
             and attempt.prefill is not None
             and attempt.decode is not None
@@ -236,7 +236,7 @@ class Dispatcher:
         find them."""
         self.admission.refuse_all(error)
         self.vectors.refuse_all(error)
-        for life in self.placement.lives():
+        for life in self.placement.lives.all():
             life.leave(error)
         self.followed.leave_all(error)
 
@@ -245,7 +245,7 @@ class Dispatcher:
     def on_tokens(self, batch: TokenBatch) -> None:
         node_id, epoch = batch.node_id, batch.epoch
         self._pool.heard(node_id, epoch)
-        life_of = self.placement.life_of
+        life_of = self.placement.lives.of
         for chunk in batch.chunks:
             life = life_of(chunk.request_id)
             if life is not None:
@@ -266,9 +266,9 @@ class Dispatcher:
         it was stopped for a while, so the Cancel is sent again, at most once a second."""
         self.metrics.stray_chunks.inc()
         member = self._pool.member(node_id)
-        if ended or member is None or self.placement.ended_just_now(request_id):
+        if ended or member is None or self.placement.lives.ended_just_now(request_id):
             return
-        self.placement.remember_end(request_id)
+        self.placement.lives.remember_end(request_id)
         self.placement.cancel(member.info, request_id)
 
     def on_status(self, status: NodeStatus) -> None:
@@ -292,10 +292,10 @@ class Dispatcher:
             return
         node = member.info
         for request_id in holding.requests:
-            life = self.placement.life_of(request_id)
+            life = self.placement.lives.of(request_id)
             if life is None or life.attempt is None or node not in life.attempt.nodes:
                 self.placement.cancel(node, request_id)
-        self._tell(self.placement.lives_on(node), lambda life: life.on_holding(node, holding))
+        self._tell(self.placement.lives.on(node), lambda life: life.on_holding(node, holding))
         self.followed.on_line_broken(node)
 
     def _tell(self, lives: list[RequestLife], what: Callable[[RequestLife], None]) -> None:
@@ -315,11 +315,11 @@ class Dispatcher:
             self._pool.note_deaf(member, is_deaf)
             if is_deaf:
                 node = member.info
-                self._tell(self.placement.lives_on(node), lambda life, node=node: life.on_unheard(node))  # type: ignore[misc]
+                self._tell(self.placement.lives.on(node), lambda life, node=node: life.on_unheard(node))  # type: ignore[misc]
 
     def on_node_lost(self, node: NodeInfo, why: str) -> None:
         self.placement.forget_prefixes(node)
-        self._tell(self.placement.lives_on(node), lambda life: life.on_node_lost(node, why))
+        self._tell(self.placement.lives.on(node), lambda life: life.on_node_lost(node, why))
         self.followed.on_node_lost(node, why)
         # Messages that are still queued for the node are older than its loss. A successor at this endpoint
         # must not get them.
@@ -337,7 +337,7 @@ class Dispatcher:
         self._links.ping(node)
 
     def on_pool_change(self) -> None:
-        if waiting := self.placement.waiting:
+        if waiting := self.placement.lives.waiting:
             self._tell(waiting, RequestLife.try_again)
         self.admission.on_pool_change()
         self.vectors.on_pool_change()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -20,8 +19,9 @@ from tandem.base.errors import (
     Unavailable,
 )
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
+from tandem.router.dispatch.node_choice import NodeChoice
 from tandem.router.dispatch.placement import Attempt, Placement, Ring, TokenSource
-from tandem.router.policy.views import RoutingDecision, RoutingRequest
+from tandem.router.policy.views import RoutingDecision
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo
 from tandem.wire.requests import Holding, TokenChunk
@@ -89,10 +89,7 @@ class RequestLife:
         self.finish: FinishReason | None = None
         self.error: TandemError | None = None
         self.ended = False
-        self._avoid: set[str] = set(spec.answered_by)
-        self._left: set[str] = set()  # those of them that it left because blocks were kept there, which may be over
-        self._content: str | None = None  # identity of the model on the nodes of the last attempt
-        self._mirror: NodeInfo | None = None  # the mirror of the decode node that failed last
+        self._nodes = NodeChoice(placement, spec, hashes, self.ledger)
         self._waiting_since: float | None = None  # since when it has had no node
         self._paused = False  # it waits for a place
         self._last_failure: TandemError | None = None
@@ -108,7 +105,7 @@ class RequestLife:
 
     def start(self) -> None:
         """Submits the first attempt. Raises Unavailable when no node can take it; then it never began."""
-        self._attempt(self._choose())
+        self._attempt(self._nodes.choose())
 
     def cancel(self) -> None:
         """The owner no longer wants the answer. Idempotent."""
@@ -135,7 +132,7 @@ class RequestLife:
         """Leaves its nodes. `try_again` goes on from the tokens that are known."""
         logger.info("%s: pauses for another key after %d tokens", self.spec.label, len(self.ledger.tokens))
         self._abandon_attempt()
-        self._placement.stop_waiting(self)
+        self._placement.lives.stop_waiting(self)
         self._waiting_since = None
         self._paused = True
         self.ledger.drop_held()
@@ -293,9 +290,7 @@ class RequestLife:
 
     def _has_another(self, node: NodeInfo) -> bool:
         """Whether another node has room for the request now, and it may move once more."""
-        routing = self._routing(frozenset({*(self._avoid - self._left), node.node_id}))
-        is_free = self.failovers < self._placement.config.max_failovers
-        return is_free and self._placement.has_room(routing, self._hashes)
+        return self.failovers < self._placement.config.max_failovers and self._nodes.has_room_besides(node)
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """Whether the decode node has all the KV and this router has every token reported so far: the prefill
@@ -338,15 +333,9 @@ class RequestLife:
         return isinstance(error, Unavailable | TransferError) and not isinstance(error, KVLoadFailed)
 
     def _fail_over(self, error: TandemError, avoid: Iterable[str], *, for_now: bool = False) -> None:
-        """`for_now`: these nodes are avoided until it leaves another one for the same reason."""
-        failed = self.attempt
-        if failed is not None and failed.decode_started:
-            self._mirror = failed.decision.mirror
+        """`for_now`: see `NodeChoice.failed`."""
+        self._nodes.failed(self.attempt, avoid, for_now=for_now)
         self._abandon_attempt()
-        if for_now:
-            self._avoid -= self._left
-            self._left = {*avoid} - self._avoid
-        self._avoid.update(avoid)
         self._last_failure = error
         if len(self.ledger.tokens) >= self.spec.facts.sampling.max_tokens:
             self._end(FinishReason.LENGTH, None)  # all tokens are here; only the report of the end was lost
@@ -371,7 +360,7 @@ class RequestLife:
         request with tokens waits for a pool to change; one without fails with the node's error, which may say
         when to retry."""
         try:
-            decision = self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
+            decision = self._nodes.choose_another()
         except Unavailable:
             if self.ledger.tokens:
                 self._wait_for_nodes()
@@ -387,7 +376,7 @@ class RequestLife:
             return
         self._paused = False
         try:
-            decision = self._choose()
+            decision = self._nodes.choose()
         except Unavailable:
             self._wait_for_nodes()
             return
@@ -396,53 +385,21 @@ class RequestLife:
     def _wait_for_nodes(self) -> None:
         if self._waiting_since is None:
             self._waiting_since = self._clock()
-            self._placement.wait_for_nodes(self)
+            self._placement.lives.wait(self)
             self._arm()
-
-    def _choose(self) -> RoutingDecision:
-        if self.spec.facts.when_idle:
-            with contextlib.suppress(Unavailable):
-                spread = frozenset(self._avoid | self._placement.crowded())
-                return self._placement.choose(self._routing(spread), self._hashes)
-        try:
-            return self._placement.choose(self._routing(frozenset(self._avoid)), self._hashes)
-        except Unavailable:
-            if not self._avoid:
-                raise
-            # A decode node that failed this request before is better than none. A prefill node that failed it
-            # stays avoided.
-            avoid = self._placement.prefill_ids & self._avoid
-            return self._placement.choose(self._routing(avoid), self._hashes)
-
-    def _routing(self, avoid: frozenset[str]) -> RoutingRequest:
-        done = len(self.ledger.tokens)
-        return RoutingRequest(
-            prompt_tokens=len(self.spec.facts.prompt_token_ids) + done,
-            max_new_tokens=self.spec.facts.sampling.max_tokens - done,
-            session=self.spec.session,
-            home=self._placement.home_of(self.spec.facts.job_id),
-            avoid=avoid,
-            mirror=self._mirror,
-            # Tokens that were shown came from one model content, and the answer must continue with it. Before
-            # the first token any content will do.
-            content=self._content if done else None,
-            is_measured=not self.spec.facts.when_idle,
-            makes_vector=self.spec.facts.pooling is not None,
-            needs_version=self._placement.version_for(self.spec),
-        )
 
     def _attempt(self, decision: RoutingDecision) -> None:
         attempt = Attempt(decision, len(self.ledger.tokens), self._clock(), number=len(self.request_ids) + 1)
         self.attempt = attempt
-        self._content = attempt.nodes[0].content
+        self._nodes.went(attempt)
         self.timings.submitted(attempt.submitted_at)
         self.decisions.append(decision)
         self.request_ids.append(attempt.request_id)
         self._waiting_since = None
-        self._placement.stop_waiting(self)
+        self._placement.lives.stop_waiting(self)
         self._arm()
         if self.spec.trace is not None:
-            self.spec.trace.considered(self._placement.alternatives(self._routing(frozenset()), self._hashes, decision))
+            self.spec.trace.considered(self._nodes.alternatives(decision))
         error = self._placement.submit(self, attempt, self.spec, self._hashes, self.ledger.tokens)
         if error is not None and self.attempt is attempt:
             self._fail_over(error, {node.node_id for node in attempt.nodes if node not in attempt.sent})
@@ -544,7 +501,7 @@ class RequestLife:
         self._alarms.pop(self._on_alarm, None)
         last = self.attempt
         self._abandon_attempt(ended_at, leaves=leaves)
-        self._placement.stop_waiting(self)
+        self._placement.lives.stop_waiting(self)
         self._placement.on_ended(last, self.spec, self._hashes, self.ledger.tokens)
         self._note_end(finish)
         if self.spec.trace is not None:

@@ -1,6 +1,5 @@
 """A request's attempts: the checked request (`SequenceSpec`), and each attempt on one pair of nodes, or on
-one node, under its own request id and transfer id. `Placement` chooses nodes, sends, withdraws, and knows
-which request runs where.
+one node, under its own request id and transfer id. `Placement` chooses nodes, sends and withdraws.
 
 Calls go one way: the dispatcher hears the nodes and calls lives, and a life calls its placement. One
 exception: when a node's send queue is full, the placement tells the pool that it is lost, and the dispatcher
@@ -12,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 import msgspec
 
 from tandem.api.sequence import SequenceSpec
 from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.router.config import RouterConfig
+from tandem.router.dispatch.job_homes import JobHomes
+from tandem.router.dispatch.lives import L, Lives
 from tandem.router.links import Links
 from tandem.router.metrics import RouterMetrics
 from tandem.router.policy.choose import Alternative, Chooser
@@ -189,16 +189,8 @@ class Alarms:
             loop.call_soon(ring)
 
 
-L = TypeVar("L")  # A request's life. This module only stores it as the owner of an attempt.
-
-# How long chunks of an ended request may arrive. A node that sends later missed the Cancel.
-LATE_CHUNK_S = 1.0
-REMEMBERED_ENDS = 8192
-REMEMBERED_JOBS = 16384
-
-
 class Placement(Generic[L]):
-    """Chooses nodes, sends to them, and knows which life runs where. Runs on the event loop only."""
+    """Chooses nodes and sends to them. Runs on the event loop only."""
 
     def __init__(
         self,
@@ -220,39 +212,8 @@ class Placement(Generic[L]):
         self.sent_reports: SentReports | None = None  # None when no other process shares the port
         self.alarms = Alarms(clock)
         self._answers = AnswerLengthMeter()
-        self._by_request_id: dict[str, L] = {}
-        # In the order in which they came: when a node is lost, who waited longest looks for another first.
-        self._by_node: dict[NodeInfo, dict[L, None]] = {}
-        self._waiting: dict[L, None] = {}  # lives that wait for a node
-        # By job: the nodes that pin its last turn, and until when.
-        self._homes: OrderedDict[str, tuple[frozenset[str], float]] = OrderedDict()
-        self._ends: OrderedDict[str, float] = OrderedDict()  # request ids of attempts that are over
-
-    # --- who is where
-
-    @property
-    def running(self) -> int:
-        return len(self._by_request_id) + len(self._waiting)
-
-    @property
-    def waiting(self) -> list[L]:
-        """The lives without a node, in the order in which they lost theirs."""
-        return list(self._waiting)
-
-    def life_of(self, request_id: str) -> L | None:
-        return self._by_request_id.get(request_id)
-
-    def lives(self) -> list[L]:
-        return [*self._by_request_id.values(), *self._waiting]
-
-    def lives_on(self, node: NodeInfo) -> list[L]:
-        return list(self._by_node.get(node, ()))
-
-    def wait_for_nodes(self, life: L) -> None:
-        self._waiting[life] = None
-
-    def stop_waiting(self, life: L) -> None:
-        self._waiting.pop(life, None)
+        self.lives: Lives[L] = Lives(clock)
+        self.homes = JobHomes(clock)
 
     @property
     def prefill_ids(self) -> frozenset[str]:
@@ -290,9 +251,7 @@ class Placement(Generic[L]):
         self, life: L, attempt: Attempt, spec: SequenceSpec, hashes: PromptHashes, tokens: list[int]
     ) -> TandemError | None:
         """Sends the attempt to its nodes. Returns the error when a node does not or cannot read this."""
-        self._by_request_id[attempt.request_id] = life
-        for node in attempt.nodes:
-            self._by_node.setdefault(node, {})[life] = None
+        self.lives.begin(life, attempt.request_id, attempt.nodes)
         if spec.trace is not None:
             spec.trace.attempt(attempt.request_id, attempt.nodes, attempt.decision.reason)
         remaining = max(0.0, spec.deadline - self.clock())
@@ -325,15 +284,9 @@ class Placement(Generic[L]):
     def withdraw(self, life: L, attempt: Attempt, ended_at: NodeInfo | None, *, leaves: bool = False) -> None:
         """Ends the attempt, and sends a Cancel to each node but `ended_at`, which reported the end; a node
         that has finished the request ignores it. `leaves`: the nodes go on, and get no Cancel."""
-        if self._by_request_id.pop(attempt.request_id, None) is None:
+        if not self.lives.end(life, attempt.request_id, attempt.nodes):
             return
-        self.remember_end(attempt.request_id)
         for node in attempt.nodes:
-            lives = self._by_node.get(node)
-            if lives is not None:
-                lives.pop(life, None)
-                if not lives:
-                    del self._by_node[node]
             self._answered(node.node_id, attempt.request_id)
             if node is not ended_at and not leaves:
                 self.cancel(node, attempt.request_id)
@@ -342,14 +295,6 @@ class Placement(Generic[L]):
         member = self._pool.member(node.node_id)
         if member is not None and member.info == node:
             self._links.cancel(node, request_id)
-
-    def remember_end(self, request_id: str) -> None:
-        self._ends[request_id] = self.clock()
-        if len(self._ends) > REMEMBERED_ENDS:
-            self._ends.popitem(last=False)
-
-    def ended_just_now(self, request_id: str) -> bool:
-        return self.clock() - self._ends.get(request_id, -LATE_CHUNK_S) < LATE_CHUNK_S
 
     # --- what is known of the nodes' work
 
@@ -365,7 +310,7 @@ class Placement(Generic[L]):
         names: set[str] = set()
         snapshot = self._pool.view.snapshot()
         for views in (snapshot.prefill, snapshot.decode):
-            counts = {view.node_id: len(self._by_node.get(view.info, ())) for view in views}
+            counts = {view.node_id: self.lives.num_on(view.info) for view in views}
             least = min(counts.values(), default=0)
             names |= {name for name, count in counts.items() if count > least}
         return frozenset(names)
@@ -443,20 +388,7 @@ class Placement(Generic[L]):
         if attempt is not None and attempt.decode is not None and attempt.decode_started and output:
             self.chooser.answered(attempt.decode, hashes, output)
             if spec.facts.job_id is not None:
-                self._remember_home(spec.facts.job_id, attempt, is_last_step=spec.facts.is_last_step)
-
-    def _remember_home(self, job_id: str, attempt: Attempt, *, is_last_step: bool) -> None:
-        self._homes.pop(job_id, None)
-        pinning = {node.node_id: node.pin_seconds for node in attempt.nodes if node.pin_seconds}
-        if pinning and not is_last_step:
-            self._homes[job_id] = frozenset(pinning), self.clock() + max(pinning.values())
-            if len(self._homes) > REMEMBERED_JOBS:
-                self._homes.popitem(last=False)
-
-    def home_of(self, job_id: str | None) -> frozenset[str]:
-        """The nodes that pin the job's last turn; empty when no pin is known or it has ended."""
-        nodes, until = self._homes.get(job_id, (frozenset(), 0.0)) if job_id is not None else (frozenset(), 0.0)
-        return nodes if self.clock() < until else frozenset()
+                self.homes.remember(spec.facts.job_id, attempt.nodes, is_last_step=spec.facts.is_last_step)
 
     def turn_ended(self, decision: RoutingDecision, request_id: str, job_id: str, called: list[str] | None) -> None:
         """Tells the nodes that pin the turn which tools its answer called."""

@@ -16,7 +16,7 @@ from tandem.api.text.segment_cache import LEAST_CHARACTERS, SegmentCache
 from tandem.api.text.tenant_cache import CacheOwner, TenantCache
 from tandem.api.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 from tandem.api.text.word_cache import _PATTERNS, MOST_NEW_WORDS, WordCache, keeps_words
-from tests.small_model import CORPUS
+from tests.small_model import CORPUS, CountedBackend
 
 MARKS = ["<|start|>", "<|start|>user", "<|end|>", "<s>", " <tool>", "</think>"]
 KINDS = {
@@ -125,7 +125,7 @@ def test_what_one_tenant_asked_is_known_to_no_other() -> None:
 
     known = SegmentCache(made, encode, 1 << 20)
     text = "the fox " * LEAST_CHARACTERS
-    salted = ALICE._replace(salt="alice/of her own")
+    salted = CacheOwner("alice", "alice/of her own")
     for owner in (ALICE, ALICE, BOB, salted, BOB, ALICE, salted):
         assert known.encode(text, owner) == whole(made, [text])[0]
     assert asked == [("alice", 1), ("bob", 1), ("alice", 1)]
@@ -136,10 +136,10 @@ def test_no_tenant_pushes_out_what_another_with_less_has() -> None:
     for key in range(3):
         cache.put(BOB, key, "bob's", 10)
     for key in range(1000):
-        cache.put(ALICE._replace(salt=str(key)), key, "alice's", 7)
+        cache.put(CacheOwner("alice", str(key)), key, "alice's", 7)
         assert cache.size <= 100
     assert [cache.get(BOB, key) for key in range(3)] == ["bob's"] * 3
-    assert cache.get(ALICE._replace(salt="999"), 999) == "alice's"
+    assert cache.get(CacheOwner("alice", "999"), 999) == "alice's"
     for key in range(1000):
         cache.put(CacheOwner(str(key), ""), key, "a stranger's", 1)
     assert cache.size <= 100, "also for tenants without end"
@@ -156,30 +156,34 @@ async def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return await tokenizer.encode_async(text, special=False)
 
 
-def test_the_tokenizer_does_so_with_long_prompts(tokenizer: Tokenizer) -> None:
+def test_the_tokenizer_does_so_with_long_prompts(model_folder: str) -> None:
     import asyncio
 
+    backend: Any = CountedBackend(model_folder)
+    tokenizer = Tokenizer(backend, {})
     text = "".join(f"<|start|>user\nturn {index} {'the fox ' * 100}<|end|>\n" for index in range(5))
     assert len(text) > INLINE_CHARACTERS
-    for _ in range(2):
-        assert asyncio.run(_encoded(tokenizer, text)) == tokenizer.encode(text, special=False)
-    assert tokenizer._segments.size > 0
+    whole = tokenizer.encode(text, special=False)
+    assert asyncio.run(_encoded(tokenizer, text)) == whole
+    backend.texts.clear()
+    assert asyncio.run(_encoded(tokenizer, text)) == whole
+    assert sum(map(len, backend.texts)) < len(text) / 10
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_short_prompt_that_was_tokenized_is_not_again(tokenizer: Tokenizer, special: bool) -> None:
+def test_a_short_prompt_that_was_tokenized_is_not_again(model_folder: str, special: bool) -> None:
     import asyncio
 
+    backend: Any = CountedBackend(model_folder)
+    tokenizer = Tokenizer(backend, {})
     text = f"a prompt that is asked twice, and {special} {'the fox ' * 20}"
-    known = tokenizer._wholes if special else tokenizer._segments
-    before = known.size
-    first, again = [asyncio.run(tokenizer.encode_async(text, special=special)) for _ in range(2)]
+    first = asyncio.run(tokenizer.encode_async(text, special=special))
+    assert backend.texts
+    backend.texts.clear()
+    again = asyncio.run(tokenizer.encode_async(text, special=special))
+    assert not backend.texts
     assert first == again == tokenizer.encode(text, special=special)
     assert first is not again, "each request has a list of its own"
-    kept = known.size
-    assert kept > before
-    asyncio.run(tokenizer.encode_async(text, special=special))
-    assert known.size == kept
 
 
 # --- words

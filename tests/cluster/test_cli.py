@@ -15,6 +15,7 @@ import pytest
 
 from tandem.cluster import wings
 from tandem.cluster.cli import main, make_parser
+from tandem.cluster.commands.parser import described, flags_of, subcommands
 from tandem.cluster.commands.ready_lines import curl_line, own_command
 from tandem.cluster.commands.setting_options import read_settings
 
@@ -50,10 +51,9 @@ def test_every_command_that_prints_can_print_json() -> None:
     without = []
     parsers: list[tuple[str, argparse.ArgumentParser]] = [("", make_parser())]
     for name, parser in parsers:
-        described = getattr(parser, "described", lambda parser=parser: parser)()
-        groups = [action for action in described._actions if isinstance(action, argparse._SubParsersAction)]
-        parsers += [(f"{name} {word}".strip(), one) for group in groups for word, one in group.choices.items()]
-        if not groups and not any("-o" in action.option_strings for action in described._actions):
+        inner = subcommands(described(parser))
+        parsers += [(f"{name} {word}".strip(), one) for word, one in inner.items()]
+        if not inner and "-o" not in flags_of(parser):
             without.append(name)
     assert {*without} <= {"chat", "completion"}
 
@@ -107,11 +107,6 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 2
     said = capsys.readouterr().err
     assert "serve a model, on this machine or on a Ray cluster" in said
-
-
-def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    return dict(commands.choices)
 
 
 def test_help_has_every_command_once_among_its_kind(capsys: pytest.CaptureFixture[str]) -> None:

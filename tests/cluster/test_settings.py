@@ -145,12 +145,12 @@ MISTAKES = [
         "FILE: pools.decode.pipeline_parallel is 2, but model.hidden_states_folder asks for layers that other stages compute: leave it out",
     ),
     (
-        "{pools: {decode: {nodes: 1, context_parallel: 2}}, model: {hidden_states_folder: /tmp/x}}",
-        "FILE: pools.decode.context_parallel is 2, but model.hidden_states_folder asks for tokens that other ranks compute: leave it out",
+        "{pools: {prefill: {nodes: 1, context_parallel: 2}}, model: {hidden_states_folder: /tmp/x}}",
+        "FILE: pools.prefill.context_parallel is 2, but model.hidden_states_folder asks for tokens that other ranks compute: leave it out",
     ),
     (
-        "{pools: {decode: {nodes: 1, pipeline_parallel: 2, context_parallel: 2}}}",
-        "FILE: pools.decode.pipeline_parallel is 2, but each of its ranks has only some of the layers, and context_parallel shares tokens among "
+        "{pools: {prefill: {nodes: 1, pipeline_parallel: 2, context_parallel: 2}}}",
+        "FILE: pools.prefill.pipeline_parallel is 2, but each of its ranks has only some of the layers, and context_parallel shares tokens among "
         "ranks that have all: set one of the two to 1",
     ),
     (
@@ -214,6 +214,10 @@ MISTAKES = [
     (
         "pools: {decode: {nodes: 5, min: 1, max: 3}}",
         "FILE: pools.decode.max is 3, which is less than pools.decode.nodes (5)",
+    ),
+    (
+        "pools: {decode: {nodes: 1, context_parallel: 2}}",
+        "FILE: pools.decode.context_parallel cannot be set: its nodes read short prompts alone: set pools.prefill.context_parallel",
     ),
     (
         "pools: {prefill: 0, decode: 0, aggregated: {nodes: 1, transfer_options: {backend: UCX}}}",

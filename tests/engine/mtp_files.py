@@ -20,7 +20,7 @@ KINDS = ["deepseek-v3", "glm4-moe", "qwen3-next"]
 
 def _config(kind: str) -> Any:
     if kind == "glm4-moe":
-        routed = {name: value for name, value in tiny._LATENT.items() if "expert" in name or "group" in name}
+        routed = {name: value for name, value in tiny.LATENT.items() if "expert" in name or "group" in name}
         own = {"head_dim": 8, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
         return transformers.Glm4MoeConfig(**tiny.COMMON | routed | own)
     config: Any = tiny.ALL[kind]()

@@ -131,8 +131,9 @@ class LoopThread:
 class RunningDeployment:
     """A serving deployment, with the methods by which tests use it."""
 
-    def __init__(self, deployment: Deployment, thread: LoopThread) -> None:
+    def __init__(self, deployment: Deployment, thread: LoopThread, namespace: str) -> None:
         self.deployment = deployment
+        self.namespace = namespace  # in which Ray keeps its processes' names
         self._thread = thread
         self.url = deployment.url
         self.model = deployment.model_name
@@ -221,17 +222,18 @@ def deploy(ray_on_this_machine: None, loop_thread: LoopThread) -> Deploy:
     @contextlib.contextmanager
     def running(config: TandemConfig) -> Iterator[RunningDeployment]:
         model = prepare_model(config.model.path, lambda what, share: None)
+        namespace = f"test-{secrets.token_hex(4)}"
 
         async def make() -> Deployment:
             # Each deployment has its own namespace, because deployments of one run may overlap.
-            launcher = RayLauncher(config.timeouts.stop_s, namespace=f"test-{secrets.token_hex(4)}")
+            launcher = RayLauncher(config.timeouts.stop_s, namespace=namespace)
             hosts = ThisMachine(this_machine(), "127.0.0.1")
             return Deployment(with_model(config, model), hosts, launcher, MemoryStore(), _Quiet())
 
         deployment = loop_thread.run(make())
         try:
             loop_thread.run(deployment.start())
-            server = RunningDeployment(deployment, loop_thread)
+            server = RunningDeployment(deployment, loop_thread, namespace)
             # A decode node computes prompts itself until the prefill node's first status has come.
             server.until(
                 lambda nodes: len(nodes) == config.pools.total and all(node["unusable"] is None for node in nodes),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from tandem.base.errors import ConfigurationError
@@ -32,7 +31,9 @@ class ApartNode:
         config = config_of(role, folder, width, block_size)
         self.node = PrefillNode(config) if role is Role.PREFILL else DecodeNode(config)
         self.node.caches_apart = True
+        before = {*psutil.Process().children()}
         info = self.node.start()
+        self.ranks = {*psutil.Process().children()} - before
         self.info: NodeInfo = msgspec.structs.replace(info, tokenizer="")
 
     def kill(self) -> None:
@@ -109,8 +110,8 @@ def test_answers_are_those_of_generate_and_a_lost_rank_costs_its_node(cluster: R
     prefill, decode = (cluster.nodes[name].node for name in ("prefill-0", "decode-0"))  # type: ignore[attr-defined]
     assert decode.status().counters.prompt_tokens_computed == 0
     assert decode.status().counters.transfers_finished == {"received": len(prompts)}
-    (pid,) = prefill._ranks.pids
-    os.kill(pid, signal.SIGKILL)
+    (rank,) = cluster.nodes["prefill-0"].ranks  # type: ignore[attr-defined]
+    rank.kill()
     until = time.monotonic() + PATIENCE_S
     while not prefill.status().detail:
         assert time.monotonic() < until

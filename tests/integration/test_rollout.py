@@ -171,7 +171,6 @@ def test_routers_move_to_another_port_under_load_and_no_request_fails_at_the_old
 def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_replaced(
     deploy: Deploy, loop_thread: LoopThread, smollm2_path: Path
 ) -> None:
-    from tandem.cluster.on_ray.handles import RayHandle  # they import Ray, which `deploy` has prepared
     from tandem.cluster.on_ray.processes import find_process
 
     prompts = [[(11 * token + which) % 40_000 for token in range(1, 40)] for which in range(4)]
@@ -179,8 +178,7 @@ def test_a_router_and_a_node_that_get_sigterm_finish_what_they_have_and_are_repl
         control = server.deployment.controller
 
         def get_sigterm(process: NodeSupervisor | RouterSupervisor) -> None:
-            assert isinstance(process.handle, RayHandle)
-            os.kill(loop_thread.run(find_process(process.handle._name, process.handle._namespace)).pid, signal.SIGTERM)
+            os.kill(loop_thread.run(find_process(process.name, server.namespace)).pid, signal.SIGTERM)
 
         def incarnations() -> dict[str, str]:
             return {node["node_id"]: node["incarnation"] for node in server.nodes()}

@@ -365,6 +365,7 @@ class Node:
             checksums=self.checksums,
             checksum_policy=world.checksum_policy,
         )
+        self.sources = side.sources
         self.endpoint = TransferEndpoint(
             side,
             listener=world.listener_at,

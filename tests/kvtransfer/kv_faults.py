@@ -16,11 +16,12 @@ from tandem.kvtransfer.base import ConnectorContext, KVCacheMemory, SchedulerCon
 from tandem.kvtransfer.nixl import transport_over
 from tandem.kvtransfer.nixl.options import NixlOptions
 from tandem.kvtransfer.nixl.staging import StagedTransport
-from tandem.kvtransfer.nixl.transport import NixlAgent, NixlTransport
-from tandem.kvtransfer.protocol.halves import SchedulerHalf, WorkerHalf
+from tandem.kvtransfer.nixl.transport import BlockArray, NixlAgent, NixlTransport
+from tandem.kvtransfer.protocol.endpoint import SideChannel
+from tandem.kvtransfer.protocol.halves import SchedulerHalf, Surroundings, WorkerHalf
 from tandem.kvtransfer.protocol.settings import ProtocolOptions
 from tandem.kvtransfer.protocol.transport import AskedSums, Direction, HandleId, Move, RemoteId, Transport
-from tandem.wire.handoff import CacheMemory, ProcessIdentity
+from tandem.wire.handoff import CacheMemory, HandoffMessage, ProcessIdentity
 
 
 @dataclasses.dataclass
@@ -200,10 +201,18 @@ def staged_nixl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerCo
     return _create(context, StagedTransport(_for_device(context)))
 
 
+class HostAgent(NixlAgent):
+    """Takes the fake device's memory for what it is: the host's."""
+
+    def register(self, memory_type: str, address: int, num_bytes: int, device_id: int) -> None:
+        super().register("DRAM", address, num_bytes, device_id)
+
+    def prepare(self, remote: str | None, memory_type: str, blocks: BlockArray) -> int:
+        return super().prepare(remote, "DRAM", blocks)
+
+
 def _for_device(context: ConnectorContext) -> Transport:
-    agent = NixlAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions())
-    agent._memory_types["VRAM"] = agent._memory_types["DRAM"]
-    return NixlTransport(agent)
+    return NixlTransport(HostAgent(f"{context.node_id}-{context.epoch:x}", NixlOptions()))
 
 
 def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
@@ -217,12 +226,18 @@ def nccl(context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector
 def _create(context: ConnectorContext, inner: Transport) -> tuple[SchedulerConnector, WorkerConnector]:
     transport = FaultyTransport(inner)
     options = ProtocolOptions(layerwise_tokens=8)
-    worker = WorkerHalf(context, transport, Direction(context.config.direction), options)
-    send = FaultySend(worker._channel.send)
-    # The endpoint takes its `send` from the channel when the caches are registered, which is later.
-    worker._channel.send = send  # type: ignore[method-assign]
+    sends: list[FaultySend] = []
+
+    def channel(host: str, name: str, on_message: Callable[[HandoffMessage], None]) -> SideChannel:
+        made = SideChannel(host, name, on_message)
+        sends.append(FaultySend(made.send))
+        made.send = sends[0]  # type: ignore[method-assign]
+        return made
+
+    around = Surroundings(channel=channel)
+    worker = WorkerHalf(context, transport, Direction(context.config.direction), options, around)
     faulty: Any = worker
-    faulty.faulty_transport, faulty.faulty_send = transport, send
+    faulty.faulty_transport, faulty.faulty_send = transport, *sends
     return SchedulerHalf(context.block_size), worker
 
 

@@ -31,7 +31,7 @@ class FakeEndpoint:
         self.error: Exception | None = None
         self._changed = threading.Condition()
 
-    def _note(self, item: object) -> None:
+    def note(self, item: object) -> None:
         with self._changed:
             self.handled.append(item)
             self._changed.notify_all()
@@ -41,12 +41,12 @@ class FakeEndpoint:
             assert self._changed.wait_for(lambda: len(self.handled) >= count, 5)
 
     def receive(self, message: object) -> None:
-        self._note(message)
+        self.note(message)
         if self.error:
             raise self.error
 
     def execute(self, command: object) -> None:
-        self._note(command)
+        self.note(command)
         if self.error:
             raise self.error
 
@@ -152,7 +152,7 @@ def test_however_much_peers_say_blocks_are_moved_and_deadlines_looked_at() -> No
         if running.endpoint.ticked < 3:
             running.loop.message(MESSAGE)
         else:
-            running.endpoint._note(message)
+            running.endpoint.note(message)
 
     running.endpoint.receive = receive  # type: ignore[method-assign]
     running.loop.message(MESSAGE)

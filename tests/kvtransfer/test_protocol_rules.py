@@ -425,8 +425,8 @@ def test_a_failed_transfer_says_what_is_right_all_the_same(pair: Pair) -> None:
 
 def test_a_producer_confirms_that_its_kv_was_wrong_once_no_disk_would_bring_it_back(pair: Pair) -> None:
     """If it ends before, its next process finds the same KV, and is told again."""
-    side, is_on_disk = pair.producer.endpoint._side, False
-    side.sources.add_tier(lambda: not is_on_disk)
+    is_on_disk = False
+    pair.producer.sources.add_tier(lambda: not is_on_disk)
     receive, send = pair.begin()
     pair.complete(send, 0.5)
     assert receive.finished

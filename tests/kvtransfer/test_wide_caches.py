@@ -16,8 +16,11 @@ from kv_fake_engine import FakeEngine, consume, first_token_of, produce
 from kv_wide_engine import WideFakeEngine
 
 from tandem.base.errors import TransferError
-from tandem.kvtransfer.base import Handoff
+from tandem.kvtransfer.base import Handoff, KVCacheMemory
 from tandem.kvtransfer.config import TransferConfig
+from tandem.kvtransfer.nixl.ranks import thread as rank_thread
+from tandem.kvtransfer.nixl.transport import NixlTransport
+from tandem.kvtransfer.protocol.checksums import CacheChecksums
 from tandem.wire.nodes import PeerAddress
 from tests.more import more
 from tests.waiting import until
@@ -131,16 +134,30 @@ def test_every_rank_has_the_bytes_of_its_layers(
         assert pair.producer.num_free() == pair.consumer.num_free() == 63
 
 
+@pytest.fixture
+def checksums_of_ranks(monkeypatch: pytest.MonkeyPatch) -> list[CacheChecksums]:
+    """Of all ranks but the first of each engine: the producer's, then the consumer's."""
+    made: list[CacheChecksums] = []
+
+    def make(memory: KVCacheMemory) -> CacheChecksums:
+        made.append(CacheChecksums(memory))
+        return made[-1]
+
+    monkeypatch.setattr(rank_thread, "CacheChecksums", make)
+    return made
+
+
 @pytest.mark.parametrize("direction", ["push", "pull"])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("cuts", [(), (1,)])
 def test_one_bit_that_is_wrong_with_any_rank_fails_the_handoff(
-    direction: str, rank: int, cuts: tuple[int, ...]
+    direction: str, rank: int, cuts: tuple[int, ...], checksums_of_ranks: list[CacheChecksums]
 ) -> None:
     """Four ranks and two heads: each head has two copies, and both count. Or each has some heads of some layers."""
     with started(direction, {"ranks": 2}, {"ranks": 4, "cuts": cuts}) as pair:
         assert isinstance(pair.consumer, WideFakeEngine)
-        checksums, cache = pair.consumer.threads[rank - 1]._checksums, pair.consumer.caches[rank]
+        (_, *of_consumer), cache = checksums_of_ranks, pair.consumer.caches[rank]
+        checksums = of_consumer[rank - 1]
         take = checksums.of_heads
 
         def spoil_first(blocks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -162,14 +179,17 @@ def test_one_bit_that_is_wrong_with_any_rank_fails_the_handoff(
         assert pair.producer.num_free() == pair.consumer.num_free() == 63
 
 
-def test_a_rank_that_cannot_sum_up_costs_the_handoff_and_not_the_senders_name() -> None:
+def test_a_rank_that_cannot_sum_up_costs_the_handoff_and_not_the_senders_name(
+    checksums_of_ranks: list[CacheChecksums],
+) -> None:
     with started("push", {}, {"ranks": 2}) as pair:
         assert isinstance(pair.consumer, WideFakeEngine)
 
         def refuse(*_: Any, **__: Any) -> Any:
             raise TransferError("no")
 
-        pair.consumer.threads[0]._checksums.of_heads = refuse  # type: ignore[method-assign]
+        (checksums,) = checksums_of_ranks
+        checksums.of_heads = refuse  # type: ignore[method-assign]
         pair.add("r", a_prompt(33))
         produced = threading.Thread(target=pair.producer.run_until, args=("r", ["freed"]))
         produced.start()
@@ -230,22 +250,20 @@ def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
 def test_a_part_that_fails_at_one_rank_fails_the_transfer_and_the_next_one_goes_well(
     direction: str, posts_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    left: Iterator[int] | None = None
+    refused: list[Any] = []
+
+    class FailingTransport(NixlTransport):
+        def post(self, *given: Any) -> Any:
+            if left is not None and next(left) <= 0:
+                refused.append(given)
+                raise TransferError("injected: not posted")
+            return super().post(*given)
+
+    monkeypatch.setattr(rank_thread, "NixlTransport", FailingTransport)
     with started(direction, {"ranks": 2}, {"ranks": 2}) as pair:
         pair.hand_over("first", a_prompt(20))
-        mover = pair.producer if direction == "push" else pair.consumer
-        assert isinstance(mover, WideFakeEngine)
-        transport = mover.threads[0]._transport
-        assert transport is not None
-        post, left = transport.post, itertools.count(posts_before, -1)
-        refused: list[Any] = []
-
-        def post_or_fail(*args: Any) -> Any:
-            if next(left) <= 0:
-                refused.append(args)
-                raise TransferError("injected: not posted")
-            return post(*args)
-
-        monkeypatch.setattr(transport, "post", post_or_fail)
+        left = itertools.count(posts_before, -1)
         pair.add("failing", a_prompt(90), 8)
         produced = threading.Thread(target=pair.producer.run_until, args=("failing", ["freed"]))
         produced.start()
@@ -258,7 +276,7 @@ def test_a_part_that_fails_at_one_rank_fails_the_transfer_and_the_next_one_goes_
             assert "injected: not posted" in pair.consumer.failure("failing")
         assert pair.consumer.kv_is_right("failing")
         pair.consumer.finish("failing")
-        monkeypatch.setattr(transport, "post", post)
+        left = None
         pair.hand_over("next", a_prompt(90), 8)
         pair.consumer.run_until_free(63)
         pair.producer.run_until_free(63)

@@ -195,17 +195,6 @@ def test_an_error_status_without_an_error_object_is_told_with_its_body() -> None
     assert kind_of(answer) == ("http_404", '"not here"')
 
 
-@pytest.mark.parametrize(("headers", "told"), [("Retry-After: 2\r\n", True), ("", False)])
-def test_who_is_turned_away_may_be_told_when_to_come_back(headers: str, told: bool) -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.respond(503, {}, headers)
-
-    (timeline,), _ = ask(answer)
-    failure = timeline.failure
-    assert failure is not None
-    assert failure.says_when_to_retry is told
-
-
 def test_an_error_within_the_stream() -> None:
     async def answer(exchange: Exchange) -> None:
         await exchange.begin()

@@ -28,7 +28,7 @@ class Driver:
         return self.fails_with
 
     def cuDeviceGet(self, card: Any, ordinal: int) -> int:
-        card._obj.value = ordinal
+        ctypes.cast(card, ctypes.POINTER(ctypes.c_int)).contents.value = ordinal
         return 0
 
     def cuDeviceGetPCIBusId(self, text: Any, room: int, card: ctypes.c_int) -> int:

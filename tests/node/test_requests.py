@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import pytest
@@ -67,10 +68,13 @@ def test_a_request_has_one_owner() -> None:
 def test_deadlines_of_requests_that_ended_do_not_pile_up() -> None:
     live = LiveRequests()
     live.begin(submit("lasts", 50_000), 0.0)
+    tracemalloc.start()
     for index in range(10_000):
         live.begin(submit(str(index), 1800), float(index))
         live.end(str(index))
-    assert len(live._deadlines) < 200
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100_000
     assert [request.submit.request_id for request in live.overdue(50_000.0)] == ["lasts"]
 
 

@@ -33,9 +33,9 @@ class Pair:
         self.cache.pool.events = CacheEvents(1)
         self.sender = CacheNewsSender("n", 22, NamedBlocks(BLOCK), self._tell)
         self.blocks = CachedBlocks(NodeBits(), 10**6)
-        self.world.router.lines._deliver = self._to_router  # type: ignore[method-assign]
-        self.world.node.lines._deliver = self._to_node  # type: ignore[method-assign]
-        self.world.node.lines._begun = self._begin  # type: ignore[method-assign]
+        self.world.router.deliver = self._to_router  # type: ignore[method-assign]
+        self.world.node.deliver = self._to_node  # type: ignore[method-assign]
+        self.world.node.on_begun = self._begin  # type: ignore[method-assign]
         self._begin("router")
         self.prompts: list[list[int]] = []
 

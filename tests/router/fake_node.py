@@ -320,7 +320,7 @@ class FakeNode:
         """Makes one token for each request that can go on."""
         batches: dict[str, list[TokenChunk]] = {}
         for request_id, running in list(self._running.items()):
-            chunk = self._advance(running)
+            chunk = self.advance(running)
             if chunk is None:
                 continue
             if chunk.finish is not None:
@@ -334,7 +334,7 @@ class FakeNode:
                 batches.setdefault(running.submit.reply_to, [])
         return batches
 
-    def _advance(self, running: _Running) -> TokenChunk | None:
+    def advance(self, running: _Running) -> TokenChunk | None:
         submit, index = running.submit, running.next
         if self.wedged or (self.pause_at is not None and index >= self.pause_at):
             return None

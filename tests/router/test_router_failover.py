@@ -337,7 +337,7 @@ def test_a_bug_in_one_requests_handling_is_its_own_misfortune(
     with router.stream(max_tokens=6, seed=1) as doomed, router.stream(max_tokens=6, seed=9) as healthy:
         doomed.text(count=2)
         text = healthy.text(count=2)
-        lives = router.server.services.dispatcher.placement.lives()
+        lives = router.server.services.dispatcher.placement.lives.all()
 
         def broken(*_: object) -> None:
             raise ValueError("a bug")

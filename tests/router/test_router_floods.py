@@ -53,7 +53,7 @@ class ReadingNode(FakeNode):
     def _unread(self) -> int:
         return sum(len(each.submit.prompt_token_ids) for each in self._running.values() if not each.started)
 
-    def _advance(self, running: Any) -> TokenChunk | None:
+    def advance(self, running: Any) -> TokenChunk | None:
         if not running.started:
             prompt = running.submit.prompt_token_ids
             first = next(each for each in self._running.values() if not each.started)
@@ -62,7 +62,7 @@ class ReadingNode(FakeNode):
             self._budget -= len(prompt)
             self.computed += len(prompt)
             self.log.append((prompt[0], len(prompt)))
-        chunk = super()._advance(running)
+        chunk = super().advance(running)
         return None if chunk is None else msgspec.structs.replace(chunk, cached_tokens=0)
 
 

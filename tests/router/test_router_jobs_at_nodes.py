@@ -143,6 +143,7 @@ def test_metrics_show_pins(cluster: tuple[RunningRouter, PinningNode, Agent]) ->
     router, _, turn = cluster
     turn("what is it like outside, and should I take an umbrella with me?", "j")
     labels = {"node": "n0", "role": "aggregated"}
-    router.wait_for(lambda: router.metric("tandem_node_pinned_requests", **labels) == 1, "the metric")
+    # Counters come with each fourth status.
+    router.wait_for(lambda: router.metric("tandem_node_pins_made_total", **labels) == 1, "the counter")
+    assert router.metric("tandem_node_pinned_requests", **labels) == 1
     assert router.metric("tandem_node_pinned_blocks", **labels) > 0
-    assert router.metric("tandem_node_pins_made_total", **labels) == 1

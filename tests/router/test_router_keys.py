@@ -8,12 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tandem.api.text.tokenizer import Tokenizer, read_json
 from tandem.base.errors import ConfigurationError
 from tandem.router.config import ApiKey, RouterConfig, name_of_key
 from tandem.router.keys import DEFAULT_ANSWER, KeyRing, QuotaExceeded, Tenant, load_keys
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.paths import of_served
 from tests.router.raw_http import connect, post, read_answer
+from tests.small_model import CountedBackend
 
 
 class Clock:
@@ -159,7 +161,8 @@ def test_so_many_requests_at_once(start_router: StartRouter) -> None:
 
 
 def tenant_with(clock: Clock, **quotas: int) -> Tenant:
-    (tenant,) = KeyRing([ApiKey("a", "k", **quotas)], clock)._tenants  # type: ignore[arg-type]
+    tenant = KeyRing([ApiKey("a", "k", **quotas)], clock).find(b"k")  # type: ignore[arg-type]
+    assert tenant is not None
     return tenant
 
 
@@ -280,24 +283,18 @@ def test_the_clusters_state_is_an_operators(start_router: StartRouter) -> None:
     ),
 )
 def test_what_one_key_asked_is_tokenized_anew_for_another(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    start_router: StartRouter, model_folder: str, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
+    backend: Any = CountedBackend(model_folder)
+    tokenizer = Tokenizer(backend, read_json(Path(model_folder) / "tokenizer_config.json"))
+    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: tokenizer)
     router = start_router(api_keys=(ApiKey("alice", "key-a"), ApiKey("bob", "key-b")))
-    tokenizer = router.server.services.model.tokenizer
-    asked: list[int] = []
-    encode_all = tokenizer._encode_all
-
-    def counted(texts: list[str], special: bool) -> list[list[int]]:
-        asked.append(sum(map(len, texts)))
-        return encode_all(texts, special)
-
-    monkeypatch.setattr(tokenizer, "_encode_all", counted)
     work: list[int] = []
     for key in ("key-a", "key-a", "key-b", "key-b"):
-        asked.clear()
+        backend.texts.clear()
         headers = {"authorization": f"Bearer {key}"}
         assert router.client.post(path, json=body, headers=headers).status_code == 200
-        work.append(sum(asked))
+        work.append(sum(map(len, backend.texts)))
     assert work[0] == work[2] >= 64
     assert work[1] == work[3] < 64
 

@@ -34,13 +34,16 @@ class End:
             epoch,
             lambda endpoint, frame: world.carry(endpoint, frame),
             lambda body: self.deliver(body),
-            begun=self.begun.append,
+            begun=lambda endpoint: self.on_begun(endpoint),
             replaced=self.replaced.append,
             meets_strangers=strangers,
             clock=lambda: world.now,
             **limits,
         )
         self.lines.endpoint = name
+
+    def on_begun(self, endpoint: str) -> None:
+        self.begun.append(endpoint)
 
     def deliver(self, body) -> None:
         if isinstance(body, Cancel):

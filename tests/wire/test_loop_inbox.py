@@ -22,10 +22,10 @@ class Listener:
         self.messages: list[Any] = []
         self.changed = asyncio.Event()
         self.threads: set[int] = set()
-        self.inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, self._on_message, name="test")
+        self.inbox: LoopInbox[Any] = LoopInbox("127.0.0.1", ToNode, lambda each: self.on_message(each), name="test")
         self.outbox = Outbox()
 
-    def _on_message(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
         self.threads.add(threading.get_ident())
         self.messages.append(message)
         self.changed.set()
@@ -243,7 +243,7 @@ def test_after_closing_nothing_more_is_handled() -> None:
             listener.messages.append(message)
             listener.inbox.close()
 
-        listener.inbox._on_message = on_message
+        listener.on_message = on_message  # type: ignore[method-assign]
         for index in range(10):
             listener.outbox.send(listener.inbox.endpoint, Ping(str(index)))
         while not listener.messages:  # noqa: ASYNC110 (the handler is ours)

@@ -11,8 +11,9 @@ from tandem.base.errors import ConfigurationError
 from tandem.base.wings import find_wing
 from tandem.engine.config import EngineConfig
 from tandem.engine.model.capabilities import Capability, ModelLoad
-from tandem.engine.model.exact.settings import INSTEAD, TYPES, is_required, refusals
+from tandem.engine.model.exact.settings import INSTEAD, is_required, refusals
 from tandem.engine.model.native.architecture import refusal
+from tandem.engine.model.native.model_types import NATIVE_TYPES
 from tandem.engine.model.runner import ModelInfo
 from tandem.kernels import library
 from tandem.kernels.build import library_path
@@ -45,7 +46,7 @@ class RequiredBits(Capability):
             why = why or f"FlashInfer does not compute in {loading.dtype}"
         raise ConfigurationError(
             f"{self._loading.source.name} cannot be served with model.exact: require. transformers computes it, because {why}; the "
-            f"order of its sums depends on the batch. Serve a model of type {', '.join(TYPES)} in bfloat16, or on CPUs in "
+            f"order of its sums depends on the batch. Serve a model of type {', '.join(NATIVE_TYPES)} in bfloat16, or on CPUs in "
             f"float32, {INSTEAD}"
         )
 

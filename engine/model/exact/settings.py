@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import EngineConfig
+from tandem.engine.model.native.model_types import NATIVE_TYPES
 
-# The types that the native library computes (engine/model/native/architecture.py); a test holds the two together.
-TYPES = ("llama", "mistral", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16")
 INSTEAD = "or leave model.exact at auto"
 
@@ -51,8 +50,8 @@ def _against(engine: EngineConfig) -> Iterator[tuple[str, object, str, str]]:
 
 def check_type(engine: EngineConfig, model_type: str | None) -> None:
     """Raises a ConfigurationError for a type of model that the native library does not compute. None: it is not known yet."""
-    if is_required(engine) and model_type is not None and model_type not in TYPES:
+    if is_required(engine) and model_type is not None and model_type not in NATIVE_TYPES:
         raise ConfigurationError(
             f"model.exact is require, but a model of type {model_type} is computed by transformers, whose sums depend on the batch: "
-            f"serve one of type {', '.join(TYPES)}, {INSTEAD}"
+            f"serve one of type {', '.join(NATIVE_TYPES)}, {INSTEAD}"
         )

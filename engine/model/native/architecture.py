@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
-# Models of one type are computed alike, whatever they are called. SmolLM2, for example, is a Llama.
-_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from tandem.engine.model.native.model_types import NATIVE_TYPES
+
 _DTYPES = (torch.float32, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 # Types of rotary embedding whose frequencies are constants of the model.
@@ -43,7 +43,7 @@ def refusal(config: Any, dtype: torch.dtype, device: torch.device) -> str | None
         return f"the device is {device}"
     if dtype not in _DTYPES:
         return f"the dtype is {dtype}"
-    if config.model_type not in _TYPES:
+    if config.model_type not in NATIVE_TYPES:
         return f"the model is of type {config.model_type}"
     if getattr(config, "quantization_config", None):
         return "the weights are quantized"

@@ -26,6 +26,7 @@ from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.parts import TokenMasks
 from tandem.engine.model.sampling.adjust import edit_logits, penalize
 from tandem.engine.model.sampling.row_sums import row_sums
+from tandem.engine.model.sampling.selection import reaching_count, reaching_weight
 from tandem.engine.model.staging import to_device
 
 # How many of the most likely tokens are looked at first. Restrictions usually leave fewer.
@@ -33,11 +34,6 @@ _CANDIDATES = 128
 # If they leave more: bins of a logit's distance from the largest. Weights beyond the last bin are below e**-32.
 _BINS, _BINS_PER_UNIT = 1024, 32
 _TILE = 64
-# On a device whose results the host must not wait for, a bound is found in three digits of a logit's 33 bits. Weights are
-# multiples of 1 / _ONE there.
-_DIGIT, _SHIFTS = 11, (22, 11, 0)
-_ONE = float(1 << 40)
-_AT_ONCE = 1 << 23  # logits in one slice: their digits and weights take 32 bytes each
 
 
 class LogitRows:
@@ -115,8 +111,7 @@ def _kth(rows: LogitRows, limited: npt.NDArray[np.bool_], top_k: npt.NDArray[np.
     device, most = rows.scaled.device, int(top_k[limited].max())
     wanted = to_device(np.where(limited, top_k, 1), device)[:, None]
     if most > _CANDIDATES and device.type != "cpu":
-        parts = (_slices(t, rows.scaled) for t in (rows.scaled, wanted))
-        return torch.cat([_selected(some, None, of_some) for some, of_some in zip(*parts, strict=True)])
+        return reaching_count(rows.scaled, wanted)
     values = rows.candidates[0] if most <= _CANDIDATES else most_likely(rows.scaled, most)[0]
     return values.gather(1, wanted - 1)
 
@@ -126,7 +121,7 @@ def _reaching(rows: LogitRows, bound: torch.Tensor, bounded: bool, few: bool, sh
     weights = rows.weights.masked_fill(rows.scaled < bound, 0) if bounded else rows.weights
     if rows.scaled.device.type != "cpu" and not few:
         # Asking whether the candidates suffice would make the host wait for the device.
-        return _selected_by_weight(rows.scaled, weights, share)
+        return reaching_weight(rows.scaled, weights, share)
     tiles = row_sums(weights.view(weights.shape[0], -1, _TILE))
     wanted = row_sums(tiles.double())[:, None] * share
     values = rows.candidates[0]
@@ -161,56 +156,6 @@ def _bound_by_bins(rows: LogitRows, weights: torch.Tensor, wanted: torch.Tensor)
     values, tokens = rows.scaled.masked_fill(~member, float("-inf")).topk(most, dim=1)
     each = weights.gather(1, tokens).double()
     return _bound_among(values, already + each.cumsum(dim=1) - each, wanted)
-
-
-def _selected_by_weight(scaled: torch.Tensor, weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The bounds by `_selected`, with weights as integers: their sums are exact, in any order in which a device adds them."""
-    return torch.cat(
-        [
-            _selected(some, whole := (part * _ONE).long(), _part_of(whole, of_some))
-            for some, part, of_some in zip(*(_slices(t, scaled) for t in (scaled, weights, share)), strict=True)
-        ]
-    )
-
-
-def _slices(tensor: torch.Tensor, scaled: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(tensor, max(1, _AT_ONCE // scaled.shape[1]))
-
-
-def _part_of(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    total = weights.sum(dim=1, keepdim=True)
-    return (total.double() * share).ceil().long().clamp_(min=1).minimum(total)
-
-
-def _selected(scaled: torch.Tensor, weights: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
-    """Returns [N, 1]: the largest logit for which the logits that are not smaller have at least the weight `wanted` together. Without
-    weights each logit weighs 1.
-
-    It finds the logit's distance below its row's largest, counted in float32 numbers, digit by digit. So it sorts nothing, and the
-    host never waits for the device.
-    """
-    bits = scaled.view(torch.int32)
-    rank = bits.bitwise_xor((bits >> 31) & 0x7FFFFFFF).long()  # in the order of the numbers
-    largest = rank.amax(dim=1, keepdim=True)
-    below = largest - rank
-    count = scaled.shape[0]
-    found = torch.zeros(count, 1, dtype=torch.int64, device=scaled.device)
-    # The weight of all logits that are larger than those with the digits found so far.
-    before = torch.zeros_like(found)
-    # Logits with other digits add nothing, each to the bin of its column: a device adds to one bin by one processor at a time.
-    anywhere = torch.arange(scaled.shape[1], device=scaled.device) % (1 << _DIGIT)
-    for shift in _SHIFTS:
-        digit = (below >> shift) - (found << _DIGIT)
-        inside = (digit >= 0) & (digit < 1 << _DIGIT)
-        each = inside.long() if weights is None else weights.masked_fill(~inside, 0)
-        sums = torch.zeros(count, 1 << _DIGIT, dtype=torch.int64, device=scaled.device)
-        sums.scatter_add_(1, digit.where(inside, anywhere), each)
-        earlier = sums.cumsum(dim=1).sub_(sums).add_(before)
-        place = (earlier < wanted).sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
-        before = earlier.gather(1, place)
-        found = (found << _DIGIT) + place
-    rank = (largest - found).int()
-    return rank.bitwise_xor((rank >> 31) & 0x7FFFFFFF).view(torch.float32)
 
 
 _BLOCK = 256

@@ -40,7 +40,7 @@ class _Entry:
 
 
 class EncoderCache:
-    """See engine.scheduling.state.EncodedImages."""
+    """See engine.scheduling.parts.EncodedImages."""
 
     def __init__(self, capacity: int, tokens_per_step: int) -> None:
         self.capacity = capacity

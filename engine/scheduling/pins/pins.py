@@ -4,7 +4,7 @@ A job is an agent's work: a turn, a tool call, the next turn. Between two turns 
 requests may take them; a pin keeps them. A pin costs memory on a guess. So only turns of a known job get one, if its turns
 continue each other and its tool is quick; a pin ends by itself, and it is broken when no request could run otherwise.
 
-The scheduler knows them as `state.TurnPins`.
+The scheduler knows them as `parts.TurnPins`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import Callable
 
@@ -25,27 +24,30 @@ def known(request: httpx.Request) -> str:
     return f"answer {hash(json.loads(request.content)['prompt'])}"
 
 
-def probes(answer: Callable[[httpx.Request], httpx.Response]) -> Probes:
-    return Probes(lambda: "http://tandem", "k3y", "tiny", 1, 2, httpx.MockTransport(answer))
+class Server:
+    """What the probes reach; a test may change how it answers."""
 
+    def __init__(self, answer: Callable[[httpx.Request], httpx.Response]) -> None:
+        self.answer = answer
+        self.probes = Probes(lambda: "http://tandem", "k3y", "tiny", 1, 2, httpx.MockTransport(self._handle))
+        self._ending = asyncio.Event()
+        self._last = 10**6
 
-def ask_some(made: Probes, answer: Callable[[httpx.Request], httpx.Response], requests: int = 6) -> None:
-    """The traffic ends with the request of this number."""
+    def _handle(self, request: httpx.Request) -> httpx.Response:
+        self._last -= 1
+        if self._last <= 0:
+            self._ending.set()
+        return self.answer(request)
 
-    async def work() -> None:
-        ending = asyncio.Event()
-        asked = itertools.count(1)
+    def get_asked(self, requests: int = 6) -> None:
+        """The traffic ends with the request of this number."""
 
-        def handle(request: httpx.Request) -> httpx.Response:
-            if next(asked) >= requests:
-                ending.set()
-            return answer(request)
+        async def work() -> None:
+            self._ending, self._last = asyncio.Event(), requests
+            async with asyncio.timeout(10):
+                await self.probes.run(self._ending)
 
-        made._transport = httpx.MockTransport(handle)
-        async with asyncio.timeout(10):
-            await made.run(ending)
-
-    asyncio.run(work())
+        asyncio.run(work())
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +63,21 @@ def test_right_answers_are_counted_and_each_request_has_the_key_and_a_salt_of_it
         keys.add(request.headers["authorization"])
         return stream(known(request))
 
-    made = probes(answer)
+    server = Server(answer)
+    made = server.probes
     assert asyncio.run(made.learn()) == len(made.questions)
-    ask_some(made, answer)
+    server.get_asked()
     assert made.counts.right == made.counts.requests >= 6
     assert len(set(salts)) == len(salts)
     assert keys == {"Bearer k3y"}
 
 
 def test_an_answer_that_differs_is_wrong() -> None:
-    made = probes(lambda request: stream(known(request)))
+    server = Server(lambda request: stream(known(request)))
+    made = server.probes
     asyncio.run(made.learn())
-    ask_some(made, lambda request: stream("something else"))
+    server.answer = lambda request: stream("something else")
+    server.get_asked()
     assert made.counts.right == 0
     assert len(made.counts.wrong) == made.counts.requests
     assert "instead of" in made.counts.wrong[0]
@@ -80,9 +85,10 @@ def test_an_answer_that_differs_is_wrong() -> None:
 
 def test_a_question_with_two_answers_in_peace_is_not_held_against_the_cluster() -> None:
     count = iter(range(10**6))
-    made = probes(lambda request: stream(f"answer {next(count)}"))
+    server = Server(lambda request: stream(f"answer {next(count)}"))
+    made = server.probes
     assert asyncio.run(made.learn()) == 0
-    ask_some(made, lambda request: stream(f"answer {next(count)}"))
+    server.get_asked()
     assert made.counts.unchecked == made.counts.requests
     assert made.counts.wrong == []
 
@@ -106,8 +112,9 @@ def _cut(request: httpx.Request) -> httpx.Response:
 def test_what_is_no_whole_answer_is_counted_by_what_it_is(
     answer: Callable[[httpx.Request], httpx.Response], where: str, name: str
 ) -> None:
-    made = probes(answer)
-    ask_some(made, answer)
+    server = Server(answer)
+    made = server.probes
+    server.get_asked()
     assert getattr(made.counts, where) == {name: made.counts.requests}
     assert name in made.counts.examples
 
@@ -116,15 +123,16 @@ def test_a_refusal_at_the_door_is_not_a_lost_request() -> None:
     def full(request: httpx.Request) -> httpx.Response:
         return httpx.Response(503, text="full", headers={"retry-after": "1"})
 
-    made = probes(full)
-    ask_some(made, full)
+    server = Server(full)
+    made = server.probes
+    server.get_asked()
     assert made.counts.refused == made.counts.requests
     assert not made.counts.lost
     assert not made.counts.failed
 
 
 def test_a_cluster_that_does_not_answer_in_peace_is_not_tried() -> None:
-    made = probes(lambda request: httpx.Response(401, text="a key is needed"))
+    made = Server(lambda request: httpx.Response(401, text="a key is needed")).probes
     with pytest.raises(Unavailable, match="a key is needed"):
         asyncio.run(made.learn())
 

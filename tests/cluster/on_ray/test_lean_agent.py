@@ -12,8 +12,9 @@ from tandem.cluster.on_ray import lean
 
 def test_it_tells_its_raylet_that_it_has_no_ports_and_ends_with_it(tmp_path: Path) -> None:
     raylet = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    lean_agent = str(Path(lean.__file__).with_name("lean_agent.py"))
     agent = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(lean._AGENT), "agent.py", "--node-id=ab", f"--session-dir={tmp_path}", "--head"],
+        [sys.executable, "-I", "-S", lean_agent, "agent.py", "--node-id=ab", f"--session-dir={tmp_path}", "--head"],
         env={**os.environ, "RAY_RAYLET_PID": str(raylet.pid)},
     )  # fmt: skip
     try:

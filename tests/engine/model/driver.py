@@ -96,7 +96,7 @@ class Driver:
         self.failing: set[str] = set()  # requests whose logits are expected to be NaN
         self.last: ModelOutput = ModelOutput({})
         self._keeps_states = any(group.blocks_per_request for group in self.groups)
-        self._finished: set[str] = set()
+        self.finished_ids: set[str] = set()
         self._preempted: set[str] = set()
         self.state_copies: list[tuple[int, int]] = []
         self._encoded: set[str] = set()
@@ -181,7 +181,7 @@ class Driver:
     def finish(self, req_id: str) -> DrivenRequest:
         request = self.requests.pop(req_id)
         self._release(request)
-        self._finished.add(req_id)
+        self.finished_ids.add(req_id)
         self.drafts.pop(req_id, None)
         return request
 
@@ -243,7 +243,7 @@ class Driver:
                 num_scheduled_tokens=scheduled,
                 total_num_scheduled_tokens=sum(scheduled.values()),
                 spec_token_ids=drafts,
-                finished_req_ids=self._finished,
+                finished_req_ids=self.finished_ids,
                 preempted_req_ids=self._preempted,
                 state_copies=self.state_copies,
                 encoder_inputs=[one for name, one in encoded.items() if name not in self._encoded],
@@ -254,7 +254,7 @@ class Driver:
         self.state_copies = []
         self._encoded |= encoded.keys()
         output = started.finish()
-        self._finished, self._preempted = set(), set()
+        self.finished_ids, self._preempted = set(), set()
         for req_id, count in scheduled.items():
             request = self.requests[req_id]
             proposed = drafts.get(req_id, [])

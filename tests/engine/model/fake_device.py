@@ -13,8 +13,8 @@ Each operation also runs at once on shadows of its tensors, to learn the result'
 
 from __future__ import annotations
 
+import inspect
 import random
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -147,7 +147,7 @@ class FakeDevice:
 
     def note_wait(self, why: str) -> None:
         """Notes the innermost function outside torch and the tests."""
-        frame: Any = sys._getframe(1)
+        frame: Any = inspect.currentframe()
         while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/tests/")):
             frame = frame.f_back
         if frame is not None:

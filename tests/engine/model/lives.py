@@ -173,7 +173,7 @@ class Lives:
     def _move(self, name: str, move: Callable[[Driver, Driver], DrivenRequest]) -> None:
         living = self._living[name]
         here, there = self._nodes[living.at], self._nodes[1 - living.at]
-        if name in there._finished:
+        if name in there.finished_ids:
             return  # the other node has not been told yet that it lost this request
         moved = move(here, there)
         moved.logprobs = list(living.request.logprobs)

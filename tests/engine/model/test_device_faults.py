@@ -137,13 +137,13 @@ class World:
 def transfers_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The thread of a connector works with the device's tensors, too."""
     device = FakeDevice(seed=1, pace=0.02)
-    run = ProtocolLoop._run
+    turn = ProtocolLoop.turn
 
-    def within(loop: ProtocolLoop, endpoint: Any) -> None:
+    def within(loop: ProtocolLoop, endpoint: Any, wait_s: float) -> float | None:
         with device.in_thread(), torch.inference_mode():
-            run(loop, endpoint)
+            return turn(loop, endpoint, wait_s)
 
-    monkeypatch.setattr(ProtocolLoop, "_run", within)
+    monkeypatch.setattr(ProtocolLoop, "turn", within)
     with device.present(), torch.inference_mode():
         yield device
 

@@ -19,8 +19,10 @@ from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
 from tandem.engine.model import capabilities, paths
 from tandem.engine.model.checkpoint import read_config
 from tandem.engine.model.cuda import capability, decode_graphs, flashinfer, same_bits, step_memory, triton_ops
+from tandem.engine.model.cuda.decode_graphs import DecodeGraphs
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused import find
+from tandem.engine.model.runner import Batch, LayerHooks
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
 from tests.engine.model import fake_flashinfer, tiny
@@ -103,8 +105,12 @@ def _products(patch: pytest.MonkeyPatch) -> None:
 
 
 def _replays(patch: pytest.MonkeyPatch) -> None:
-    run = decode_graphs._Recording.run
-    patch.setattr(decode_graphs._Recording, "run", lambda *a: run(*a) * 1.01)
+    compute = DecodeGraphs.__call__
+
+    def wrong_in_replays(graphs: DecodeGraphs, batch: Batch, hooks: LayerHooks | None) -> torch.Tensor:
+        return compute(graphs, batch, hooks) * (1.01 if graphs.replays(batch) else 1.0)
+
+    patch.setattr(DecodeGraphs, "__call__", wrong_in_replays)
 
 
 def _norms(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem.base.errors import ConfigurationError
-from tandem.engine.model.hidden_states.prompts import SUFFIX, HiddenStates
+from tandem.engine.model.hidden_states import prompts as hidden_states
+from tandem.engine.model.hidden_states.prompts import SUFFIX
 from tandem.engine.model.shard import Shard
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.wire.sampling import SamplingParams
@@ -24,6 +25,7 @@ from tests.engine.model import driver, tiny
 from tests.engine.model.driver import Driver
 from tests.engine.model.ranks_here import ranks_here
 from tests.more import more
+from tests.waiting import until
 
 LAYERS = [0, 1, -1]
 
@@ -43,8 +45,9 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def close_files(runner: TorchRunner) -> None:
     """Returns when what was to be written is written."""
-    (states,) = [part for part in runner.parts if isinstance(part, HiddenStates)]
-    states._files._writer.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hidden_states, "_MOST_BYTES", 1)  # then the runner waits for the least that is not written
+        until(lambda: not runner.states_wait)
 
 
 def check(folder: Path, name: str, path: Path, prompt: list[int]) -> None:
@@ -166,8 +169,6 @@ def test_a_folder_that_goes_away_harms_no_answer(tmp_path: Path, caplog: pytest.
 def test_no_step_waits_for_a_folder_that_takes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tandem.engine.model.hidden_states import prompts as hidden_states
-
     path, folder = tiny.save("llama", tmp_path / "model"), tmp_path / "states"
     folder_goes_on = threading.Event()
     save = hidden_states.save_file  # type: ignore[attr-defined]

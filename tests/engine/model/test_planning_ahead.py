@@ -12,10 +12,11 @@ import pytest
 
 from tandem.engine.config import AsyncScheduling, CacheConfig, SchedulerConfig
 from tandem.engine.core import Engine
+from tandem.engine.model.batching import StepOnDevice
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.runner import LayerHooks
 from tandem.engine.model.torch_runner import TorchRunner
-from tandem.engine.scheduling.output import SchedulerOutput
+from tandem.engine.scheduling.output import ModelOutput, SchedulerOutput
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.wire.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tests.engine.made_requests import made_request
@@ -79,13 +80,25 @@ class CountingRunner:
     def __init__(self, runner: TorchRunner) -> None:
         self._runner = runner
         self.num_ahead = 0
+        self.unread = 0  # steps that compute and were not finished yet
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
 
-    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> object:
-        self.num_ahead += bool(step.num_scheduled_tokens) and self._runner._unfinished is not None
-        return self._runner.start(step, hooks)
+    def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> CountedStep:
+        computes = bool(step.num_scheduled_tokens)
+        self.num_ahead += computes and self.unread > 0
+        self.unread += computes
+        return CountedStep(self, self._runner.start(step, hooks), computes)
+
+
+class CountedStep:
+    def __init__(self, runner: CountingRunner, step: StepOnDevice, computes: bool) -> None:
+        self._runner, self._step, self._computes = runner, step, computes
+
+    def finish(self) -> ModelOutput:
+        self._runner.unread -= self._computes
+        return self._step.finish()
 
 
 def live(
@@ -193,13 +206,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
     return load(tiny.save("llama", tmp_path_factory.mktemp("models")), native=False)
 
 
-def plain_engine(runner: TorchRunner, *, ahead: bool = True) -> Engine:
-    scheduler = Scheduler(SchedulerConfig(), CacheConfig(block_size=BLOCK), runner.info.groups, 60, 64)
-    return Engine(scheduler, runner, None, ahead=ahead)
+def plain_engine(runner: TorchRunner | CountingRunner, *, ahead: bool = True) -> Engine:
+    groups: Any = runner.info.groups  # type: ignore[attr-defined]
+    scheduler = Scheduler(SchedulerConfig(), CacheConfig(block_size=BLOCK), groups, 60, 64)
+    return Engine(scheduler, runner, None, ahead=ahead)  # type: ignore[arg-type]
 
 
 def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(llama: TorchRunner) -> None:
-    spoiling = Spoiling(llama)
+    right, spoiling = llama.forward, Spoiling(llama)
     llama.forward = spoiling
     spoiling.context, spoiling.where, spoiling.value = 6, slice(None), float("nan")
     try:
@@ -216,17 +230,18 @@ def test_logits_that_are_no_numbers_end_their_request_though_the_next_step_runs(
         assert (len(told["bad"].tokens), told["bad"].finish) == (2, FinishReason.ERROR)
         assert (len(told["good"].tokens), told["good"].finish) == (8, FinishReason.LENGTH)
     finally:
-        llama.forward = spoiling._forward
+        llama.forward = right
         llama.forget_requests()
 
 
 def test_a_step_under_way_is_finished_before_the_engine_ends(llama: TorchRunner) -> None:
-    engine = plain_engine(llama)
+    runner = CountingRunner(llama)
+    engine = plain_engine(runner)
     engine.add_request(made_request("r", [5, 6, 7], SamplingParams(max_tokens=6)))
     assert engine.step().updates == []
-    assert llama._unfinished is not None
+    assert runner.unread == 1
     engine.shutdown()
-    assert llama._unfinished is None
+    assert runner.unread == 0
     llama.forget_requests()
 
 

@@ -22,9 +22,8 @@ from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.find import Fused, fuse
 from tandem.engine.model.kernel_linear import KernelLinear
 from tandem.engine.model.quantized import kernels, loading
-from tandem.engine.model.quantized.experts import UnreadExperts
 from tandem.engine.model.quantized.formats import QuantizedCheckpoint, dense, read_checkpoint
-from tandem.engine.model.quantized.parts import is_ordinary, part_of_matrix
+from tandem.engine.model.quantized.parts import CheckpointFiles, is_ordinary, part_of_matrix
 from tandem.engine.model.shard import MatrixPart, Shard
 from tandem.engine.model.source import find_source
 from tandem.engine.model.torch_runner import TorchRunner
@@ -213,13 +212,14 @@ def test_ranks_give_the_tokens_of_the_experts_numbers(
 def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = files.save("awq", tmp_path, of="mixtral")
     read: list[tuple[int, str]] = []
-    take = UnreadExperts._matrix
+    take = CheckpointFiles.read
 
-    def noted(unread: UnreadExperts, layer: str, *given: Any) -> torch.Tensor:
-        read.append((threading.get_ident(), layer))
-        return take(unread, layer, *given)
+    def noted(files: CheckpointFiles, name: str, *given: Any) -> torch.Tensor:
+        if ".experts." in name:
+            read.append((threading.get_ident(), name.rpartition(".")[0]))
+        return take(files, name, *given)
 
-    monkeypatch.setattr(UnreadExperts, "_matrix", noted)
+    monkeypatch.setattr(CheckpointFiles, "read", noted)
     with ranks_here(2, partial(load, path)):
         pass
     by_rank = [{layer for who, layer in read if who == rank} for rank in {who for who, _ in read}]

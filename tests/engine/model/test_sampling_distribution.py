@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.engine.model.batching import RequestRows, SamplingTable
 from tandem.engine.model.sampling import sampler
 from tandem.engine.model.sampling.sampler import Sampler, TokenDraw, hashed_indices, log_exponential, noise_keys
+from tandem.engine.model.sampling.selection import reaching_count, reaching_weight
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
@@ -288,7 +289,7 @@ def _logits(draw: st.DrawFn) -> torch.Tensor:
 def test_what_a_device_selects_for_top_p_is_what_sorting_finds(scaled: torch.Tensor, share: float) -> None:
     rows = sampler.LogitRows(scaled)
     shares = torch.full((len(scaled), 1), share, dtype=torch.float64)
-    selected = sampler._selected_by_weight(scaled, rows.weights, shares)
+    selected = reaching_weight(scaled, rows.weights, shares)
     values = scaled.sort(dim=1, descending=True).values
     weights = (values - rows.largest).exp().double()
     before = weights.cumsum(dim=1) - weights
@@ -305,7 +306,7 @@ def test_what_a_device_selects_for_top_p_is_what_sorting_finds(scaled: torch.Ten
 @given(_logits(), st.data())
 def test_what_a_device_selects_for_top_k_is_the_kth(scaled: torch.Tensor, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, scaled.shape[1]))
-    selected = sampler._selected(scaled, None, torch.full((len(scaled), 1), count))
+    selected = reaching_count(scaled, torch.full((len(scaled), 1), count))
     assert torch.equal(selected, scaled.sort(dim=1, descending=True).values[:, count - 1 : count])
 
 
@@ -328,9 +329,7 @@ def test_a_device_adds_logits_that_count_no_more_to_many_bins() -> None:
     torch.manual_seed(0)
     scaled = torch.randn(2, 128_256) * 2
     with Additions() as additions:
-        sampler._selected_by_weight(
-            scaled, sampler.LogitRows(scaled).weights, torch.full((2, 1), 0.9, dtype=torch.float64)
-        )
+        reaching_weight(scaled, sampler.LogitRows(scaled).weights, torch.full((2, 1), 0.9, dtype=torch.float64))
     _, *later = additions.zeros
     assert max(later) <= 2 * -(-128_256 // 2048)
 

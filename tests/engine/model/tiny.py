@@ -36,7 +36,7 @@ def _config(kind: str, **options: Any) -> Callable[[], Any]:
 
 _HYBRID = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 
-_LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -126,8 +126,8 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         eos_token_id=2,
         alibi=False,
     ),
-    "deepseek-v2": _config("DeepseekV2Config", **{**_LATENT, "q_lora_rank": None}),
-    "deepseek-v3": _config("DeepseekV3Config", **_LATENT),
+    "deepseek-v2": _config("DeepseekV2Config", **{**LATENT, "q_lora_rank": None}),
+    "deepseek-v3": _config("DeepseekV3Config", **LATENT),
 }
 
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]

@@ -151,7 +151,7 @@ class TimedRunner(FakeRunner):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(num_blocks=2000, max_model_len=6000)
-        self._clock = clock
+        self.clock = clock
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> FinishedStep:
         computed = super().start(step, hooks)
@@ -159,7 +159,7 @@ class TimedRunner(FakeRunner):
 
         class Slow(FinishedStep):
             def finish(self):
-                runner._clock.now += seconds
+                runner.clock.now += seconds
                 return super().finish()
 
         return Slow(computed.finish())

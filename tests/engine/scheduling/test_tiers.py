@@ -39,7 +39,7 @@ class LateMover(Mover):
         self._kv = driver.model.kv
         self._device = device
         self._tier: dict[tuple[int, int], object] = {}
-        self._queue: list[tuple[Copy, bool, object]] = []
+        self.queue: list[tuple[Copy, bool, object]] = []
         self._ended: dict[int, bool | None] = {}
         self.loads = 0
         self.loses = False  # what it loads is not right
@@ -49,14 +49,14 @@ class LateMover(Mover):
         if self.left_out:
             self._ended |= {job.job: None for job in (*stores, *loads)}
             return
-        last = self._device._queue[-1] if self._device._queue else None
-        self._queue += [(job, True, None) for job in loads]
-        self._queue += [(job, False, last) for job in stores]
+        last = self._device.queue[-1] if self._device.queue else None
+        self.queue += [(job, True, None) for job in loads]
+        self.queue += [(job, False, last) for job in stores]
 
     def make(self, index: int) -> None:
-        if not self._queue:
+        if not self.queue:
             return
-        job, is_load, after = self._queue.pop(index % len(self._queue))
+        job, is_load, after = self.queue.pop(index % len(self.queue))
         if after is not None:
             self._device.run_until(after)
         self.loads += is_load
@@ -76,15 +76,15 @@ class LateMover(Mover):
     def stall(self) -> None:
         """The disk does not answer: everything is given up, and the tier is left out."""
         self.left_out = "it hangs"
-        self._ended |= {job.job: None for job, *_ in self._queue}
-        self._queue.clear()
+        self._ended |= {job.job: None for job, *_ in self.queue}
+        self.queue.clear()
 
     def answer_again(self) -> None:
         self.left_out = ""
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._ended)
+        return bool(self.queue or self._ended)
 
     def close(self) -> None:
         self.closed = True
@@ -256,7 +256,7 @@ def test_a_preemption_waits_for_no_copy_and_gives_no_block_away_that_is_being_co
     assert world.scheduler.stats().preemptions
     assert cache.reads
     assert all(cache.pool.ref_counts[block] for block in cache.reads)
-    reading = {block for job, is_load, _ in world.movers[0]._queue if not is_load for block in job.blocks}
+    reading = {block for job, is_load, _ in world.movers[0].queue if not is_load for block in job.blocks}
     assert set(cache.reads) <= reading
     world.finish()
     assert world.movers[0].loads > 0, "it loads what it had computed"
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_is_being_copied_is_given_to_no_other_request() -> Non
     world = TierWorld(groups=(FULL, STATES), num_blocks=15)
     world.run(PROMPT[:2], max_tokens=1)
     world.ask(PROMPT, max_tokens=2)
-    while not world.movers[0]._queue:
+    while not world.movers[0].queue:
         world.step()
     for _ in range(4):
         world.step()

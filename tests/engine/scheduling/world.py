@@ -135,7 +135,7 @@ class LazyDevice:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._queue: list[_Queued] = []
+        self.queue: list[_Queued] = []
         self.num_with_work = 0
         self.kv_cache: Any = None
         self.grammars = None
@@ -157,19 +157,19 @@ class LazyDevice:
         if not step.spec_token_ids:  # a request whose drafts are being verified is computed further than it reaches
             self._driver.scheduler.check_integrity()
         self.num_with_work += bool(step.num_scheduled_tokens)
-        assert sum(job.step.total_num_scheduled_tokens > 0 for job in self._queue) <= 1
+        assert sum(job.step.total_num_scheduled_tokens > 0 for job in self.queue) <= 1
         job = _Queued(self, step)
-        self._queue.append(job)
+        self.queue.append(job)
         return job
 
     def run_until(self, last: _Queued) -> None:
         while last.output is None:
-            job = self._queue.pop(0)
+            job = self.queue.pop(0)
             job.output = self._driver.model.execute(job.step)
 
     def run_all(self) -> None:
-        if self._queue:
-            self.run_until(self._queue[-1])
+        if self.queue:
+            self.run_until(self.queue[-1])
 
     def forget_requests(self) -> None: ...
 
@@ -399,8 +399,8 @@ class World:
         assert (stats.running, stats.waiting, stats.held_requests, stats.waiting_tokens) == (0, 0, 0, 0)
         encoded: Any = self.scheduler.encoded
         if encoded is not None:
-            still_to_forget = len(encoded._forgotten)  # with the next step
-            assert len(encoded) + still_to_forget == len(self.model.encoded)
+            self.step()  # tells what was forgotten
+            assert len(encoded) == len(self.model.encoded)
         for request_id, request in self.requests.items():
             self._check_answer(request_id, request)
 

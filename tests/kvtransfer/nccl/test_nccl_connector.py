@@ -27,6 +27,7 @@ from tandem.kvtransfer.nccl.pool import CacheUnits
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import HandleId, Move, Operation, RemoteId
 from tandem.wire.handoff import CacheMemory
+from tandem.wire.sockets import Outbox
 from tests.waiting import until
 from tests.wire.members import endpoint_at
 
@@ -308,10 +309,12 @@ def test_nothing_is_left_behind() -> None:
 
 def test_who_does_not_have_the_key_gets_no_pair(sides: tuple[Side, Side]) -> None:
     _, there = sides
-    there.transport._on_message(Open("p", b"wrong", "x", endpoint_at(9), "127.0.0.1", 9))
-    there.transport._on_message(Announce("no such pair", 1, Operation.READ, "t", 64, [1]))
-    assert there.transport.refused == 2
+    outbox, to = Outbox(), msgspec.msgpack.decode(there.memory.agent_metadata, type=Rendezvous).endpoint
+    outbox.send(to, Open("p", b"wrong", "x", endpoint_at(9), "127.0.0.1", 9))
+    outbox.send(to, Announce("no such pair", 1, Operation.READ, "t", 64, [1]))
+    until(lambda: there.transport.refused == 2)
     assert pair_threads() == 0
+    outbox.close()
 
 
 @pytest.mark.parametrize(

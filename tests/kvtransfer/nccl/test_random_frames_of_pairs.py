@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,11 +16,13 @@ import torch
 import zmq
 
 from tandem.kvtransfer.base import KVCacheMemory
+from tandem.kvtransfer.nccl import transport as transport_of_pairs
 from tandem.kvtransfer.nccl.options import NcclOptions
-from tandem.kvtransfer.nccl.pair import Announce, Leave
+from tandem.kvtransfer.nccl.pair import Announce, Leave, PairMessage, Rendezvous
 from tandem.kvtransfer.nccl.transport import NcclTransport
 from tandem.kvtransfer.protocol.transport import Move, Operation
 from tandem.wire.handoff import CancelTransfer, Envelope
+from tandem.wire.sockets import Inbox, Outbox
 from tests.kvtransfer.test_random_frames import (
     CONNECTIONS,
     ListeningEndpoint,
@@ -28,6 +31,7 @@ from tests.kvtransfer.test_random_frames import (
     send_random_frames,
 )
 from tests.listening import listening_addresses
+from tests.waiting import until
 from tests.wire.members import connect_as_member
 
 pytestmark = pytest.mark.slow
@@ -35,11 +39,20 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def pairs() -> Iterator[ListeningEndpoint]:
-    transport = _nccl("n")
-    inbox = transport._inbox
-    assert inbox is not None
-    handle = inbox._on_message
-    inbox._on_message = lambda message: (handle(message), listening.take(message))  # type: ignore[assignment,return-value]
+    inboxes: list[Inbox[PairMessage]] = []
+
+    def opened(host: str, kind: Any, on_message: Callable[[PairMessage], None], *, name: str) -> Inbox[PairMessage]:
+        def handle(message: PairMessage) -> None:
+            on_message(message)
+            listening.take(message)
+
+        inboxes.append(Inbox(host, kind, handle, name=name))
+        return inboxes[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_of_pairs, "Inbox", opened)
+        transport = _nccl("n")
+    (inbox,) = inboxes
     whole = Announce("p" * 32, 7, Operation.WRITE, "t", 64, list(range(20)))
     listening = ListeningEndpoint(inbox.endpoint, lambda: transport.malformed_frames, whole)
     yield listening
@@ -67,7 +80,7 @@ def test_bytes_that_are_no_frames_harm_nobody() -> None:
 def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
     chance = random.Random(5)
     before = listening_addresses()
-    here, there = _nccl("a"), _nccl("b")
+    here, there, outbox = _nccl("a"), _nccl("b"), Outbox()
     try:
         there.expect("t", [5])
         remote = here.connect(there.described)  # type: ignore[attr-defined]
@@ -85,9 +98,11 @@ def test_bytes_at_the_sockets_of_torch_distributed_harm_no_pair() -> None:
             for _ in range(CONNECTIONS):
                 knock(port, chance)
         write()
-        there._on_message(Leave("no such pair"))
-        assert there.refused == 1
+        described = there.described  # type: ignore[attr-defined]
+        outbox.send(msgspec.msgpack.decode(described.agent_metadata, type=Rendezvous).endpoint, Leave("no such pair"))
+        until(lambda: there.refused == 1)
     finally:
+        outbox.close()
         here.close()
         there.close()
 

@@ -52,10 +52,12 @@ class GatedCopier(Copier):
 
     def __init__(self) -> None:
         super().__init__(memory())
+        self.begun = threading.Event()
         self.gate = threading.Semaphore(0)
         self.done: list[int] = []
 
     def copy(self, job: Copy, to_device: bool, fence: object, hold: Hold) -> bool:
+        self.begun.set()
         self.gate.acquire()
         if job.job < 0:
             raise OSError("the copy failed")
@@ -71,11 +73,11 @@ def until(reached: object) -> None:
 
 
 def test_loads_go_before_stores() -> None:
-    copier, woken = GatedCopier(), threading.Event()
+    copier, woken, before = GatedCopier(), threading.Event(), {*threading.enumerate()}
     thread = CopyThread(copier, woken.set)
     try:
         thread.submit([Copy(0, [1], [1])], [])
-        until(lambda: not thread._stores)  # it has begun
+        assert copier.begun.wait(PATIENCE_S)
         thread.submit([Copy(1, [1], [1]), Copy(2, [2], [2])], [Copy(3, [3], [3])])
         for _ in range(4):
             copier.gate.release()
@@ -86,7 +88,7 @@ def test_loads_go_before_stores() -> None:
         assert (thread.stored_bytes, thread.loaded_bytes) == (3 * copier.block_bytes, copier.block_bytes)
     finally:
         thread.close()
-    assert not thread._threads[0].is_alive()
+    assert "kv-tier" not in {each.name for each in {*threading.enumerate()} - before}
 
 
 def test_a_thread_that_died_is_an_error_and_no_silence() -> None:

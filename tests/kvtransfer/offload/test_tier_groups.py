@@ -83,8 +83,10 @@ def test_whether_it_pays_is_decided_by_all_that_has_to_move() -> None:
     for end in (2, BLOCKS):
         a.store(prefixes.state_keys(a_request(), end))
     for _ in range(20):
-        b.sharing._computing.observe(1000, 1.0)
-        peer = b.sharing._peer(PeerKey("a", a.epoch))
+        b.sharing.peers.planned(1000)
+        world.now += 1.0
+        b.sharing.peers.booked()
+        peer = b.sharing.peers.of(PeerKey("a", a.epoch))
         peer.bytes_per_s.observe(600 * CHUNK_BYTES, 1.0)
         peer.answers_per_s.observe(1, 1e-4)
     short: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
@@ -141,8 +143,8 @@ def test_an_answer_that_is_not_of_the_question_copies_nothing(has: list[bytes]) 
 def tell(world: World, stored: list[bytes], gone: list[bytes] | None = None) -> None:
     a, b = world.nodes["a"], world.nodes["b"]
     request: Any = Asker("r", CachePeers(mirror=b.address))
-    a.sharing.stored(request, stored, gone or [])
-    a.sharing.tell_mirrors()
+    a.sharing.mirrors.stored(request, stored, gone or [])
+    a.sharing.mirrors.tell()
 
 
 def test_what_was_not_answered_or_not_read_is_asked_for_again() -> None:
@@ -183,7 +185,7 @@ def test_a_mirror_passes_over_what_its_neighbour_has_given_up_and_asks_for_it_a_
     assert b.manager.lookup(keys(20)) == 2
     assert b.manager.lookup(keys(20)[3:]) == MAX_ASKED + 1
     assert sum(keys(20)[2] in each for each in asked) == MAX_ASKED
-    assert not b.sharing._peer(PeerKey("a", a.epoch)).missed
+    assert not b.sharing.peers.of(PeerKey("a", a.epoch)).missed
 
 
 def test_what_an_answer_has_left_behind_is_given_up_by_its_mirror() -> None:

@@ -85,22 +85,24 @@ class FakeExchange:
 class FakeNode:
     epochs = itertools.count(1)
 
-    def __init__(self, world: World, name: str, policy: EvictionPolicy) -> None:
+    def __init__(self, world: World, name: str, policy: EvictionPolicy, layout: str = "l") -> None:
         self.name = name
         self.epoch = next(self.epochs)
         self.manager = SlotManager(world.slots, policy)
         self.content: dict[int, bytes] = {}
         self.exchange = FakeExchange(world, self)
+        self.sources = KVSources(lambda: world.now)
         self.sharing = TierSharing(
             self.manager,
             self.exchange,  # type: ignore[arg-type]
             Prefixes(world.groups, 1),
-            layout="l",
+            layout=layout,
             block_factor=1,
             chunk_bytes=CHUNK_BYTES,
             chunk_tokens=CHUNK_TOKENS,
             remote=True,
             mirror=True,
+            sources=self.sources,
             clock=lambda: world.now,
         )
 
@@ -146,8 +148,8 @@ class World:
         for name in names:
             self.start(name)
 
-    def start(self, name: str) -> None:
-        self.nodes[name] = FakeNode(self, name, self.policy)
+    def start(self, name: str, layout: str = "l") -> None:
+        self.nodes[name] = FakeNode(self, name, self.policy, layout)
         self.reads = [read for read in self.reads if read[0].name != name]
 
     def deliver(self, index: int = 0) -> None:
@@ -232,9 +234,9 @@ def test_it_is_computed_where_that_was_seen_to_be_faster() -> None:
         return b.sharing.begin_fetch(Asker(name, CachePeers(source=a.address)), family)  # type: ignore[arg-type]
 
     def compute(tokens_per_s: float) -> None:
-        b.sharing.planned(1000)
+        b.sharing.peers.planned(1000)
         world.now += 1000 / tokens_per_s
-        b.sharing.booked()
+        b.sharing.peers.booked()
 
     compute(100.0)
     assert fetches("r0", keys(2)), "nothing is known of the link"
@@ -328,19 +330,19 @@ def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_ne
     a.sharing.forget_all()
     world.mail.clear()  # b does not hear of it
     assert b.manager.used == 3
-    assert b.sharing._sources.to_ask() == [a.address]
+    assert b.sources.to_ask() == [a.address]
     a.store(keys(1, "other"))
     assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(1, "other"))  # type: ignore[arg-type]
     world.settle()
     assert b.manager.lookup(keys(3)) == 0
-    assert b.sharing._sources.to_ask() in ([], [a.address])
+    assert b.sources.to_ask() in ([], [a.address])
 
 
 def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
     world = World()
+    world.start("b", layout="another")
     a, b = world.nodes["a"], world.nodes["b"]
     a.store(keys(3))
-    b.sharing._layout = "another"
     assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
     world.settle()
     assert b.manager.used == 0
@@ -385,8 +387,8 @@ def run(number: int) -> int:
                     waiting.append((node, name))
             case 4:
                 announced: Any = Asker("m", CachePeers(mirror=peer.address))
-                node.sharing.stored(announced, family, keys(8)[draw.randrange(9) :])
-                node.sharing.tell_mirrors()
+                node.sharing.mirrors.stored(announced, family, keys(8)[draw.randrange(9) :])
+                node.sharing.mirrors.tell()
             case 5:
                 world.now += draw.choice([0.1, 0.5, 2.0, 8.0])
             case 6 if world.mail:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,15 @@ ADDRESSES = {"cuda:0": "0000:15:18.0", "cuda:1": "0000:97:18.0"}
 TIMEOUT, NOT_SUPPORTED, LOST, UNKNOWN = 10, 3, 15, 999
 
 
-def behind(address: Any) -> Any:
+def behind(address: Any, kind: Any = ctypes.c_void_p) -> Any:
     """What a call of ctypes was given the address of."""
-    return address._obj
+    return ctypes.cast(address, ctypes.POINTER(kind)).contents
+
+
+class Event(ctypes.Structure):
+    """The beginning of nvmlEventData_t."""
+
+    _fields_ = (("card", ctypes.c_void_p), ("kind", ctypes.c_ulonglong), ("data", ctypes.c_ulonglong))
 
 
 class Library:
@@ -37,6 +44,7 @@ class Library:
         self.wait_ends_with = 0
         self.xids: queue.Queue[tuple[int, int] | None] = queue.Queue()
         self.opened = self.closed = self.waits = self.given = 0
+        self.is_over = threading.Event()  # no test waits for what happens
 
     def happens(self, event: tuple[int, int] | None) -> None:
         """A card and the number of an error; None: nothing happens until the wait's time is over."""
@@ -75,23 +83,23 @@ class Library:
         self.waits += 1
         if self.wait_ends_with:
             return self.wait_ends_with
-        happened = self.xids.get(timeout=60)
+        happened = None if self.is_over.is_set() else self.xids.get(timeout=60)
         if happened is None:
             return TIMEOUT
-        behind(event).card, behind(event).data = happened
-        behind(event).kind = 0x8
+        found = behind(event, Event)
+        (found.card, found.data), found.kind = happened, 0x8
         return 0
 
     def nvmlDeviceGetTotalEccErrors(self, card: ctypes.c_void_p, kind: Any, counter: Any, count: Any) -> int:
         assert (kind.value, counter.value) == (1, 0)
         assert card.value is not None
-        behind(count).value = self.uncorrected[card.value]
+        behind(count, ctypes.c_ulonglong).value = self.uncorrected[card.value]
         return self.codes.get(card.value, 0)
 
     def nvmlDeviceGetRemappedRows(self, card: ctypes.c_void_p, *found: Any) -> int:
         assert card.value is not None
         for each, count in zip(found, self.rows[card.value], strict=True):
-            behind(each).value = count
+            behind(each, ctypes.c_uint).value = count
         return self.codes.get(card.value, 0)
 
 
@@ -100,15 +108,19 @@ def library() -> Library:
     return Library()
 
 
+def is_watched() -> bool:
+    return "gpu-health" in {each.name for each in threading.enumerate()}
+
+
 @pytest.fixture
 def watch(library: Library) -> Iterator[GpuWatch]:
     made = GpuWatch(lambda: Nvml(library), ADDRESSES)
     yield made
-    made._ended.set()
+    library.is_over.set()
     library.happens(None)
-    if made._thread.is_alive():
+    if is_watched():
         made.stop()
-    assert not made._thread.is_alive()
+    assert not is_watched()
     assert library.opened == library.closed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import sqlite3
@@ -310,7 +309,7 @@ def test_lines_together_leave_others_half_of_the_routers_memory(start_router: St
     news, kept = router.wing(Batches).runner._news, router.server.services.kept
     router.wait_for(lambda: kept.held > 80_000 and not news.is_set(), "as many run as may")
     assert router.look(lambda: kept.held) < 110_000
-    assert not [each for each in gc.get_objects() if isinstance(each, LineConnection) and each._body]
+    assert not [each for each in gc.get_objects() if isinstance(each, LineConnection) and each.whole_body()]
     for node in router.nodes.values():
         node.resume()
     assert ended(router, batch)["request_counts"]["completed"] == 4
@@ -329,11 +328,14 @@ def test_a_line_whose_node_is_lost_is_answered_all_the_same(router: RunningRoute
 def test_a_full_disk_is_said_and_leaves_nothing(
     router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: object, file: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    opens = Path.open
+
+    def on_a_full_disk(path: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        file = opens(path, mode, *given, **named)
+        return opens(Path("/dev/full"), "wb") if mode == "xb" else file
 
     with monkeypatch.context() as patched:
-        patched.setattr(uploads._Form, "write_to", full)
+        patched.setattr(Path, "open", on_a_full_disk)
         refused = put(router, jsonl([line("a")]))
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "insufficient_storage")
     until(lambda: not list((tmp_path / "batches" / "files").iterdir()))
@@ -343,14 +345,16 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 def test_a_disk_that_hangs_keeps_only_who_needs_it_waiting(
     router: RunningRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers_again, threads = threading.Event(), set[str]()
+    answers_again, threads, opens = threading.Event(), set[str](), Path.open
 
-    def hangs(self: object, file: object) -> None:
-        threads.add(threading.current_thread().name)
-        answers_again.wait(20)
+    def hangs(path: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        if mode == "xb":
+            threads.add(threading.current_thread().name)
+            answers_again.wait(20)
+        return opens(path, mode, *given, **named)
 
     monkeypatch.setattr(store_thread, "ANSWER_S", 0.2)
-    monkeypatch.setattr(uploads._Form, "write_to", hangs)
+    monkeypatch.setattr(Path, "open", hangs)
     monkeypatch.setattr(runner, "STOP_S", 0.2)
     try:
         for _ in range(3):

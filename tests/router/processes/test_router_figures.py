@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from hypothesis import example, given
 from hypothesis import strategies as st
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from tandem.router.processes.figures import ENDED_KEPT, Family, Figures, SharedFigures, merged
+from tandem.router.processes.figures import ENDED_KEPT, Family, Figures, KnownFigures, SharedFigures, merged
 from tandem.router.processes.sockets import SiblingProcesses
 
 COUNTS = st.dictionaries(st.sampled_from(["stop", "length", "error"]), st.integers(0, 10**6))
@@ -57,24 +59,17 @@ def test_a_port_is_healthy_when_each_of_its_processes_is() -> None:
         assert values(merged(every, every))["tandem_router_healthy", ""] == healthy
 
 
-class _Process:
+class _Process(Collector):
     """A router process that counts, and tells another one its figures, as through its desk."""
 
     def __init__(self) -> None:
-        self.siblings = SiblingProcesses()
-        self.counts = {"stop": 0}
-        self.figures = SharedFigures(_Nothing(), self.siblings)
-        self.number = 0
-        self.figures._take = self.take  # type: ignore[method-assign]
+        self.stopped = 0
+        self.figures = SharedFigures(self, SiblingProcesses())
 
-    def take(self) -> Figures:
-        self.number += 1
-        return figures(self.counts, 0, 0, number=self.number)
-
-
-class _Nothing:
-    def collect(self) -> list[object]:
-        return []
+    def collect(self) -> list[Metric]:
+        ended = CounterMetricFamily("ended", "text", labels=["how"])
+        ended.add_metric(["stop"], self.stopped)
+        return [ended]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["count", "ask", "end", "start"]), st.integers(0, 9)), max_size=40))
@@ -86,7 +81,7 @@ def test_the_sum_never_falls(events: list[tuple[str, int]]) -> None:
         process = living[which % len(living)]
         match what:
             case "count":
-                process.counts["stop"] += which
+                process.stopped += which
             case "start" if len(living) < ENDED_KEPT // 8:
                 living.append(_Process())
                 ask(living[-1], living[:-1])  # as soon as it is told of them
@@ -105,5 +100,5 @@ def ask(process: _Process, others: list[_Process]) -> float:
     for other in others:
         answer = other.figures.hear(asking)
         process.figures.learn(answer.figures)
-    own = asking.figures[process.figures._incarnation]
-    return values(merged([own, *process.figures._known.values()], [own]))["ended_total", "stop"]
+    told = process.figures.hear(KnownFigures("", {}))  # to one that knows nothing it tells all
+    return values(merged(told.figures.values(), [told.figures[told.own]]))["ended_total", "stop"]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.api.responses import response_store
 from tandem.api.responses.response_store import RESPONSE_BYTES, ResponseStore, StoredResponse, StoreFull
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import WireError
@@ -249,14 +250,14 @@ class Untraversable(OrderedDict[str, StoredResponse]):
         raise AssertionError("the store walks through all that it keeps")
 
 
-def test_a_response_costs_the_same_beside_many_others() -> None:
+def test_a_response_costs_the_same_beside_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "OrderedDict", Untraversable)
     each = stored(1_000_000).size
     store = ResponseStore(1000 * each + each // 2)
     for index in range(1000):
         one = stored(1_000_000 + index)
         store.add(one)
         one.end()
-    store._ended["alice"] = Untraversable(store._ended["alice"])
     first = store.find("resp_1000000", "alice")
     assert first is not None
     for index in range(2, 5):
@@ -296,10 +297,12 @@ def test_a_key_that_writes_much_leaves_room_for_others() -> None:
 def test_the_stores_size_is_that_of_what_it_keeps(steps: list[tuple[str, int, int]]) -> None:
     store = ResponseStore(2000 + 3 * RESPONSE_BYTES)
     kept: dict[str, StoredResponse] = {}
+    made: list[StoredResponse] = []
     for what, index, size in steps:
         one = kept.get(f"resp_{index}")
         if what == "a":
             kept[f"resp_{index}"] = one = stored(index, "y" * size)
+            made.append(one)
             with contextlib.suppress(StoreFull):
                 store.add(one)
         elif one is None:
@@ -312,7 +315,6 @@ def test_the_stores_size_is_that_of_what_it_keeps(steps: list[tuple[str, int, in
             one.add([b"g" * size])
         else:
             store.settle()
-        left = [*store._running.values(), *(each for own in store._ended.values() for each in own.values())]
-        assert store.size == sum(response.size for response in left)
-        assert all(response.store is store for response in left)
-        assert not any(response.ended for response in store._running.values())
+        assert store.size == sum(response.size for response in made if response.store is store)
+    left = [response for response in made if response.store is store]
+    assert all(store.find(response.id, "alice") is response for response in left)

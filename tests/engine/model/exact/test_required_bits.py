@@ -10,9 +10,7 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main
 from tandem.engine.config import CacheConfig, ModelConfig, SchedulerConfig
-from tandem.engine.model.exact.settings import TYPES
 from tandem.engine.model.loading import load_runner
-from tandem.engine.model.native import architecture
 from tandem.engine.model.runner import ModelInfo
 from tests.engine.model import tiny
 
@@ -86,7 +84,3 @@ def test_a_model_of_another_type_is_refused_before_ray_starts(
     assert main(["serve", str(path), "--set", "model.exact=require", "--port", "0"]) == 1
     said = capsys.readouterr().err
     assert "a model of type gemma3_text is computed by transformers, whose sums depend on the batch" in said
-
-
-def test_the_types_are_the_native_librarys() -> None:
-    assert set(TYPES) == set(architecture._TYPES)
