@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from tandem.base.errors import DeadlineExceeded
 from tandem.base.progress import LastProgress
 
 logger = logging.getLogger(__name__)
+
+_SAY_AFTER_S = 0.7
 
 T = TypeVar("T")
 
@@ -72,6 +74,15 @@ async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Fut
     both: tuple[asyncio.Future[Any], ...] = futures
     await first_ended(both)
     return futures
+
+
+async def saying_if_slow(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
+    """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait({task}, timeout=_SAY_AFTER_S)
+    if not done:
+        say()
+    return await task
 
 
 async def first_ended(works: Iterable[Awaitable[T]]) -> list[asyncio.Future[T]]:

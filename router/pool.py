@@ -20,6 +20,7 @@ from tandem.router.config import Heartbeat
 from tandem.router.in_view import NodesInView
 from tandem.router.member import Member
 from tandem.router.policy.views import Average
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role
 from tandem.wire.requests import NodeStatus
@@ -60,6 +61,7 @@ class NodePool:
         self._accusers: dict[str, list[str]] = {}  # by prefill node: the decode nodes where its KV arrived wrong
         self.paused: frozenset[str] = frozenset()  # names of pools and nodes that get no new requests
         self.reports: Sequence[PoolReport] = ()  # the controller's; empty without one
+        self.forecasts = ForecastScore()  # likewise
         self.is_paused = False  # every node that can write answers is paused
         self.oldest_version = WIRE_VERSION  # the oldest version of Tandem's messages among the members
         self.foreign_messages = 0  # messages from nodes or epochs that are not members

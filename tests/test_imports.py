@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"base"},
     "machine": {"base.errors"},
     "kernels": set(),
-    "loadgen": {"base.errors", "base.flags"},
+    "loadgen": {"base.errors", "base.flags", "base.percentile"},
     "kvtransfer": {"base", "wire"},
     "api": {"base", "wire"},
     "http_server": {"base"},

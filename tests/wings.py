@@ -240,6 +240,14 @@ WINGS: dict[str, Wing] = {
         ("tests/engine/model/test_hidden_states.py", "tests/integration/test_own_heads.py"),
     ),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "foresight": Wing(
+        ("cluster/pools/foresight/",),
+        (
+            "tests/cluster/pools/foresight/",
+            "tests/simulator/test_change.py",
+            "tests/integration/test_graded_forecast.py",
+        ),
+    ),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),

@@ -13,8 +13,9 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main
 from tandem.loadgen.traces import TraceRow
-from tandem.simulator.change import Change, change_of
+from tandem.simulator.change import change_of
 from tandem.simulator.costs import CostModel
+from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role
 from tests.simulator.test_what_if import measured, state
 from tests.simulator.worlds import a_setup, node_costs
@@ -32,9 +33,9 @@ def slower(costs: CostModel, prefill: float, decode: float) -> CostModel:
     return msgspec.structs.replace(costs, prefill=costs.prefill.times(prefill), decode=costs.decode.times(decode))
 
 
-def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tuple[Change, list[float]]:
-    """Returns what is said of `wanted` prefill nodes with costs that are off by this factor; and in a cluster that has them, the first
-    token's times of other requests like these."""
+def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tuple[Forecast, list[MeasuredRequest]]:
+    """Returns what is said of `wanted` prefill nodes with costs that are off by this factor; and what other requests like these take in a
+    cluster that has them."""
     hidden = node_costs()
     here = a_setup(rows(seed, rate), costs=hidden)
     change = change_of(
@@ -44,7 +45,11 @@ def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tupl
         dict.fromkeys(Role, slower(hidden, off, off)),
     )
     there = a_setup(rows(seed + 1000, rate), prefill=wanted, costs=hidden)
-    return change, sorted(account.first_token_s for account in measured(there))
+    took = [
+        MeasuredRequest(one.request_id, -one.ended_at, one.total_s, one.first_token_s, one.token_s)
+        for one in measured(there)
+    ]
+    return change, took
 
 
 def test_a_node_more_is_said_to_bring_what_it_brings() -> None:

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.cluster import tasks
 from tandem.cluster.cli import main
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
@@ -221,7 +222,7 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
 
 
 async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "_SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(tasks, "_SAY_AFTER_S", 0.0)
     controller = FakeController()
     said: list[str] = []
 
