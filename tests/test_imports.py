@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.commands.router_url",
         "cluster.commands.setting_options",
         "cluster.config",
+        "cluster.describe",
         "cluster.pools",
         "cluster.replay.reading",
         "cluster.saving",

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Expectation:
     forecast: Forecast | None = None
     why_not: str = ""  # "" with no forecast: nothing changes
 
@@ -38,7 +38,7 @@ class Expected:
 
 async def foretold(
     cluster: OperatedCluster, wanted: SizesOf, change: Callable[[], Awaitable[T]], say: Say, url: str | None = None
-) -> tuple[T, Expected]:
+) -> tuple[T, Expectation]:
     """Says what the change to these sizes is expected to bring, makes the change, and has the cluster keep what was said."""
     expected = await _expect(cluster, wanted, say, url)
     if expected.forecast is not None:
@@ -54,13 +54,13 @@ async def foretold(
     return done, expected
 
 
-async def _expect(cluster: OperatedCluster, wanted: SizesOf, say: Say, url: str | None) -> Expected:
+async def _expect(cluster: OperatedCluster, wanted: SizesOf, say: Say, url: str | None) -> Expectation:
     wing = foresight()
     if wing is None:
-        return Expected(why_not="this installation has no simulator")
+        return Expectation(why_not="this installation has no simulator")
     try:
         async with asyncio.timeout(LIMIT_S):
-            return Expected(await _ask(wing, cluster, wanted, say, url))
+            return Expectation(await _ask(wing, cluster, wanted, say, url))
     except TimeoutError:
         why = f"that took more than {LIMIT_S:.0f} s"
     except TandemError as error:
@@ -68,7 +68,7 @@ async def _expect(cluster: OperatedCluster, wanted: SizesOf, say: Say, url: str 
     except Exception as error:  # a mistake here must not keep an operator from changing the cluster
         logger.warning("what the change will bring cannot be foretold", exc_info=error)
         why = f"{type(error).__name__}: {error}"
-    return Expected(why_not=why)
+    return Expectation(why_not=why)
 
 
 async def _ask(

@@ -49,9 +49,10 @@ def test_a_router_shows_the_score_of_forecasts_that_it_is_told(model_folder: str
         info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
         took = await host.follow_forecasts(msgspec.msgpack.encode(score), 60.0)
         assert msgspec.msgpack.decode(took, type=list[MeasuredRequest]) == []
-        async with httpx.AsyncClient(base_url=info.url, trust_env=False) as client:
-            metrics = (await client.get("/metrics")).text
-            page = msgspec.json.decode((await client.get("/ui/state")).content, type=PageState)
+        with httpx.Client(base_url=info.url, trust_env=False) as client:
+            metrics = (await asyncio.to_thread(client.get, "/metrics")).text
+            state = (await asyncio.to_thread(client.get, "/ui/state")).content
+        page = msgspec.json.decode(state, type=PageState)
         figure, model = 'figure="first token, p90"', 'model_name="fake"'
         assert f'tandem_forecasts{{{figure},{model},outcome="inside"}} 7.0' in metrics
         assert f'tandem_forecasts{{{figure},{model},outcome="outside"}} 2.0' in metrics

@@ -30,9 +30,10 @@ from tandem.cluster.commands.operate import (
     parse_sizes,
 )
 from tandem.cluster.commands.overview import Overview
-from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
+from tandem.cluster.control import ClusterView, ControllerDecision, ForesightView, PoolView, RouterView, SupervisedNode
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.page_state import PageState
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus, SickDevice, TierStatus
 from tests.cluster.direct_cluster import DirectCluster
@@ -115,6 +116,14 @@ def test_one_screen_says_how_everything_is() -> None:
     assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines
     assert lines[-1].endswith("decode: from 1 to 2, 1 node more")
+
+
+def test_what_the_controller_graded_is_shown_and_is_in_the_json() -> None:
+    foresight = ForesightView(ForecastScore(graded=3, said=["2 of 3 came inside"]))
+    view = msgspec.structs.replace(VIEW, foresight=foresight)
+    assert "forecast: 2 of 3 came inside" in shown(view, router_answer())[0].splitlines()
+    seen = Overview.of(view, None, lambda url, key: router_answer())
+    assert seen.json()["foresight"]["score"]["graded"] == 3
 
 
 def test_a_cluster_that_answers_nobody_fails() -> None:

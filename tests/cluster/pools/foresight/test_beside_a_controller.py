@@ -173,6 +173,7 @@ async def test_a_second_change_takes_the_place_of_the_first() -> None:
 async def test_the_requests_of_all_routers_count() -> None:
     router = RouterConfig("model", "fake", processes=2)
     async with started(*PD, config=TandemConfig(router=router)) as rig:
+        await rig.clock.advance(5.0)
         traffics = [Traffic(rig, each) for each in rig.launcher.routers]
         await scaled(rig)
         await rig.clock.advance(MINUTE)
