@@ -165,3 +165,4 @@ class PageState(msgspec.Struct, frozen=True):
     slowest: list[SlowRequest]
     troubles: list[Trouble] = []  # of the last ten minutes, the latest first
     pools: list[PoolRow] = []  # as the controller knows them; empty without one
+    nodes_since: float = 0.0  # time of day: when a node last joined or left

@@ -53,6 +53,7 @@ class NodePool:
         self._on_lost = on_lost
         self._on_change = on_change
         self._members: dict[str, Member] = {}
+        self.nodes_since = clock()  # when a node last joined or left
         self.view = NodesInView(self._members)
         # The members' block sizes, each once.
         self.block_sizes: tuple[int, ...] = ()
@@ -89,6 +90,8 @@ class NodePool:
             del self._members[member.info.node_id]
             self.view.drop(member)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
+        if came or gone:
+            self.nodes_since = self._clock()
         for info in came:
             self._members[info.node_id] = member = Member.of(info, self._clock())
             if (why := self._foreign(member)) is not None:

@@ -67,6 +67,10 @@ class RequestAccount(msgspec.Struct, frozen=True):
         return self.reading_s + self.router_wait_s + self.node_wait_s + self.prefill_s + self.handover_s + self.decode_s
 
     @property
+    def began_at(self) -> float:
+        return self.ended_at - self.total_s
+
+    @property
     def first_token_s(self) -> float:
         return self.reading_s + self.router_wait_s + self.node_wait_s + self.prefill_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import msgspec
@@ -22,6 +23,7 @@ from tandem.wire.nodes import ENGINE_ROLES, Role
 
 SIMULATING_S = 4.0
 ANSWER_S = 2.0  # of a router
+ASKED_AT_ONCE = 16
 
 
 class TooSlow(Exception):
@@ -34,12 +36,14 @@ def foretell(urls: Sequence[str], wanted: Mapping[Role, int], config: TandemConf
         raise ConfigurationError("encoder nodes are not simulated")
     if config.model.engine != OWN_ENGINE:
         raise ConfigurationError(f"the nodes compute with {config.model.engine}, whose steps are not simulated")
-    pages = [_page(url) for url in urls]
+    with ThreadPoolExecutor(min(len(urls), ASKED_AT_ONCE)) as asking:
+        pages = list(asking.map(_page, urls))
     for pool in pages[0].pools:
         if pool.ready != pool.wanted:
             raise ConfigurationError(f"{pool.ready} of {pool.wanted} {pool.role} nodes serve now")
     costs = learnt_costs(urls[0], timeout=ANSWER_S).costs
-    state = msgspec.structs.replace(pages[0], latest=together(pages))
+    since = max(page.nodes_since for page in pages)
+    state = msgspec.structs.replace(pages[0], latest=together(pages), nodes_since=since)
     give_up_at = time.monotonic() + SIMULATING_S
 
     def in_time(share: float, seconds: float, running: int) -> None:

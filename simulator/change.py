@@ -51,11 +51,11 @@ def change_of(
     other = there
     for role, size in wanted.items():
         other = other.with_size(role, size)
-    whole = (account for account in state.latest if account.is_whole)
-    accounts = sorted(whole, key=lambda account: account.ended_at - account.total_s)
+    whole = (one for one in state.latest if one.is_whole and one.began_at >= state.nodes_since)
+    accounts = sorted(whole, key=lambda account: account.began_at)
     if len(accounts) < FEWEST_REQUESTS:
         raise ConfigurationError(
-            f"the router remembers {len(accounts)} requests that were answered, and {FEWEST_REQUESTS} are the fewest to say something from"
+            f"{len(accounts)} requests are known that began with the nodes that serve now and were answered, and {FEWEST_REQUESTS} are the fewest to say something from"
         )
     traffic, warm = as_traffic(accounts, config.cache.block_size, next(iter(costs.values())))
 

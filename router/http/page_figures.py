@@ -55,6 +55,7 @@ def page_of(services: Services) -> PageState:
         slowest=recent.slowest(SLOWEST_SHOWN),
         troubles=recent.troubles(),
         pools=_pools(services),
+        nodes_since=recent.now() - (services.pool.now() - services.pool.nodes_since),
     )
 
 

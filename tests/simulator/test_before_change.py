@@ -86,7 +86,7 @@ def vllm(config: TandemConfig) -> TandemConfig:
     [
         ({Role.ENCODE: 2}, SETUP.config, {}, "encoder nodes are not simulated"),
         ({Role.PREFILL: 2}, vllm(SETUP.config), {}, "the nodes compute with vllm"),
-        ({Role.PREFILL: 2}, SETUP.config, {"latest": ACCOUNTS[:5]}, "remembers 5 requests"),
+        ({Role.PREFILL: 2}, SETUP.config, {"latest": ACCOUNTS[:5]}, "5 requests are known"),
         ({Role.PREFILL: 2}, SETUP.config, {"pools": [PoolRow("decode", 2, 1, 1, 0)]}, "1 of 2 decode nodes serve now"),
     ],
 )

@@ -75,7 +75,15 @@ def test_costs_that_are_wrong_make_the_interval_wider() -> None:
     assert widths[1] > 1.2 * widths[0]
 
 
-@pytest.mark.parametrize(("count", "reason"), [(5, "the router remembers 5 requests")])
+def test_what_began_before_the_nodes_changed_tells_nothing_of_them() -> None:
+    setup = a_setup(rows(1))
+    page = state(measured(setup), "prefill", "decode")
+    began = sorted(account.began_at for account in page.latest)
+    since = msgspec.structs.replace(page, nodes_since=began[25])
+    assert change_of(since, {Role.PREFILL: 2}, setup.config, setup.costs).requests == 35
+
+
+@pytest.mark.parametrize(("count", "reason"), [(5, "5 requests are known that began with the nodes that serve now")])
 def test_what_cannot_be_said_says_why(count: int, reason: str) -> None:
     setup = a_setup(rows(1)[:count])
     with pytest.raises(ConfigurationError, match=reason):

@@ -152,8 +152,8 @@ class ForecastGrader:
 
     async def _measure(self, served_at: float, within_s: float) -> None:
         """Asks for requests that ended within the last seconds, and takes those that began when the sizes served."""
-        routers = self._routers
-        answers = await asyncio.gather(*(router.follow_forecasts(self._score, within_s) for router in routers))
+        routers, score = self._routers, self._score
+        answers = await asyncio.gather(*(router.follow_forecasts(score, within_s) for router in routers))
         now = self._clock.now()
         for router, answer in zip(routers, answers, strict=True):
             for request in answer:
