@@ -58,7 +58,11 @@ WINGS: dict[str, Wing] = {
     ),
     "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
     "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")),
+    "simulator": Wing(
+        ("simulator/",),
+        ("tests/simulator/", "tests/benchmarks/test_foresight.py"),
+        ("autoscaling", "trace and why", "replay", "bench"),
+    ),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -244,7 +248,7 @@ WINGS: dict[str, Wing] = {
         ("cluster/pools/foresight/",),
         (
             "tests/cluster/pools/foresight/",
-            "tests/simulator/test_change.py",
+            "tests/benchmarks/test_foresight.py",
             "tests/integration/test_graded_forecast.py",
         ),
     ),
