@@ -11,7 +11,7 @@ time, as `least_wait` does. Costs are written by hand, near those of a model of 
 first token in time and 20 ms for each further one.
 
 `changes`: a cluster whose costs are hidden serves a minute of requests; what a change of its prefill nodes brings is said with costs that are up to
-15% off, and compared with other requests like these on the changed cluster: how often the interval has the outcome.
+15% off, and graded as a serving cluster grades it, by other requests like these on the changed cluster: how often the interval has the outcome.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import msgspec
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
 from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.pools.foresight.grading import grade, score_of
 from tandem.engine.request import Request
-from tandem.loadgen.metrics import ServiceLevel, percentile
+from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import read_trace
 from tandem.router.config import PolicyName
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
-from tandem.simulator.change import PERCENTILES
 from tandem.simulator.costs import CostModel, CostTable, RequestCost, StepBound, TransferCost
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.pools import SimulatedPools
@@ -211,16 +211,16 @@ def routing(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def changes(options: argparse.Namespace) -> list[dict[str, Any]]:
     rng = random.Random(5)
-    inside, errors = dict.fromkeys(PERCENTILES, 0), []
+    graded = []
     for seed in range(options.changes):
         off, rate, wanted = rng.uniform(0.85, 1.15), rng.uniform(4, 8.5), rng.choice([2, 3])
-        change, outcome = said(seed, wanted, off=off, rate=rate)
-        for percent, one in zip(PERCENTILES, change.expected, strict=False):
-            came = percentile(outcome, percent)
-            inside[percent] += one.low <= came <= one.high
-            errors.append(abs(one.then / came - 1))
-    shares = {f"first token p{percent:.0f} inside": count / options.changes for percent, count in inside.items()}
-    return [{"changes": options.changes, **shares, "median error": round(percentile(sorted(errors), 50), 3)}]
+        forecast, came = said(seed, wanted, off=off, rate=rate)
+        graded.append(grade(forecast, came))
+    score = score_of(graded)
+    return [
+        {"figure": one.what, "changes": score.graded, "inside": one.inside, "median error": round(one.error, 3)}
+        for one in score.figures
+    ]
 
 
 def main() -> int:
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--speed", type=float, nargs="+", default=[1.2, 1.6, 2.0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--ttft", type=float, default=4.0)
-    parser.add_argument("--changes", type=int, default=50)
+    parser.add_argument("--changes", type=int, default=100)
     options = parser.parse_args()
     found = routing(options) if options.what == "routing" else changes(options)
     return report(options, found, table_of(options.what, found))

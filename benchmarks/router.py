@@ -41,7 +41,7 @@ from benchmarks.router_bed import (
     serve_router,
     streams,
 )
-from tandem.loadgen.metrics import percentile
+from tandem.base.percentile import percentile
 from tandem.wire.endpoints import key_of
 from tandem.wire.lines import LetterToRouter, Lines
 from tandem.wire.nodes import NodeInfo, RouterInfo

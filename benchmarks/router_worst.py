@@ -26,7 +26,7 @@ from benchmarks.lib.processes import child
 from benchmarks.lib.tables import table_of
 from benchmarks.router_attacks import ATTACKS, CONNECTIONS, GREEDY, OTHER, SPECIAL, attack_for
 from benchmarks.router_bed import MODEL, PROMPT, Probe, running_engines, running_router
-from tandem.loadgen.metrics import percentile
+from tandem.base.percentile import percentile
 from tandem.router.config import ApiKey, Limits
 
 STREAMS = 32

@@ -20,13 +20,13 @@ import msgspec
 
 from benchmarks.lib.harness import parser_of, report, run
 from benchmarks.lib.tables import table_of
+from tandem.base.percentile import percentile
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
 from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
 from tandem.engine.cache.pool import CacheEvents
 from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
-from tandem.loadgen.metrics import percentile
 from tandem.router.config import Heartbeat, LocalPrefill, PolicyName
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingRequest, blocks_for

@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from tandem.wire.forecasts import Forecast, ForecastScore, GradedForecast
 from tandem.wire.nodes import Role
 from tandem.wire.requests import NodeStatus
 
@@ -67,6 +68,15 @@ class ClusterView(msgspec.Struct, frozen=True):
     rollout: RolloutView | None = None
     paused: list[str] = []  # pools and nodes that get no new requests
     exchange: ExchangeView | None = None
+    foresight: ForesightView | None = None  # None: this installation grades no forecasts
+
+
+class ForesightView(msgspec.Struct, frozen=True):
+    """What changes of sizes were expected to bring, and what came."""
+
+    score: ForecastScore
+    pending: Forecast | None = None  # of the last change, until it is graded
+    graded: list[GradedForecast] = []  # the latest, oldest first
 
 
 class ExchangePhase(enum.StrEnum):

@@ -21,6 +21,7 @@ from tandem.base.progress import Report
 from tandem.cluster.config import TandemConfig
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
+from tandem.wire.forecasts import ForecastScore, MeasuredRequest
 from tandem.wire.nodes import NodeInfo, NodeSighting, PoolReport, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
@@ -93,6 +94,9 @@ class RouterHandle(Handle[RouterInfo], Protocol):
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         """Tells the router that the prefix caches of these nodes are empty."""
+
+    async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
+        """Has the router show this score from now on. Returns what requests took that it answered within the last seconds."""
 
     async def nodes_heard(self) -> list[NodeSighting]:
         """Returns for each node when the router last heard from it."""

@@ -15,6 +15,7 @@ from tandem.base.logs import ClusterLogs, LogsQuery
 from tandem.base.settings import LONGEST_S, without_defaults
 from tandem.cluster.config import ClusterTimeouts, NodeCount, TandemConfig
 from tandem.cluster.control import DRAIN_S, AppliedChange, ClusterView
+from tandem.wire.forecasts import Forecast
 from tandem.wire.nodes import Role
 
 # For orders that make nodes load. The controller ends a process without progress (`timeouts.start_s`); this limit is for a lost answer.
@@ -37,6 +38,7 @@ class Control(Protocol):
         """Returns the configuration as it is wanted now, which a rollout may not have completed yet."""
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]: ...
+    async def keep_forecast(self, forecast: Forecast) -> None: ...
     async def drain_node(self, node_id: str, timeout_s: float) -> bool: ...
     async def evacuate(self, address: str, timeout_s: float) -> dict[str, bool]: ...
     async def change_role(self, node_id: str, role: Role) -> None: ...
@@ -103,6 +105,19 @@ class TimeoutsOrder(Order[ClusterTimeouts], frozen=True):
         return (await control.configuration()).timeouts
 
 
+class ConfigurationOrder(Order[TandemConfig], frozen=True):
+    """Returns the configuration as it is wanted now, without keys: what a simulation of the cluster needs."""
+
+    action = "configuration"
+
+    async def do(self, control: Control) -> TandemConfig:
+        config = await control.configuration()
+        return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, api_keys=()))
+
+    def encoded(self, answer: TandemConfig) -> bytes:
+        return msgspec.json.encode(without_defaults(answer))
+
+
 class ScaleOrder(Order[list[str]], frozen=True):
     """Sets the sizes of these pools until the next change. Returns what will be done, one line each, once that is decided and
     recorded; the view shows the progress. A pool that shrinks drains the nodes that it loses."""
@@ -113,6 +128,17 @@ class ScaleOrder(Order[list[str]], frozen=True):
 
     async def do(self, control: Control) -> list[str]:
         return await control.scale(self.pools)
+
+
+class ForecastOrder(Order[dict[str, str]], frozen=True):
+    """Keeps what a change of sizes, ordered just before, is expected to bring, until it is graded. Returns the sizes."""
+
+    action = "forecast"
+    forecast: Forecast
+
+    async def do(self, control: Control) -> dict[str, str]:
+        await control.keep_forecast(self.forecast)
+        return {"then": self.forecast.then}
 
 
 class DrainOrder(Order[bool], frozen=True):
@@ -259,7 +285,7 @@ class LogsOrder(LogsQuery, Order[ClusterLogs], frozen=True):
 ORDERS: dict[str, type[Order[Any]]] = {
     order.action: order
     for order in (
-        ViewOrder, TimeoutsOrder, ScaleOrder, DrainOrder, EvacuateOrder, ChangeRoleOrder, PauseOrder, ResumeOrder, ResetCacheOrder,
+        ViewOrder, TimeoutsOrder, ConfigurationOrder, ScaleOrder, ForecastOrder, DrainOrder, EvacuateOrder, ChangeRoleOrder, PauseOrder, ResumeOrder, ResetCacheOrder,
         AdaptersOrder, ApplyOrder, GoBackOrder, LogsOrder,
     )
 }  # fmt: skip

@@ -15,6 +15,8 @@ from tandem.base.progress import LastProgress
 
 logger = logging.getLogger(__name__)
 
+_SAY_AFTER_S = 0.7
+
 T = TypeVar("T")
 
 
@@ -74,6 +76,15 @@ async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Fut
     both: tuple[asyncio.Future[Any], ...] = futures
     await first_ended(both)
     return futures
+
+
+async def saying_if_slow(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
+    """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
+    task = asyncio.ensure_future(work)
+    done, _ = await asyncio.wait({task}, timeout=_SAY_AFTER_S)
+    if not done:
+        say()
+    return await task
 
 
 async def first_ended(works: Iterable[Awaitable[T]]) -> list[asyncio.Future[T]]:

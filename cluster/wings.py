@@ -4,7 +4,7 @@ and never imports it: where such a folder was deleted, what it has is gone, and 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tandem.base.wings import find_wing, find_wings
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tandem.cluster.commands.parser import Command
+    from tandem.cluster.config import TandemConfig
+    from tandem.wire.forecasts import Forecast
+    from tandem.wire.nodes import Role
 
 ROWS = (
     "tandem.cluster.chat",
@@ -28,6 +31,7 @@ ROWS = (
 )
 FLAGS = ("tandem.cluster.foreign_flags.flags",)
 JUDGE = "tandem.cluster.verify.judge"
+FORESIGHT = "tandem.simulator.before_change"
 
 
 class Wing(Protocol):
@@ -73,6 +77,16 @@ def rollout_judge(url: str, file: Path | None) -> RolloutJudge:
     if module := find_wing(JUDGE):
         return cast("JudgeWing", module).judge(url, file)
     raise ConfigurationError("--verify needs cluster/verify/, which this installation does not have: leave it out")
+
+
+class ForesightWing(Protocol):
+    def foretell(self, urls: Sequence[str], wanted: Mapping[Role, int], config: TandemConfig) -> Forecast:
+        """Says what these sizes would bring. `urls`: of all routers. Takes seconds. Raises a TandemError with the reason if it cannot
+        be said."""
+
+
+def foresight() -> ForesightWing | None:
+    return cast("ForesightWing | None", find_wing(FORESIGHT))
 
 
 class ForeignFlags(Protocol):

@@ -10,20 +10,13 @@ from statistics import fmean
 import msgspec
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.percentile import percentile
 from tandem.loadgen.timeline import Timeline
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
 # A request meets its inter-token limit if this percentile of its own gaps does. One slow gap spoils a short answer, but not a
 # long one.
 _ITL_PERCENT = 99.0
-
-
-def percentile(ascending: Sequence[float], percent: float) -> float:
-    """`ascending` must have at least one value."""
-    place = (len(ascending) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ascending) - 1)
-    return ascending[below] + (ascending[above] - ascending[below]) * (place - below)
 
 
 class ServiceLevel(msgspec.Struct, frozen=True):

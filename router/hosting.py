@@ -21,6 +21,7 @@ from tandem.base.errors import Unavailable
 from tandem.base.logs import LogPosition, LogsConfig, begin_logging, recent_page
 from tandem.base.progress import Report, SaidProgress
 from tandem.router.config import RouterConfig
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import NodeInfo, PoolReport, RouterInfo, RouterQueue
 from tandem.wire.sockets import raise_descriptor_limit
 
@@ -141,6 +142,13 @@ class RouterHost:
     async def forget_prefixes(self, node_ids: list[str]) -> None:
         """These nodes have emptied their caches."""
         self._serving().forget_prefixes(node_ids)
+
+    async def follow_forecasts(self, score: bytes, ended_within_s: float) -> bytes:
+        """Shows this ForecastScore from now on. Returns what requests took that were answered within the last seconds,
+        a list of MeasuredRequest."""
+        services = self._serving().services
+        services.pool.forecasts = msgspec.msgpack.decode(score, type=ForecastScore)
+        return msgspec.msgpack.encode(services.dispatcher.recent.measured(ended_within_s))
 
     async def nodes_heard(self) -> bytes:
         """Returns this router's sighting of each node, for a controller that a node does not answer."""

@@ -113,6 +113,7 @@ class NodeCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         yield self._up()
         yield self._pools()
+        yield from self._forecasts()
         reporting = self._pool.counted_members
         yield from _gauges(reporting)
         yield from _tiers(reporting)
@@ -155,6 +156,22 @@ class NodeCollector(Collector):
             ):
                 family.add_metric([report.role.value, state], count)
         return family
+
+    def _forecasts(self) -> Iterable[Metric]:
+        """The controller's, so every router shows the same."""
+        score = self._pool.forecasts
+        graded = GaugeMetricFamily(
+            "tandem_forecasts",
+            "The last changes of sizes that were graded, by figure and by whether what came lay in the forecast's interval: inside, outside",
+            labels=["figure", "outcome"],
+        )
+        error = GaugeMetricFamily("tandem_forecast_error_ratio", "The median error of these", labels=["figure"])
+        for one in score.figures:
+            graded.add_metric([one.what, "inside"], one.inside)
+            graded.add_metric([one.what, "outside"], score.graded - one.inside)
+            error.add_metric([one.what], one.error)
+        yield graded
+        yield error
 
 
 def labels_of(member: Member) -> list[str]:

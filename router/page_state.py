@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.router.recent import Moment, RequestAccount, SlowRequest, Trouble
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus
 
 SLOWEST_SHOWN = 12
@@ -149,6 +150,7 @@ class RouterState(msgspec.Struct, frozen=True):
     local_prefill: str = ""
     inbox: str = ""
     wire_version: int = 0
+    forecasts: ForecastScore = ForecastScore()  # as the controller last told it
 
 
 class PageState(msgspec.Struct, frozen=True):
@@ -163,3 +165,4 @@ class PageState(msgspec.Struct, frozen=True):
     slowest: list[SlowRequest]
     troubles: list[Trouble] = []  # of the last ten minutes, the latest first
     pools: list[PoolRow] = []  # as the controller knows them; empty without one
+    nodes_since: float = 0.0  # time of day: when a node last joined or left

@@ -20,6 +20,7 @@ from tandem.router.config import Heartbeat
 from tandem.router.in_view import NodesInView
 from tandem.router.member import Member
 from tandem.router.policy.views import Average
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.listening import Listener
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role
 from tandem.wire.requests import NodeStatus
@@ -52,6 +53,7 @@ class NodePool:
         self._on_lost = on_lost
         self._on_change = on_change
         self._members: dict[str, Member] = {}
+        self.nodes_since = clock()  # when a node last joined or left
         self.view = NodesInView(self._members)
         # The members' block sizes, each once.
         self.block_sizes: tuple[int, ...] = ()
@@ -60,6 +62,7 @@ class NodePool:
         self._accusers: dict[str, list[str]] = {}  # by prefill node: the decode nodes where its KV arrived wrong
         self.paused: frozenset[str] = frozenset()  # names of pools and nodes that get no new requests
         self.reports: Sequence[PoolReport] = ()  # the controller's; empty without one
+        self.forecasts = ForecastScore()  # likewise
         self.is_paused = False  # every node that can write answers is paused
         self.oldest_version = WIRE_VERSION  # the oldest version of Tandem's messages among the members
         self.foreign_messages = 0  # messages from nodes or epochs that are not members
@@ -87,6 +90,8 @@ class NodePool:
             del self._members[member.info.node_id]
             self.view.drop(member)
         came = [info for node_id, info in wanted.items() if node_id not in self._members]
+        if came or gone:
+            self.nodes_since = self._clock()
         for info in came:
             self._members[info.node_id] = member = Member.of(info, self._clock())
             if (why := self._foreign(member)) is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tandem.base.errors import Cancelled, Unavailable
+from tandem.wire.forecasts import MeasuredRequest
 from tandem.wire.nodes import PoolReport
 
 WINDOW_S = 600.0
@@ -66,6 +67,10 @@ class RequestAccount(msgspec.Struct, frozen=True):
         return self.reading_s + self.router_wait_s + self.node_wait_s + self.prefill_s + self.handover_s + self.decode_s
 
     @property
+    def began_at(self) -> float:
+        return self.ended_at - self.total_s
+
+    @property
     def first_token_s(self) -> float:
         return self.reading_s + self.router_wait_s + self.node_wait_s + self.prefill_s
 
@@ -73,6 +78,11 @@ class RequestAccount(msgspec.Struct, frozen=True):
     def token_s(self) -> float:
         """The mean time between two tokens; 0 for an answer of one token."""
         return (self.handover_s + self.decode_s) / max(self.output_tokens - 1, 1) if self.output_tokens > 1 else 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it was answered to its end."""
+        return self.output_tokens > 0 and self.finish not in ("abort", "error")
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -221,6 +231,15 @@ class RecentRequests:
 
     def latest(self) -> list[RequestAccount]:
         return list(self._latest)
+
+    def measured(self, within_s: float) -> list[MeasuredRequest]:
+        """Returns the requests that were answered whole within the last `within_s`, of those that are shown one by one."""
+        now = self.now()
+        return [
+            MeasuredRequest(one.request_id, now - one.ended_at, one.total_s, one.first_token_s, one.token_s)
+            for one in self._latest
+            if one.is_whole and now - one.ended_at <= within_s
+        ]
 
     def slowest(self, count: int) -> list[SlowRequest]:
         self._moment()

@@ -20,6 +20,7 @@ simulated: the costs of steps, transfers and requests come from a file that was 
     picture          draws goodput against cost
     what_if          one request in other clusters, for `tandem why`
     change           what other sizes of the pools would do to the last requests
+    before_change    the same for `tandem scale` and `role`, of all routers and in a few seconds
     commands         what `tandem` finds here: its commands, and what it adds to `tandem why`
     options          the options that several commands share
     show             prints progress and reports

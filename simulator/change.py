@@ -1,7 +1,7 @@
 """What other sizes of the pools would do to a serving cluster: its router's last requests are played on it as it is, and on the other.
 
-The answer begins from what was measured: a figure changes by as much as the simulation's does. Its interval, for as many requests to
-come, has two parts. One is how far the figure moves when other requests like these come, by drawing from them again and again. The
+The answer begins from what was measured: a figure changes by as much as the simulation's does. Its interval, for as many requests to come as a
+forecast is graded by, has two parts. One is how far the figure moves when other requests like these come, by drawing from them again and again. The
 other is how far the simulation of the cluster as it is lies from what was measured.
 """
 
@@ -14,46 +14,25 @@ from math import hypot, isqrt, sqrt
 import msgspec
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.percentile import percentile
 from tandem.cluster.config import TandemConfig
-from tandem.loadgen.metrics import percentile
 from tandem.router.page_state import PageState
 from tandem.router.recent import RequestAccount
 from tandem.simulator.costs import CostModel
 from tandem.simulator.outcome import SimulationReport
 from tandem.simulator.planner import PoolSizes
 from tandem.simulator.simulation import OnProgress, SimulationSetup, simulate
-from tandem.simulator.what_if import as_traffic, is_whole, sizes_of
+from tandem.simulator.what_if import as_traffic, sizes_of
+from tandem.wire.forecasts import FEWEST_REQUESTS, FIGURES, GRADED_REQUESTS, ExpectedFigure, Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
-FEWEST_REQUESTS = 20
 DRAWS = 200
+TIMES = ("first_token_s", "token_s")
 INSIDE = 80.0  # percent of the draws that lie in the interval
-PERCENTILES = (50.0, 90.0)
-
-
-class ExpectedFigure(msgspec.Struct, frozen=True):
-    """One figure, in seconds."""
-
-    what: str
-    measured: float  # of the cluster as it is
-    simulated: float  # the same
-    then: float
-    low: float
-    high: float
-
-
-class Change(msgspec.Struct, frozen=True):
-    now: str
-    then: str
-    requests: int
-    seconds: float
-    expected: list[ExpectedFigure]
-    busy_now: dict[str, float]  # by role, simulated
-    busy_then: dict[str, float]
 
 
 class _Times(msgspec.Struct, frozen=True):
-    """One request's time to the first token, and for each further one; measured, and simulated in both clusters."""
+    """TIMES of one request: measured, and simulated in both clusters."""
 
     measured: tuple[float, float]
     now: tuple[float, float]
@@ -66,16 +45,17 @@ def change_of(
     config: TandemConfig,
     costs: Mapping[Role, CostModel],
     on_progress: OnProgress | None = None,
-) -> Change:
+) -> Forecast:
     """Raises ConfigurationError with the reason if it cannot be said."""
     there = sizes_of(state)
     other = there
     for role, size in wanted.items():
         other = other.with_size(role, size)
-    accounts = sorted(filter(is_whole, state.latest), key=lambda account: account.ended_at - account.total_s)
+    whole = (one for one in state.latest if one.is_whole and one.began_at >= state.nodes_since)
+    accounts = sorted(whole, key=lambda account: account.began_at)
     if len(accounts) < FEWEST_REQUESTS:
         raise ConfigurationError(
-            f"the router remembers {len(accounts)} requests that were answered, and {FEWEST_REQUESTS} are the fewest to say something from"
+            f"{len(accounts)} requests are known that began with the nodes that serve now and were answered, and {FEWEST_REQUESTS} are the fewest to say something from"
         )
     traffic, warm = as_traffic(accounts, config.cache.block_size, next(iter(costs.values())))
 
@@ -96,18 +76,16 @@ def change_of(
         raise ConfigurationError(
             f"the simulated clusters serve {len(played)} of {len(accounts)} requests: are --costs and the settings those of this cluster?"
         )
-    return Change(
+    return Forecast(
         now=str(there),
         then=str(other),
         requests=len(played),
         seconds=accounts[-1].ended_at - accounts[0].ended_at + accounts[0].total_s,
-        expected=[
-            _expected(f"{name}, p{percent:.0f}", played, part, percent)
-            for part, name in enumerate(("first token", "each further token"))
-            for percent in PERCENTILES
-        ],
+        expected=[_expected(what, played, TIMES.index(field), percent) for what, (field, percent) in FIGURES.items()],
         busy_now=_busy(report_now),
         busy_then=_busy(report_then),
+        sizes={role: other.of(role) for role in ENGINE_ROLES},
+        longest_s=max(account.total_s for account in accounts),
     )
 
 
@@ -139,7 +117,8 @@ def _expected(what: str, played: Sequence[_Times], part: int, percent: float) ->
     )
     error = abs(now / measured - 1) * then if measured > 0 else 0.0
     # Both the requests that were and those that will be are drawn.
-    below, above = (sqrt(2) * (percentile(drawn, 50 + side * INSIDE / 2) - then) for side in (-1, 1))
+    both = sqrt(1 + count / GRADED_REQUESTS)
+    below, above = (both * (percentile(drawn, 50 + side * INSIDE / 2) - then) for side in (-1, 1))
     low, high = then - hypot(min(below, 0.0), error), then + hypot(max(above, 0.0), error)
     return ExpectedFigure(what, measured, now, then, max(low, 0.0), high)
 

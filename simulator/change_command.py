@@ -14,11 +14,13 @@ from tandem.cluster.api_client import ApiClient, key_from_environment
 from tandem.cluster.commands.output import add_output, print_found, wants_json
 from tandem.cluster.commands.router_url import choose_url
 from tandem.cluster.commands.setting_options import add_settings, read_settings
+from tandem.cluster.describe import format_seconds
 from tandem.router.page_state import PageState
-from tandem.simulator.change import INSIDE, Change, change_of
+from tandem.simulator.change import INSIDE, change_of
 from tandem.simulator.learnt import learnt_costs
 from tandem.simulator.options import add_costs, costs_of
 from tandem.simulator.show import progress
+from tandem.wire.forecasts import Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 
@@ -55,20 +57,20 @@ def _sizes(given: list[str]) -> Mapping[Role, int]:
     return sizes
 
 
-def _show(console: Console, change: Change) -> None:
+def _show(console: Console, change: Forecast) -> None:
     console.print(f"{change.now} → {change.then}, by the last {change.requests} requests, of {change.seconds:.0f} s")
     table = Table(title_justify="left")
     for name in ("", "now", "simulated", "then", f"{INSIDE:.0f}% between"):
         table.add_column(name, justify="right" if name else "left")
     for one in change.expected:
         table.add_row(
-            one.what, _ms(one.measured), _ms(one.simulated), _ms(one.then), f"{_ms(one.low)} and {_ms(one.high)}"
+            one.what,
+            format_seconds(one.measured),
+            format_seconds(one.simulated),
+            format_seconds(one.then),
+            f"{format_seconds(one.low)} and {format_seconds(one.high)}",
         )
     for role in {**change.busy_now, **change.busy_then}:
         now, then = (f"{busy[role]:.0%}" if role in busy else "–" for busy in (change.busy_now, change.busy_then))
         table.add_row(f"{role} nodes busy", "", now, then, "")
     console.print(table)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.api_client import ApiClient, key_from_environment
+from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.router.page_state import PageState
 from tandem.simulator.costs import DEFAULT_START_S, LEAST_STEP_S, CostModel, CostTable, RequestCost, TransferCost
 from tandem.simulator.profile_client import ClusterNode, refuse_contexts
@@ -46,10 +46,10 @@ class LearntCosts(NamedTuple):
     note: str
 
 
-def learnt_costs(url: str, transport: httpx.BaseTransport | None = None) -> LearntCosts:
+def learnt_costs(url: str, transport: httpx.BaseTransport | None = None, timeout: float = ANSWER_S) -> LearntCosts:
     """Returns the costs of each role's nodes; of a role that the cluster does not have, from the steps of the other roles. Raises
     ConfigurationError while the nodes have made too few steps."""
-    client = ApiClient(url, key_from_environment(), transport)
+    client = ApiClient(url, key_from_environment(), transport, timeout)
     try:
         nodes = [node for node in client.read("/cluster", _Cluster).nodes if node.role in ENGINE_ROLES]
         return _learnt(url, nodes, client.read("/ui/state", PageState))

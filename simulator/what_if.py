@@ -65,7 +65,7 @@ def other_clusters(
         raise ConfigurationError(
             "the simulated cluster does not serve this request: is --costs of the nodes that serve, with the cluster's settings?"
         )
-    answered = [(accounts[index], times) for index, times in as_it_is.items() if is_whole(accounts[index])]
+    answered = [(accounts[index], times) for index, times in as_it_is.items() if accounts[index].is_whole]
     first_s, whole_s = as_it_is[place]
     others = []
     for what, sizes in alternatives(there):
@@ -91,7 +91,7 @@ def remembered(state: PageState, request_id: str) -> list[RequestAccount]:
         raise ConfigurationError(
             f"{request_id} is not among the last {LATEST} requests that its router remembers: what ran beside it is not known any more"
         )
-    if not is_whole(found):
+    if not found.is_whole:
         raise ConfigurationError("it was not answered to its end: a simulation has nothing to compare it with")
     asked_at = found.ended_at - found.total_s
     if len(accounts) >= LATEST and min(account.ended_at for account in accounts) > asked_at:
@@ -99,10 +99,6 @@ def remembered(state: PageState, request_id: str) -> list[RequestAccount]:
             f"more than {LATEST} requests have ended since it was asked: what ran beside it is not known any more"
         )
     return sorted(accounts, key=lambda account: account.ended_at - account.total_s)
-
-
-def is_whole(account: RequestAccount) -> bool:
-    return account.output_tokens > 0 and account.finish not in ("abort", "error")
 
 
 def as_traffic(accounts: Sequence[RequestAccount], block_size: int, costs: CostModel) -> tuple[PlayedTraffic, int]:

@@ -58,7 +58,11 @@ WINGS: dict[str, Wing] = {
     ),
     "other deployments": Wing(("router/other_models/",), ("tests/router/other_models/",)),
     "siblings": Wing(("router/processes/",), ("tests/router/processes/",)),
-    "simulator": Wing(("simulator/",), ("tests/simulator/",), ("autoscaling", "trace and why", "replay", "bench")),
+    "simulator": Wing(
+        ("simulator/",),
+        ("tests/simulator/", "tests/benchmarks/test_foresight.py"),
+        ("autoscaling", "trace and why", "replay", "bench"),
+    ),
     "static hosts": Wing(("cluster/static_hosts/",), ("tests/cluster/static_hosts/",)),
     "tiers": Wing(
         ("kvtransfer/offload/", "wire/sharing.py"),
@@ -240,6 +244,14 @@ WINGS: dict[str, Wing] = {
         ("tests/engine/model/test_hidden_states.py", "tests/integration/test_own_heads.py"),
     ),
     "autoscaling": Wing(("cluster/pools/autoscaling/",), ("tests/cluster/pools/autoscaling/",)),
+    "foresight": Wing(
+        ("cluster/pools/foresight/",),
+        (
+            "tests/cluster/pools/foresight/",
+            "tests/benchmarks/test_foresight.py",
+            "tests/integration/test_graded_forecast.py",
+        ),
+    ),
     "rollouts": Wing(("cluster/pools/rollouts/",), ("tests/cluster/pools/rollouts/",)),
     "adapters": Wing(("cluster/adapters/",), ("tests/cluster/adapters/",)),
     "canary": Wing(("node/canary/",), ("tests/node/canary/", "tests/engine/test_mixed_runs.py")),

@@ -12,6 +12,7 @@ Floor 1: imports `base` alone. Every message is a msgspec struct; nothing here o
     requests      router -> node (Submit, Cancel, Ping ...) and node -> router (TokenBatch, NodeStatus, Holding ...)
     block_hashes  the hashes by which both name a prompt's blocks
     step_costs    what a node's steps take, as it has learnt
+    forecasts     what a change of sizes is expected to bring, and what came of it
     kv_events     what happens to a node's KV cache, in the shape that other programs read
     lines         numbers these messages, so that a lost one is noticed and sent again
     tracing       node -> router: where a traced request's time went, and the node's clock

@@ -6,6 +6,7 @@ parser        the table of commands, and their parsers; its rows, with each comm
               of a shell's words; options, setting_options: those that several commands have; the flags that set settings
 operate       scale, drain, role, pause, down; address: which cluster they mean;
               router_url: which router; running: the records of what serves here
+foretelling   what a change of sizes is expected to bring, before scale and role
 apply         gives a serving cluster another configuration
 overview      `tandem status`, from the controller or from one router; node_table: the nodes, there and in top; deployments: all on a Ray cluster
 logs          the log lines of all processes, in one order

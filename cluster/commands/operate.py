@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from tandem.base.errors import ConfigurationError, InternalError, TandemError
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
 from tandem.cluster.commands.address import WhichCluster, choose_address, url_of
+from tandem.cluster.commands.foretelling import after_role, foretold
 from tandem.cluster.commands.output import LibraryOutput
 from tandem.cluster.config import MOST_NODES
 from tandem.cluster.control import DRAIN_S
@@ -34,7 +35,7 @@ from tandem.cluster.orders import (
     TimeoutsOrder,
     ViewOrder,
 )
-from tandem.cluster.tasks import in_own_thread
+from tandem.cluster.tasks import in_own_thread, saying_if_slow
 from tandem.wire.nodes import Role
 
 if TYPE_CHECKING:
@@ -67,7 +68,6 @@ class HttpControl:
 
 END_S = 60.0
 DOWN = "`tandem down`"
-_SAY_AFTER_S = 0.7
 
 Say = Callable[[str], None]
 
@@ -148,15 +148,6 @@ def joined(which: WhichCluster) -> Iterator[None]:
             stop_ray()
 
 
-async def saying_if_slow(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
-    """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
-    task = asyncio.ensure_future(work)
-    done, _ = await asyncio.wait({task}, timeout=_SAY_AFTER_S)
-    if not done:
-        say()
-    return await task
-
-
 def parse_sizes(words: Sequence[str]) -> dict[Role, int]:
     """Parses `prefill=3 decode=2`."""
     sizes: dict[Role, int] = {}
@@ -187,10 +178,15 @@ Printed = dict[str, Any]
 
 
 def scale(target: CommandTarget, options: argparse.Namespace) -> Printed:
-    lines = target.ask(ScaleOrder(parse_sizes(options.sizes)))
+    sizes = parse_sizes(options.sizes)
+    lines, expected = target.run(
+        lambda cluster: foretold(
+            cluster, lambda view: sizes, lambda: cluster.ask(ScaleOrder(sizes)), target.say, target.url
+        )
+    )
     for line in lines:
         target.say(line)
-    return {"changes": lines}
+    return {"changes": lines, **expected.as_json()}
 
 
 def drain(target: CommandTarget, options: argparse.Namespace) -> Printed:
@@ -278,9 +274,17 @@ def _limit_s(options: argparse.Namespace) -> float:
 
 def change_role(target: CommandTarget, options: argparse.Namespace) -> Printed:
     node_id, role = options.node, parse_role(options.role)
-    done = target.run(lambda cluster: change_role_of(cluster, node_id, role, target.say))
+    done, expected = target.run(
+        lambda cluster: foretold(
+            cluster,
+            lambda view: after_role(view, node_id, role),
+            lambda: change_role_of(cluster, node_id, role, target.say),
+            target.say,
+            target.url,
+        )
+    )
     target.say(f"{node_id} is ready as a {role.value} node")
-    return done
+    return {**done, **expected.as_json()}
 
 
 async def change_role_of(cluster: OperatedCluster, node_id: str, role: Role, say: Say) -> Printed:

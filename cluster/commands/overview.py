@@ -26,6 +26,7 @@ from tandem.cluster.control import (
 )
 from tandem.cluster.describe import counted, format_size
 from tandem.router.page_state import NodeRow, PageState, PoolRow, ProcessState, RouterState, TierRow
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import NodeState
 from tandem.wire.requests import NO_COUNTERS
 
@@ -123,7 +124,11 @@ class Overview:
             ],
             nodes=[_node_row(node) for node in view.nodes],
             json=lambda: _as_json(view, answers),
-            above=[*_under_way(view), *map(_pool_line, view.pools)],
+            above=[
+                *_under_way(view),
+                *map(_pool_line, view.pools),
+                *_forecasts(view.foresight.score if view.foresight is not None else ForecastScore()),
+            ],
             below=_decisions(view.decisions),
             machines={node.node_id: node.host or "-" for node in view.nodes},
             failure=view.failure,
@@ -139,7 +144,7 @@ class Overview:
             routers=[RouterOverview("", url, page.router, note=note)],
             nodes=page.nodes,
             json=lambda: _cluster_of(url, key),
-            above=[*_paused(page.router.paused), *map(_pool_line, page.pools)],
+            above=[*_paused(page.router.paused), *map(_pool_line, page.pools), *_forecasts(page.router.forecasts)],
         )
 
     @property
@@ -193,6 +198,10 @@ def _memory_lines(rows: Sequence[NodeRow], machines: Mapping[str, str] | None) -
 def _paused(names: Sequence[str]) -> Iterator[str]:
     if names:
         yield f"[yellow]paused[/]: {escape(', '.join(names))}"
+
+
+def _forecasts(score: ForecastScore) -> Iterator[str]:
+    yield from (f"[dim]forecast[/]: {escape(line)}" for line in score.said)
 
 
 def _under_way(view: ClusterView) -> Iterator[str]:

@@ -25,6 +25,7 @@ from tandem.cluster.on_ray.spread import NodePlacementGroup, group_of
 from tandem.cluster.tasks import cancel, first_ended, first_of, has_ended
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
+from tandem.wire.forecasts import ForecastScore, MeasuredRequest
 from tandem.wire.nodes import NodeInfo, NodeSighting, PoolReport, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeStatus
 
@@ -385,6 +386,13 @@ class RayRouter(RayHandle):
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         await answer((await self.actor()).forget_prefixes.remote(list(node_ids)))
+
+    async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
+        actor = await self.actor()
+        if not hasattr(actor, "follow_forecasts"):
+            return []  # it runs an earlier version
+        took = await answer(actor.follow_forecasts.remote(msgspec.msgpack.encode(score), ended_within_s))
+        return msgspec.msgpack.decode(took, type=list[MeasuredRequest])
 
     async def nodes_heard(self) -> list[NodeSighting]:
         heard = await answer((await self.actor()).nodes_heard.remote())

@@ -16,7 +16,7 @@ fleet                             all supervisors; the nodes that routers are to
 supervisor, node_supervisor, router_supervisor   start, watch and replace one process, or leave it out
 unseen_node                       a node on a machine that this controller has not seen yet
 witnesses                         what routers, clients and nodes hear of a process that does not answer the controller
-wings: autoscaling/, rollouts/, gpu_health/     what a controller can do beside that: pools that grow and shrink by their load; nodes
-    whose card is sick are replaced; new configurations
+wings: autoscaling/, rollouts/, gpu_health/, foresight/     what a controller can do beside that: pools that grow and shrink by their
+    load; nodes whose card is sick are replaced; new configurations; what changes of sizes were expected to bring is graded
 event_log                         what happened, numbered
 """

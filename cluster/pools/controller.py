@@ -33,6 +33,7 @@ from tandem.cluster.pools.turn import Turn, TurnClock
 from tandem.cluster.pools.view import CONTROLLER, cluster_view, collected_logs
 from tandem.cluster.pools.wings import Joints, join_wings
 from tandem.cluster.tasks import Clock, first_of, has_ended
+from tandem.wire.forecasts import Forecast
 from tandem.wire.nodes import NodeInfo, Role
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class Controller:
     # --- cluster.orders.Control
 
     async def view(self) -> ClusterView:
-        return cluster_view(
+        view = cluster_view(
             self._config,
             self.fleet.config,
             self.pools.state,
@@ -213,6 +214,8 @@ class Controller:
             self._tasks.failure,
             self.pools.rollout_waits,
         )
+        foresight = self._joints.foresight
+        return view if foresight is None else msgspec.structs.replace(view, foresight=foresight.view())
 
     async def scale(self, wanted: dict[Role, int]) -> list[str]:
         async with self.pools.writing():
@@ -224,6 +227,11 @@ class Controller:
         for line in lines:
             self.pools.note(line)
         return lines
+
+    async def keep_forecast(self, forecast: Forecast) -> None:
+        if self._joints.foresight is None:
+            raise ConfigurationError("this installation grades no forecasts")
+        await self._joints.foresight.keep(forecast)
 
     def _left_out(self, wanted: dict[Role, int]) -> list[str]:
         """Returns the routers and nodes to start again if they were left out. A pool that shrinks loses its left-out nodes instead."""

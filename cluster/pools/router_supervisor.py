@@ -11,6 +11,7 @@ from tandem.cluster.launcher import Host, RouterHandle
 from tandem.cluster.pools.state import RouterRecord
 from tandem.cluster.pools.supervisor import ProcessPhase, ProcessSupervisor, SupervisorContext
 from tandem.router.config import RouterConfig
+from tandem.wire.forecasts import ForecastScore, MeasuredRequest
 from tandem.wire.nodes import RouterInfo, RouterQueue
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,17 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             )
         except TandemError as error:
             logger.warning("%s", error)
+
+    async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
+        """Returns what requests took that it answered within the last seconds; nothing if it does not say."""
+        if not self.serves or self.handle is None:
+            return []
+        work = self.handle.follow_forecasts(score, ended_within_s)
+        try:
+            return await self._clock.within(self._timeouts.silence_s, work, f"asking {self.name} for its requests")
+        except TandemError as error:
+            logger.warning("%s", error)
+            return []
 
     async def drain(self, limit_s: float) -> bool:
         """The router refuses new requests. Returns True when all of its requests ended in time."""

@@ -135,6 +135,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     routers: list[RouterRecord] = []
     decisions: list[ControllerDecision] = []  # the latest, oldest first
     writer: str = ""  # the controller that recorded this
+    wings: dict[str, bytes] = {}  # what wings keep for themselves, by their names
 
     def find(self, node_id: str) -> NodeRecord | None:
         return next((node for node in self.nodes if node.node_id == node_id), None)

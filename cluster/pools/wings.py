@@ -13,8 +13,10 @@ from tandem.base.wings import find_wings
 if TYPE_CHECKING:
     from tandem.base.tasks import Tasks
     from tandem.cluster.config import TandemConfig
+    from tandem.cluster.control import ForesightView
     from tandem.cluster.pools.reconciler import Reconciler
     from tandem.cluster.tasks import Clock
+    from tandem.wire.forecasts import Forecast
     from tandem.wire.nodes import Role
 
 ROWS = (
@@ -22,6 +24,7 @@ ROWS = (
     "tandem.cluster.pools.rollouts.wing",
     "tandem.cluster.pools.gpu_health.wing",
     "tandem.cluster.adapters.changes",
+    "tandem.cluster.pools.foresight.wing",
 )
 
 
@@ -33,6 +36,15 @@ class ChangeAdapters(Protocol):
 
 async def _refused(load: Mapping[str, str], unload: Sequence[str]) -> dict[str, str]:
     raise ConfigurationError("adapters cannot change while this installation serves: name them in model.adapters")
+
+
+class Foresight(Protocol):
+    """Keeps what changes of sizes are expected to bring, and grades it."""
+
+    def view(self) -> ForesightView: ...
+
+    async def keep(self, forecast: Forecast) -> None:
+        """`forecast`: of a change that was ordered just before."""
 
 
 @dataclass
@@ -52,6 +64,7 @@ class Joints:
     # Carries out the recorded rollout, and ends with it; None: what needs one is refused
     roll_out: Callable[[], Coroutine[Any, Any, None]] | None = None
     adapters: ChangeAdapters = _refused
+    foresight: Foresight | None = None  # None: nothing is graded
 
 
 class PoolsWing(Protocol):

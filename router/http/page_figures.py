@@ -44,6 +44,7 @@ def page_of(services: Services) -> PageState:
             local_prefill=config.local_prefill.value,
             inbox=shown(services.links.endpoint),
             wire_version=WIRE_VERSION,
+            forecasts=services.pool.forecasts,
         ),
         ttft_s=recent.targets.ttft_s,
         inter_token_s=recent.targets.inter_token_s,
@@ -54,6 +55,7 @@ def page_of(services: Services) -> PageState:
         slowest=recent.slowest(SLOWEST_SHOWN),
         troubles=recent.troubles(),
         pools=_pools(services),
+        nodes_since=recent.now() - (services.pool.now() - services.pool.nodes_since),
     )
 
 

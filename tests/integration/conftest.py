@@ -44,6 +44,7 @@ OWN_CLUSTERS = {
     "test_adapters_at_run_time.py",
     "test_cluster_on_ray.py",
     "test_encoder_nodes.py",
+    "test_graded_forecast.py",
     "test_guides_run.py",
     "test_head_away.py",
     "test_crossed_served.py",

@@ -63,7 +63,8 @@ def test_serving_again_changes_nothing_or_says_what_it_cannot_change(tandem: Tan
 
 def test_pools_grow_and_shrink_under_load_without_a_failed_request(tandem: Tandem, model: str) -> None:
     with Load(tandem.url, model) as load:
-        tandem("scale", "decode=2", "prefill=2")
+        said = tandem("scale", "decode=2", "prefill=2")
+        assert "what it will bring is not foretold: " in said, "few requests have ended"
         tandem.until_roles(prefill=2, decode=2)
         done = load.finished
         tandem.until(lambda nodes: load.finished > done + 4, "requests finished on the larger pools")

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.loadgen.metrics import Distribution, parse_service_level, percentile, summarize
+from tandem.base.percentile import percentile
+from tandem.loadgen.metrics import Distribution, parse_service_level, summarize
 from tandem.loadgen.timeline import RequestFailure, Timeline
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+import httpx
 import msgspec
 import pytest
 
@@ -13,7 +14,9 @@ from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.router import server
 from tandem.router.config import RouterConfig
 from tandem.router.hosting import RouterHost
-from tandem.wire.nodes import RouterQueue
+from tandem.router.page_state import PageState
+from tandem.wire.forecasts import FigureScore, ForecastScore, MeasuredRequest
+from tandem.wire.nodes import RouterInfo, RouterQueue
 
 PATIENCE_S = 10.0
 
@@ -33,6 +36,29 @@ def test_a_controller_that_comes_back_finds_the_router_that_has_started(model_fo
         held = asyncio.create_task(host.hold(PATIENCE_S))
         await host.stop()
         assert await held
+
+    asyncio.run(scenario())
+
+
+def test_a_router_shows_the_score_of_forecasts_that_it_is_told(model_folder: str) -> None:
+    figures = [FigureScore("first token, p90", 7, 0.25)]
+    score = ForecastScore(graded=9, figures=figures, said=["of the last 9 graded forecasts, 7 were inside"])
+
+    async def scenario() -> None:
+        host = RouterHost(encoded(model_folder))
+        info = msgspec.msgpack.decode(await host.start(), type=RouterInfo)
+        took = await host.follow_forecasts(msgspec.msgpack.encode(score), 60.0)
+        assert msgspec.msgpack.decode(took, type=list[MeasuredRequest]) == []
+        with httpx.Client(base_url=info.url, trust_env=False) as client:
+            metrics = (await asyncio.to_thread(client.get, "/metrics")).text
+            state = (await asyncio.to_thread(client.get, "/ui/state")).content
+        page = msgspec.json.decode(state, type=PageState)
+        figure, model = 'figure="first token, p90"', 'model_name="fake"'
+        assert f'tandem_forecasts{{{figure},{model},outcome="inside"}} 7.0' in metrics
+        assert f'tandem_forecasts{{{figure},{model},outcome="outside"}} 2.0' in metrics
+        assert f"tandem_forecast_error_ratio{{{figure},{model}}} 0.25" in metrics
+        assert page.router.forecasts == score
+        await host.stop()
 
     asyncio.run(scenario())
 

@@ -11,6 +11,7 @@ import pytest
 
 from tandem.router.config import ApiKey
 from tandem.router.recent import ADVICE
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import PoolReport, Role
 from tandem.wire.requests import TierStatus
 from tests.browser import Browser
@@ -356,8 +357,12 @@ def test_on_loopback_without_keys_decisions_are_shown_and_nothing_can_be_done(
     browser: Browser, router: RunningRouter
 ) -> None:
     router.server.services.control = DecidingControl()
+    router.server.services.pool.forecasts = ForecastScore(
+        graded=3, said=["of the last 3 graded forecasts, 2 were inside"]
+    )
     browser.open(f"{router.url}/ui")
     browser.until("document.querySelector('#decisions').innerText.includes('from 1 to 2')", "decisions")
+    assert shown(browser, "#forecasts") == "of the last 3 graded forecasts, 2 were inside"
     assert browser.run("document.querySelectorAll('#admin button').length") == 0
     assert not browser.complaints
 

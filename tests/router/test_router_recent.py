@@ -70,6 +70,20 @@ def test_what_is_in_time_is_counted_by_both_targets() -> None:
     assert (moment.ended, moment.failed, moment.first_in_time, moment.tokens_in_time) == (5, 2, 2, 2)
 
 
+def test_what_whole_answers_took_is_told_for_a_time() -> None:
+    clock = Clock()
+    recent = RecentRequests(TARGETS, clock)
+    recent.ended(account(request_id="early", ended_at=1000.0))
+    recent.ended(account(request_id="left", ended_at=1050.0, finish="abort"))
+    recent.ended(account(request_id="failed", ended_at=1050.0, output_tokens=0, finish="error"))
+    recent.ended(account(request_id="late", ended_at=1050.0))
+    clock.at = 1060.0
+    (one,) = recent.measured(30.0)
+    assert (one.request_id, one.ended_ago_s) == ("late", 10.0)
+    assert (one.first_token_s, one.total_s) == pytest.approx((0.23, 0.74))
+    assert one.token_s == pytest.approx(0.051)
+
+
 def test_a_request_that_failed_for_want_of_another_node_did_not_move() -> None:
     recent = RecentRequests(TARGETS, Clock())
     recent.ended(account(failovers=1, finish="error"))

@@ -66,6 +66,21 @@ def test_the_command_shows_pools_and_nodes_that_serve_no_more(
     assert [(pool["role"], pool["wanted"]) for pool in answer["pools"]] == [("prefill", 1), ("decode", 3)]
 
 
+def test_it_says_since_when_its_nodes_are_these(start_router: StartRouter) -> None:
+    router = start_router(prefill=1, decode=1)
+    pool = router.server.services.pool
+    pool.nodes_since -= 100.0
+    long_ago = pool.nodes_since
+    router.announce()
+    assert pool.nodes_since == long_ago, "the same nodes are announced"
+    page = router.client.get("/ui/state").json()
+    assert page["now"] - page["nodes_since"] == pytest.approx(100.0, abs=20.0)
+    router.add("d1", Role.DECODE)
+    assert pool.nodes_since > long_ago + 50.0
+    router.remove("d1")
+    assert router.client.get("/ui/state").json()["nodes_since"] > page["nodes_since"] + 50.0
+
+
 def test_metrics_show_the_router_and_every_node(start_router: StartRouter) -> None:
     router = start_router()
     router.nodes["d0"].set(

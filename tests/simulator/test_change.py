@@ -13,8 +13,9 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.cli import main
 from tandem.loadgen.traces import TraceRow
-from tandem.simulator.change import Change, change_of
+from tandem.simulator.change import change_of
 from tandem.simulator.costs import CostModel
+from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role
 from tests.simulator.test_what_if import measured, state
 from tests.simulator.worlds import a_setup, node_costs
@@ -32,9 +33,9 @@ def slower(costs: CostModel, prefill: float, decode: float) -> CostModel:
     return msgspec.structs.replace(costs, prefill=costs.prefill.times(prefill), decode=costs.decode.times(decode))
 
 
-def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tuple[Change, list[float]]:
-    """Returns what is said of `wanted` prefill nodes with costs that are off by this factor; and in a cluster that has them, the first
-    token's times of other requests like these."""
+def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tuple[Forecast, list[MeasuredRequest]]:
+    """Returns what is said of `wanted` prefill nodes with costs that are off by this factor; and what other requests like these take in a
+    cluster that has them."""
     hidden = node_costs()
     here = a_setup(rows(seed, rate), costs=hidden)
     change = change_of(
@@ -44,7 +45,11 @@ def said(seed: int, wanted: int, *, off: float = 1.0, rate: float = 9.0) -> tupl
         dict.fromkeys(Role, slower(hidden, off, off)),
     )
     there = a_setup(rows(seed + 1000, rate), prefill=wanted, costs=hidden)
-    return change, sorted(account.first_token_s for account in measured(there))
+    took = [
+        MeasuredRequest(one.request_id, -one.ended_at, one.total_s, one.first_token_s, one.token_s)
+        for one in measured(there)
+    ]
+    return change, took
 
 
 def test_a_node_more_is_said_to_bring_what_it_brings() -> None:
@@ -70,7 +75,15 @@ def test_costs_that_are_wrong_make_the_interval_wider() -> None:
     assert widths[1] > 1.2 * widths[0]
 
 
-@pytest.mark.parametrize(("count", "reason"), [(5, "the router remembers 5 requests")])
+def test_what_began_before_the_nodes_changed_tells_nothing_of_them() -> None:
+    setup = a_setup(rows(1))
+    page = state(measured(setup), "prefill", "decode")
+    began = sorted(account.began_at for account in page.latest)
+    since = msgspec.structs.replace(page, nodes_since=began[25])
+    assert change_of(since, {Role.PREFILL: 2}, setup.config, setup.costs).requests == 35
+
+
+@pytest.mark.parametrize(("count", "reason"), [(5, "5 requests are known that began with the nodes that serve now")])
 def test_what_cannot_be_said_says_why(count: int, reason: str) -> None:
     setup = a_setup(rows(1)[:count])
     with pytest.raises(ConfigurationError, match=reason):

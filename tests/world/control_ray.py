@@ -26,6 +26,7 @@ from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig
 from tandem.router.config import RouterConfig
 from tandem.simulator.clock import VirtualLoop
+from tandem.wire.forecasts import ForecastScore, MeasuredRequest
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeCounters, NodeStatus
 from tests.cluster.pools.helpers import endpoint_of, node_info
@@ -798,6 +799,9 @@ class RouterHandleOf(HandleOf):
 
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         await self.ask(lambda actor: None)
+
+    async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
+        return await self.ask(lambda actor: [])
 
     async def nodes_heard(self) -> list[NodeSighting]:
         return await self.ask(lambda actor: actor.sightings())

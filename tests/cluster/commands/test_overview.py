@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tandem.base.errors import ConfigurationError, DeadlineExceeded, Unavailable
+from tandem.cluster import tasks
 from tandem.cluster.cli import main
 from tandem.cluster.commands import operate
 from tandem.cluster.commands.address import WhichCluster
@@ -29,9 +30,10 @@ from tandem.cluster.commands.operate import (
     parse_sizes,
 )
 from tandem.cluster.commands.overview import Overview
-from tandem.cluster.control import ClusterView, ControllerDecision, PoolView, RouterView, SupervisedNode
+from tandem.cluster.control import ClusterView, ControllerDecision, ForesightView, PoolView, RouterView, SupervisedNode
 from tandem.cluster.on_ray.runtime import import_ray
 from tandem.router.page_state import PageState
+from tandem.wire.forecasts import ForecastScore
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeMemory, NodeStatus, SickDevice, TierStatus
 from tests.cluster.direct_cluster import DirectCluster
@@ -114,6 +116,14 @@ def test_one_screen_says_how_everything_is() -> None:
     assert "! decode-0: ready again, 3 times in a row: signal 9" in lines
     assert "! decode-1: waiting: no machine has room for it" in lines
     assert lines[-1].endswith("decode: from 1 to 2, 1 node more")
+
+
+def test_what_the_controller_graded_is_shown_and_is_in_the_json() -> None:
+    foresight = ForesightView(ForecastScore(graded=3, said=["2 of 3 came inside"]))
+    view = msgspec.structs.replace(VIEW, foresight=foresight)
+    assert "forecast: 2 of 3 came inside" in shown(view, router_answer())[0].splitlines()
+    seen = Overview.of(view, None, lambda url, key: router_answer())
+    assert seen.json()["foresight"]["score"]["graded"] == 3
 
 
 def test_a_cluster_that_answers_nobody_fails() -> None:
@@ -221,7 +231,7 @@ async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() ->
 
 
 async def test_what_takes_longer_than_a_moment_is_said_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "_SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(tasks, "_SAY_AFTER_S", 0.0)
     controller = FakeController()
     said: list[str] = []
 

@@ -18,6 +18,7 @@ from tandem.cluster.cli import make_parser
 from tandem.cluster.commands import overview
 from tandem.cluster.commands.overview import Overview
 from tandem.router.page_state import NodeRow, PageState, PoolRow, ProcessState
+from tandem.wire.forecasts import ForecastScore
 from tests.cluster.page_states import page_with
 
 
@@ -49,6 +50,13 @@ def test_every_node_has_a_line_that_fits_and_trouble_has_a_reason() -> None:
     assert "prefill-0: not heard of yet" in text
     assert "! decode-1: other weights" in lines, "a node that is no member is shown, too"
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_what_forecasts_were_worth_is_said() -> None:
+    score = ForecastScore(graded=3, said=["the last one came inside", "2 of 3 were inside [all]"])
+    lines = shown(page(forecasts=score))[1].splitlines()
+    assert "forecast: the last one came inside" in lines
+    assert "forecast: 2 of 3 were inside [all]" in lines
 
 
 def test_a_cluster_that_cannot_serve_says_why_and_fails() -> None:

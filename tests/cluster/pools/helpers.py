@@ -24,6 +24,7 @@ from tandem.cluster.tasks import Clock
 from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.router.config import RouterConfig
 from tandem.wire.endpoints import Endpoint, key_text
+from tandem.wire.forecasts import ForecastScore, MeasuredRequest
 from tandem.wire.nodes import NodeInfo, NodeSighting, NodeState, PoolReport, Role, RouterInfo, RouterQueue
 from tandem.wire.requests import NodeCounters, NodeStatus, SickDevice
 from tests.cluster.pools.memory_store import MemoryStore
@@ -305,6 +306,8 @@ class FakeRouter(FakeProcess):
         self.on_members: Callable[[], None] = lambda: None
         self.adapters_of: Callable[[str], dict[str, str]] = lambda node_id: {}
         self.hears_adapters = True
+        self.forecasts = ForecastScore()  # as last told
+        self.took: Callable[[], list[MeasuredRequest]] = list  # the requests that it has answered
 
     async def start(self, report: Report) -> RouterInfo:
         self.report = report
@@ -337,6 +340,11 @@ class FakeRouter(FakeProcess):
     async def forget_prefixes(self, node_ids: Sequence[str]) -> None:
         await self._answer()
         self.forgot.append(list(node_ids))
+
+    async def follow_forecasts(self, score: ForecastScore, ended_within_s: float) -> list[MeasuredRequest]:
+        await self._answer()
+        self.forecasts = score
+        return [request for request in self.took() if request.ended_ago_s <= ended_within_s]
 
     async def nodes_heard(self) -> list[NodeSighting]:
         await self._answer()
