@@ -24,7 +24,6 @@ class ReadableLife(Protocol):
     """One answer, as a choice reads it: either a request's life or a background answer that is followed."""
 
     spec: SequenceSpec
-    prompt_logprobs: list[TokenLogprobs | None] | None
     finish: FinishReason | None
     error: TandemError | None
     ended: bool
@@ -33,6 +32,8 @@ class ReadableLife(Protocol):
     def ledger(self) -> AnswerTokens: ...
     @property
     def cached_tokens(self) -> int | None: ...
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None: ...
     def stop(self) -> None: ...
     def fail(self, error: TandemError) -> None: ...
 

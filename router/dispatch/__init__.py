@@ -13,6 +13,7 @@ ledger       a request's tokens, merged by index from two nodes, with log-probab
 life         one request from its first submission to its one end, across attempts
 node_choice  to which nodes a request may go next
 placement    one attempt on one pair of nodes
+reports      what nodes report of a request's prompt
 lives        which request runs where
 job_homes    which nodes pin an agent's last turn
 generation   the lives of one HTTP request, as its handler reads them

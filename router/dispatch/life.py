@@ -21,6 +21,7 @@ from tandem.base.errors import (
 from tandem.router.dispatch.ledger import MergedChunk, RequestTimings, TokenLedger
 from tandem.router.dispatch.node_choice import NodeChoice
 from tandem.router.dispatch.placement import Attempt, Placement, Ring, TokenSource
+from tandem.router.dispatch.reports import PromptReports
 from tandem.router.policy.views import RoutingDecision
 from tandem.router.prefixes import PromptHashes
 from tandem.wire.nodes import NodeInfo
@@ -41,7 +42,7 @@ class TokensDiffer(TransferError):
 
 
 # Looked up once instead of with every token.
-_NEWS, _DIFFERS, _DECODE = MergedChunk.NEWS, MergedChunk.DIFFERS, TokenSource.DECODE
+_NEWS, _DIFFERS = MergedChunk.NEWS, MergedChunk.DIFFERS
 
 _LOOK_AGAIN_S = 1.0  # for a node with room, while the request's own has none
 
@@ -79,7 +80,7 @@ class RequestLife:
         self._hashes = hashes
         self.ledger = TokenLedger(wants_logprobs=spec.facts.sampling.logprobs is not None)
         self.timings = RequestTimings(placement.metrics, placement.clock, spec, came)
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._reports = PromptReports(placement, spec, self.timings)
         # The result when `spec.facts.pooling` asks for one; None until the request has ended well.
         self.vector: bytes | None = None
         self.attempt: Attempt | None = None
@@ -100,6 +101,10 @@ class RequestLife:
     def cached_tokens(self) -> int | None:
         """How many prompt tokens were found in a cache. None until a node has said."""
         return self.timings.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        return self._reports.prompt_logprobs
 
     # --- its course -------------------------------------------------------------------------------------------
 
@@ -170,7 +175,7 @@ class RequestLife:
         if merged is _DIFFERS:
             self._on_difference(attempt, source)
             return
-        self._note_report(attempt, source, chunk)
+        self._reports.note(attempt, source, chunk)
         if len(self.ledger.tokens) > had:
             self._note_tokens(attempt, len(self.ledger.tokens) - had)
             if self.spec.trace is not None:
@@ -201,39 +206,9 @@ class RequestLife:
                 prefill,
             )
 
-    def _note_report(self, attempt: Attempt, source: TokenSource, chunk: TokenChunk) -> None:
-        """Acts on the first report of each node of the attempt. Every later token costs two tests here."""
-        if source is _DECODE:
-            if not attempt.decode_started:
-                attempt.decode_started = True
-                self.timings.handover_s = self._placement.on_decode_started(attempt)
-        elif not attempt.prefill_reported:
-            attempt.prefill_reported = True
-            self._placement.on_prefill_reported(attempt)
-        self.timings.preemptions += chunk.preemptions
-        if chunk.cached_tokens is None and chunk.prompt_logprobs is None:
-            return
-        # A decode node that received the KV knows neither the prompt's log-probabilities nor how much of it
-        # was cached.
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = chunk.prompt_logprobs
-        if source is TokenSource.PREFILL or attempt.prefill is None or attempt.prefill_gave_up:
-            if self.cached_tokens is None:
-                self.timings.node_wait_s = chunk.queue_s
-            self._take_cached(chunk.cached_tokens)
-        elif attempt.decode_cached is None:
-            attempt.decode_cached = chunk.cached_tokens
-
-    def _take_cached(self, cached_tokens: int | None) -> None:
-        if self.cached_tokens is None:
-            self.timings.cached_tokens = cached_tokens
-
     def _note_tokens(self, attempt: Attempt, count: int) -> None:
         attempt.alive_at = now = self.timings.tokens(count)
-        if attempt.first_token_at is None and self.spec.is_measured:
-            attempt.first_token_at = now
-            computed = len(self.spec.facts.prompt_token_ids) + attempt.base - (self.cached_tokens or 0)
-            self._placement.on_first_token(attempt, computed, self.timings.node_wait_s)
+        if attempt.first_token_at is None and (computed := self._reports.first_token(attempt, now)) is not None:
             self.on_read(self, computed)
 
     # --- failures ---------------------------------------------------------------------------------------------
@@ -302,9 +277,7 @@ class RequestLife:
             logger.info("%s: after the handover, the prefill node reports %s", self.spec.label, chunk.error)
             return
         if source is TokenSource.PREFILL and chunk.finish is FinishReason.ABORT:
-            # The decode node told the prefill node that it computes the prompt itself.
-            attempt.prefill_reported = attempt.prefill_gave_up = True
-            self._take_cached(attempt.decode_cached)
+            self._reports.prefill_gave_up(attempt)
             return
         reporter = attempt.node(source)
         peer = attempt.prefill if source is TokenSource.DECODE else attempt.decode
