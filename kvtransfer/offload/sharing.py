@@ -25,6 +25,7 @@ from tandem.kvtransfer.offload.lending import ChunkLender, sender_of
 from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.protocol.cache_map import ADDRESS_SPACE, MAX_DEVICES
 from tandem.kvtransfer.protocol.checksums import every_of
 from tandem.kvtransfer.protocol.settings import ProtocolSettings
 from tandem.kvtransfer.protocol.side import BoundedMemory, PeerKey, Recorder, key_of
@@ -50,6 +51,7 @@ ANSWER_S = 1.0
 # A step with fewer prompt tokens than this is mostly fixed cost, so it does not count as a measurement.
 LEAST_PROMPT_TOKENS = 64
 MAX_PEERS = 64  # the most peers that are remembered
+MAX_PLACES = 1 << 26  # a transport makes a descriptor for each of a peer's places
 # The most fetches of a mirror from one peer at a time. A slow mirror asks for the rest later, when some may be gone.
 MAX_MIRROR_FETCHES = 4
 
@@ -359,6 +361,11 @@ class TierSharing:
     def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
         """Checks what a peer says before memory is touched."""
         if memory is None or memory.block_bytes * self._factor != self._chunk_bytes:
+            return False
+        end = memory.base_address + memory.num_blocks * memory.block_bytes
+        if not 0 <= memory.base_address <= end <= ADDRESS_SPACE or not 0 <= memory.device_id < MAX_DEVICES:
+            return False
+        if memory.num_blocks > MAX_PLACES:
             return False
         return all(0 <= slot < memory.num_blocks // self._factor for slot in slots)
 

@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+import pytest
 import torch
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -352,6 +354,22 @@ def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
     world.settle()
     assert b.manager.used == 0
     assert not world.reads
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_blocks": 1 << 50}, {"base_address": -5}, {"base_address": 1 << 63}, {"device_id": -1}]
+)
+def test_memory_that_cannot_be_is_not_connected_to(wrong: dict[str, int]) -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    a.exchange.memory = msgspec.structs.replace(a.exchange.memory, **wrong)
+    assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    while world.mail:
+        world.deliver()
+    assert not world.reads
+    assert not b.sharing.is_fetching("s")
+    assert b.manager.used == 0
 
 
 def run(number: int) -> int:
