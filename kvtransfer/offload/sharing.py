@@ -312,9 +312,11 @@ class TierSharing:
             return
         key, fetch = key_of(found.envelope), self.fetches.get(found.number)
         is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
-        if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
+        if fetch is None or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
             self._tell_read(sender_of(found.envelope), found.number)  # the fetch was given up
             return
+        if fetch.is_reading:
+            return  # the question or the answer came twice; the lease is in use
         peer = self._peer(key)
         peer.memory = found.memory or peer.memory
         which = which_of(found, len(fetch.room.keys))

@@ -321,6 +321,24 @@ def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
     assert b.manager.lookup(keys(5)) == 0
 
 
+@pytest.mark.parametrize("doubled", ["question", "answer"])
+def test_what_comes_twice_ends_no_lease_under_which_is_read(doubled: str) -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    if doubled == "answer":
+        world.deliver()
+    world.mail *= 2
+    while world.mail:
+        world.deliver()
+    a.store(keys(SLOTS, "another prompt's"))
+    world.settle()
+    assert b.manager.lookup(keys(3)) == 3
+    b.check()
+    assert not a.sharing.lender.num_leases
+
+
 def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_next_message() -> None:
     world = World()
     a, b = world.nodes["a"], world.nodes["b"]
