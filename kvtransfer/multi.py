@@ -6,6 +6,7 @@ An ended request keeps its blocks until each connector that kept them has let go
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -269,8 +270,9 @@ class MultiWorker(WorkerConnector):
         return next((trace for trace in traces if trace is not None), None)
 
     def shutdown(self) -> None:
-        for part in self._parts:
-            part.shutdown()
+        with contextlib.ExitStack() as parts:
+            for part in reversed(self._parts):
+                parts.callback(part.shutdown)
 
 
 def merged_stats(parts: Sequence[TransferStats]) -> TransferStats:

@@ -24,6 +24,7 @@ from tandem.kvtransfer.offload.manager import StoreRoom, TierManager
 from tandem.kvtransfer.offload.peers import TierPeers
 from tandem.kvtransfer.offload.policies import Key
 from tandem.kvtransfer.offload.prefixes import Prefixes
+from tandem.kvtransfer.protocol.cache_map import ADDRESS_SPACE, MAX_DEVICES
 from tandem.kvtransfer.protocol.side import PeerKey, Recorder, key_of
 from tandem.kvtransfer.sources import KVSources
 from tandem.wire.handoff import CacheMemory, Envelope
@@ -42,6 +43,7 @@ from tandem.wire.sharing import (
 
 # A node that does not answer within this time is busy or gone. A request that waits for the answer is then computed.
 ANSWER_S = 1.0
+MAX_PLACES = 1 << 26  # a transport makes a descriptor for each of a peer's places
 # The most fetches of a mirror from one peer at a time. A slow mirror asks for the rest later, when some may be gone.
 MAX_MIRROR_FETCHES = 4
 
@@ -268,9 +270,11 @@ class TierSharing:
             return
         key, fetch = key_of(found.envelope), self.fetches.get(found.number)
         is_open = fetch is not None and fetch.question is not None and fetch.question.is_open
-        if fetch is None or fetch.is_reading or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
+        if fetch is None or is_open or key != (fetch.peer.node_id, fetch.peer.epoch):
             self._tell_read(sender_of(found.envelope), found.number)  # the fetch was given up
             return
+        if fetch.is_reading:
+            return  # the question or the answer came twice; the lease is in use
         peer = self.peers.of(key)
         peer.memory = found.memory or peer.memory
         which = which_of(found, len(fetch.room.keys))
@@ -317,6 +321,11 @@ class TierSharing:
     def _is_readable(self, memory: CacheMemory | None, slots: Sequence[int]) -> bool:
         """Checks what a peer says before memory is touched."""
         if memory is None or memory.block_bytes * self._factor != self._chunk_bytes:
+            return False
+        end = memory.base_address + memory.num_blocks * memory.block_bytes
+        if not 0 <= memory.base_address <= end <= ADDRESS_SPACE or not 0 <= memory.device_id < MAX_DEVICES:
+            return False
+        if memory.num_blocks > MAX_PLACES:
             return False
         return all(0 <= slot < memory.num_blocks // self._factor for slot in slots)
 

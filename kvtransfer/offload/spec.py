@@ -155,10 +155,12 @@ class Tier:
         )
 
     def close(self) -> None:
-        if self.sharing is not None:
-            self.sharing.close()
-        if self._opened is not None:
-            self._opened[1].close()
+        try:
+            if self.sharing is not None:
+                self.sharing.close()
+        finally:
+            if self._opened is not None:
+                self._opened[1].close()
 
 
 SPECS = {

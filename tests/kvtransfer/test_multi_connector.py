@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from kv_fake_engine import FakeRequest, FakeStep
 
+from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import (
     BlockIds,
     ConnectorMetadata,
@@ -163,6 +165,20 @@ def test_workers_get_their_own_part_and_layers_go_to_those_that_want_them() -> N
     output = worker.get_finished(set())
     planner.update_connector_output(output)
     assert output.finished_sending == {"", "tcp://here"}
+
+
+class Ending(Mover):
+    def shutdown(self) -> None:
+        self.calls.append("end")
+        if self.peer_endpoint:
+            raise TransferError("giving back the KV cache's registration")
+
+
+def test_an_end_that_fails_in_one_part_ends_the_others_too() -> None:
+    movers = [Ending(endpoint="tcp://here"), Ending(), Ending()]
+    with pytest.raises(TransferError, match="giving back"):
+        MultiWorker(movers).shutdown()
+    assert [mover.calls for mover in movers] == [["end"]] * 3
 
 
 def test_counts_are_added_and_lists_are_joined() -> None:

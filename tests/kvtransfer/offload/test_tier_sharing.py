@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+import pytest
 import torch
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -321,6 +323,24 @@ def test_silence_costs_a_second_and_what_comes_too_late_is_let_go() -> None:
     assert b.manager.lookup(keys(5)) == 0
 
 
+@pytest.mark.parametrize("doubled", ["question", "answer"])
+def test_what_comes_twice_ends_no_lease_under_which_is_read(doubled: str) -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    assert b.sharing.begin_fetch(Asker("r", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    if doubled == "answer":
+        world.deliver()
+    world.mail *= 2
+    while world.mail:
+        world.deliver()
+    a.store(keys(SLOTS, "another prompt's"))
+    world.settle()
+    assert b.manager.lookup(keys(3)) == 3
+    b.check()
+    assert not a.sharing.lender.num_leases
+
+
 def test_a_reader_that_was_away_when_a_tier_was_distrusted_learns_it_from_the_next_message() -> None:
     world = World()
     a, b = world.nodes["a"], world.nodes["b"]
@@ -354,6 +374,22 @@ def test_other_layouts_and_places_that_are_not_there_are_refused() -> None:
     world.settle()
     assert b.manager.used == 0
     assert not world.reads
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_blocks": 1 << 50}, {"base_address": -5}, {"base_address": 1 << 63}, {"device_id": -1}]
+)
+def test_memory_that_cannot_be_is_not_connected_to(wrong: dict[str, int]) -> None:
+    world = World()
+    a, b = world.nodes["a"], world.nodes["b"]
+    a.store(keys(3))
+    a.exchange.memory = msgspec.structs.replace(a.exchange.memory, **wrong)
+    assert b.sharing.begin_fetch(Asker("s", CachePeers(source=a.address)), keys(3))  # type: ignore[arg-type]
+    while world.mail:
+        world.deliver()
+    assert not world.reads
+    assert not b.sharing.is_fetching("s")
+    assert b.manager.used == 0
 
 
 def run(number: int) -> int:
