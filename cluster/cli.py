@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import logging
 import os
@@ -37,14 +38,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         status: int = options.run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what is left would fail at exit
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone. Without this, the interpreter would fail again when it flushes at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # The reader of our output has gone, or its disk is full. Without this, the interpreter would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"tandem: {error.strerror}", file=sys.stderr)
         return 1
     return status
 

@@ -36,7 +36,7 @@ from tandem.cluster.commands.options import add_address
 from tandem.cluster.commands.output import add_output, print_found, print_json, wants_json
 from tandem.cluster.control import ClusterView
 from tandem.cluster.orders import TimeoutsOrder, ViewOrder
-from tandem.cluster.saving import results_folder, write_json
+from tandem.cluster.saving import check_file, results_folder, write_json
 
 if TYPE_CHECKING:
     from tandem.cluster.on_ray.processes import Process
@@ -92,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
             "--yes needs --address: without it this would be done to the cluster that is found here, "
             f"{choose_address(which)}"
         )
+    if options.yes:  # found out before, not after
+        check_file(results_folder(options.out) / "chaos.json")
     with joined(which):
         report = asyncio.run(_run(options, rules, console))
     if isinstance(report, Intent):

@@ -113,8 +113,8 @@ def check_hub(name: str, environ: Mapping[str, str] = os.environ, transport: htt
             f"{repository} is not on this machine, and the Hugging Face hub ({hub}) cannot be reached ({str(error) or 'no answer'}): fetch "
             "it where there is a network, and name its folder"
         ) from error
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ImportError):
+        return  # the hub's own client may understand the proxy in the environment, or says what is wrong with it
     if answer.status_code in _REFUSED and not _has_token(environ):
         raise ConfigurationError(
             f"the Hugging Face hub ({hub}) does not have {repository}, or it needs a token (HF_TOKEN): name another model"

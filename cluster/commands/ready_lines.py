@@ -22,7 +22,7 @@ from tandem.cluster.pools.controller_host import ClusterAccount
 def ready_lines(
     account: ClusterAccount, view: ClusterView, config: TandemConfig, logs: str, seconds: float, *, detached: bool
 ) -> list[str]:
-    url, name = account.url, account.model
+    url, name = escape(account.url), account.model
     pools = ", ".join(counted(pool.ready, f"{pool.role.value} node") for pool in view.pools if pool.wanted)
     tandem = escape(own_command())
     name_flag = "" if config.name == DEFAULT_NAME else f" --name {config.name}"
@@ -35,7 +35,7 @@ def ready_lines(
         "",
         f"[bold green]ready[/] after {seconds:.1f} s: {escape(name)} on {pools}",
         f"API:     {url}/v1",
-        f"try it:  {escape(curl_line(url, name, with_key=bool(config.router.api_keys)))}",
+        f"try it:  {escape(curl_line(account.url, name, with_key=bool(config.router.api_keys)))}",
         f"or:      {tandem} chat --url {url}",
         f"logs:    {logs}",
         *end,

@@ -22,7 +22,7 @@ from tandem.router.tracer import SHORT_ID
 from tandem.wire.nodes import Role
 
 _MOST_NODES = 24
-_LEAST_PERIOD_S = 0.2
+_LEAST_PERIOD_S, _MOST_PERIOD_S = 0.2, 3600.0
 
 
 def run(
@@ -35,8 +35,10 @@ def run(
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Returns 1 if a request could not be answered now."""
-    if every_s < _LEAST_PERIOD_S:
-        raise ConfigurationError(f"--every must be {_LEAST_PERIOD_S:g} seconds or more, not {every_s:g}")
+    if not _LEAST_PERIOD_S <= every_s <= _MOST_PERIOD_S:
+        raise ConfigurationError(
+            f"--every must be seconds from {_LEAST_PERIOD_S:g} to {_MOST_PERIOD_S:g}, not {every_s:g}"
+        )
     state = client.read("/ui/state", PageState)
     if as_json:
         print_json(state)

@@ -240,7 +240,7 @@ def check_disk(folder: Path) -> Finding:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     what = f"{format_size(free)} free for models in {folder}"
-    if not os.access(existing, os.W_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
         return fail(f"{existing} cannot be written", "set TANDEM_CACHE to a folder that can")
     if free < 2 * _GIB:
         return warn(what, "make room, or set TANDEM_CACHE to a folder on a larger disk")

@@ -6,6 +6,7 @@ Its matrices are also kept in blocks, as its file has them, which the CPU kernel
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -249,6 +250,9 @@ def _keep_blocks(gguf: Path, model: Any, target: Path) -> None:
 
 
 # Weights are read from safetensors only: the older format is a pickle, and loading one runs code from it.
+_OF_THE_DISK = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EMFILE,
+)  # fmt: skip
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -257,6 +261,7 @@ def fetch_from_hub(name: str, report: Report) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -303,7 +308,11 @@ def fetch_from_hub(name: str, report: Report) -> str:
         ) from error
     except RepositoryNotFoundError as error:
         raise Unavailable("the Hugging Face hub does not have it, or it needs a token (HF_TOKEN)") from error
+    except HFValidationError as error:
+        raise Unavailable(f"the Hugging Face hub has no model of such a name: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+            raise Unavailable(f"{error.strerror} ({error.filename or constants.HF_HUB_CACHE})") from error
         reason = str(error).partition("\n")[0].rstrip(".")
         raise Unavailable(
             f"the Hugging Face hub does not answer: {reason}. Download it elsewhere and name its folder"

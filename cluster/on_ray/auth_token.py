@@ -36,13 +36,13 @@ def make_private_token(home: Path | None = None) -> None:
 
 def keep_private(home: Path | None = None) -> None:
     """Tightens a token that others can read, and says so: they may have read it."""
-    path = _token_path(home)
     try:
+        path = _token_path(home)
         found = path.stat()
         if not found.st_mode & _OTHERS:
             return
         path.chmod(0o600)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, RuntimeError):  # there is none, or this user has no home
         return
     except OSError as error:
         logger.warning("%s can be read by other users, and its mode cannot be changed: %s", path, error)

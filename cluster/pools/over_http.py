@@ -121,5 +121,7 @@ def _is_within(path: str, folders: list[str]) -> bool:
         return False
     whole = posixpath.normpath(path)
     return any(
-        posixpath.commonpath([whole, posixpath.normpath(folder)]) == posixpath.normpath(folder) for folder in folders
+        posixpath.commonpath([whole, posixpath.normpath(folder)]) == posixpath.normpath(folder)
+        for folder in folders
+        if folder.startswith("/")
     )

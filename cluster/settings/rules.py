@@ -80,6 +80,9 @@ def broken_rules(config: TandemConfig) -> Iterator[Broken]:
     yield from _of_wings(config)
     yield from _environment(("router", "env"), config.router.env)
     yield from _environment(("controller", "env"), config.controller.env)
+    for folder in config.controller.admin_folders:
+        if not folder.startswith("/"):
+            yield ("controller", "admin_folders"), f"has {folder[:80]!r}, which is no whole path, such as /models"
     yield from _together(config)
 
 

@@ -46,6 +46,16 @@ def test_help_imports_nothing_that_takes_time() -> None:
     assert child.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("words", [["completion", "bash"], ["config", "-o", "json"]])
+def test_a_full_disk_is_said_in_a_line(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(words) == 1
+    assert capsys.readouterr().err == "tandem: No space left on device\n"
+
+
 def test_every_command_that_prints_can_print_json() -> None:
     """A chat is a conversation, and a completion is a shell's source."""
     without = []

@@ -469,6 +469,13 @@ def test_what_no_message_can_carry_is_refused(
     assert mistakes(tmp_path, text, {}, flags)[0] == said
 
 
+@pytest.mark.parametrize("folder", ["models", "~/models", ""])
+def test_a_folder_of_operators_is_a_whole_path(tmp_path: Path, folder: str) -> None:
+    assert mistakes(tmp_path, f"controller: {{admin_folders: [/a, '{folder}']}}") == [
+        f"FILE: controller.admin_folders has {folder!r}, which is no whole path, such as /models"
+    ]
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"missing\.yaml: cannot be read: No such file"):
         resolve([read_file(tmp_path / "missing.yaml")])

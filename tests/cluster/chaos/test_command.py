@@ -40,6 +40,14 @@ def test_a_cluster_that_was_not_named_is_never_struck() -> None:
         run(options)
 
 
+def test_where_the_report_cannot_be_written_nothing_is_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(operate, "joined", lambda which: pytest.fail("the cluster was joined"))
+    options = make_parser().parse_args(["chaos", "--yes", "--address", "h:1", "--out", str(tmp_path / "file")])
+    with pytest.raises(ConfigurationError, match="--out"):
+        run(options)
+
+
 @pytest.mark.parametrize("users", ["0", "-1", "1001"])
 def test_a_number_of_users_that_cannot_be_meant_is_refused(users: str) -> None:
     with pytest.raises(ConfigurationError, match="--users"):

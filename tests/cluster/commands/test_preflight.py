@@ -238,6 +238,14 @@ def test_a_model_that_the_hub_does_not_give_is_said_before_anything_starts(
         check_hub("owner/name", {"HF_HOME": str(tmp_path), **environ}, hub(status))
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "what:is:this", "gopher://h:1"])
+def test_a_proxy_that_only_the_hubs_own_client_may_understand_is_left_to_it(
+    proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    check_hub("owner/name", {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"})
+
+
 def test_a_model_that_may_be_fetched_is_not_refused(tmp_path: Path) -> None:
     environ = {"HF_HOME": str(tmp_path)}
     check_hub("owner/name", environ, hub(200))

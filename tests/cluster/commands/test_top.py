@@ -122,6 +122,7 @@ def test_its_status_says_whether_requests_are_answered(capsys: pytest.CaptureFix
     assert '"inter_token_s"' in capsys.readouterr().out
 
 
-def test_a_period_that_would_be_a_burden_is_refused() -> None:
+@pytest.mark.parametrize("period", [0.0, float("nan"), 1e12])
+def test_a_period_that_cannot_be_meant_is_refused(period: float) -> None:
     with pytest.raises(ConfigurationError, match="--every must be"):
-        run(ApiClient("http://router"), Console(), 0.0, once=False, as_json=False)
+        run(ApiClient("http://router"), Console(), period, once=False, as_json=False)

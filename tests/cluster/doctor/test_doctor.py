@@ -152,7 +152,9 @@ def test_a_missing_shared_memory_folder_is_worth_a_warning(tmp_path: Path) -> No
     assert machine_checks.check_shared_memory(tmp_path / "shm").level is Level.WARN
 
 
-def test_a_cache_that_cannot_be_written_fails() -> None:
+def test_a_cache_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert machine_checks.check_disk(tmp_path / "file" / "models").level is Level.FAIL
     assert machine_checks.check_disk(Path("/proc/no/writes/here")).level in (Level.FAIL, Level.WARN)
 
 

@@ -131,6 +131,21 @@ def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_what_is_the_disks_fault_is_not_called_the_hubs(hub: Hub, tmp_path: Path) -> None:
+    """Slow: runs interpreters."""
+    (tmp_path / "file").touch()
+    program = FETCH + (
+        "from tandem.base.errors import Unavailable\n"
+        "for name in ('org/model', 'a--b/c'):\n"
+        "    try: f(name, lambda what, share: None)\n"
+        "    except Unavailable as error: print(error)\n"
+    )
+    disk, name = python(hub, tmp_path / "file", program).splitlines()
+    assert disk.startswith(f"Not a directory ({tmp_path / 'file'}")
+    assert name.startswith("the Hugging Face hub has no model of such a name")
+
+
 def test_without_the_hub_a_name_stands_for_what_was_fetched_last(hub: Hub, tmp_path: Path) -> None:
     """Slow: runs interpreters."""
     python(hub, tmp_path, FETCH + "f('org/model', lambda what, share: None)")

@@ -101,3 +101,10 @@ def test_adapters_come_from_the_hub_or_from_a_configured_folder() -> None:
         with pytest.raises(ConfigurationError, match=r"admin_folders: /srv/adapters\).*machine of the cluster"):
             check_adapters(controller, loaded, {"new": where})
     check_adapters(ControllerConfig(admin_may_run_code=True), {}, {"new": "/home/new"})
+
+
+def test_a_folder_that_is_no_whole_path_allows_nothing_and_breaks_nothing() -> None:
+    controller = ControllerConfig(admin_folders=["models", "", "/srv/adapters"])
+    check_adapters(controller, {}, {"a": "/srv/adapters/a"})
+    with pytest.raises(ConfigurationError, match="is in none of the folders"):
+        check_adapters(controller, {}, {"a": "/models/a"})
