@@ -1,15 +1,16 @@
 """LoRA adapters as vLLM computes them. What the node's book has is loaded in each of vLLM's workers, so that vLLM never reads an adapter
 in the middle of a step.
 
-vLLM computes with what it finds a place for, and says nothing of the rest: so what it has loaded is compared with its layers. On CPUs
-it adds the adapter in its last slot to the rows without one, unless all of a step's rows are such: so their part is made zero.
+vLLM computes with what it finds a place for, and says nothing of the rest: so what it has loaded is compared with its layers. The layer
+that makes logits is no place: the logits of a prompt would get another request's update. On CPUs vLLM adds the adapter in its last slot to
+rows without one, unless a whole step is without: so its products are replaced there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,7 +58,7 @@ class VllmAdapters(AdapterBook[VllmAdapter]):
         self._core = core
         self._max_rank = max_rank
         if core.vllm_config.device_config.device_type == "cpu":
-            core.collective_rpc(_leave_other_rows_alone)
+            core.collective_rpc(_add_run_by_run)
 
     def read(self, name: str, folder: Path) -> VllmAdapter:
         return read_adapter(name, folder, self._max_rank)
@@ -100,7 +101,7 @@ class VllmAdapters(AdapterBook[VllmAdapter]):
 def _misfit(found: list[tuple[set[str], set[str]]]) -> str:
     """`found`: what `_misplaced` says of each worker. A stage of several has some of the layers."""
     if nowhere := set.intersection(*(layers for layers, _ in found)):
-        return f"it changes {some_of(nowhere)}, which vLLM's model does not have, or which no adapter may change there"
+        return f"it changes {some_of(nowhere)}, which vLLM's model does not have, or which no adapter may change here"
     if unfit := set.union(*(layers for _, layers in found)):
         return f"its updates of {some_of(unfit)} have another size than these layers of the model"
     return ""
@@ -112,21 +113,29 @@ def _misfit(found: list[tuple[set[str], set[str]]]) -> str:
 def _misplaced(worker: Any, number: int) -> tuple[set[str], set[str]]:
     """The layers of a loaded adapter that the worker's model does not have, and those that have another size there."""
     manager = worker.worker.model_runner.lora_manager._adapter_manager
-    updates, layers = manager.get_adapter(number).loras, manager.modules
+    updates = manager.get_adapter(number).loras
+    # Those for embeddings and logits have one tensor in place of a part for each matrix that vLLM has joined.
+    layers = {name: each for name, each in manager.modules.items() if isinstance(_slots(each), list | tuple)}
     unfit = {name for name, update in updates.items() if name in layers and not _fits(layers[name], update)}
     return updates.keys() - layers.keys(), unfit
 
 
+def _slots(layer: Any) -> Any:
+    return getattr(layer, "lora_a_stacked", ())
+
+
 def _fits(layer: Any, update: Any) -> bool:
-    downs, ups = update.lora_a, update.lora_b
-    if isinstance(layer.lora_a_stacked, tuple) and layer.tp_size > 1:
-        downs, ups = layer.slice_lora_a(downs), layer.slice_lora_b(ups)
-    parts, slots = list(zip(_listed(downs), _listed(ups), strict=True)), _listed(layer.lora_a_stacked)
-    if len(parts) != len(slots):  # vLLM splits it, and its sizes show there
+    downs, ups, ranks = update.lora_a, update.lora_b, layer.tp_size
+    if len(_listed(downs)) != len(
+        _slots(layer)
+    ):  # vLLM divides them among these, and says if that does not come out even
         return True
+    cut = (layer.slice_lora_a(downs), layer.slice_lora_b(ups)) if ranks > 1 else (downs, ups)
+    sides = ((downs, cut[0], layer.lora_a_stacked, -1), (ups, cut[1], layer.lora_b_stacked, -2))
     return all(
-        down is None or (down.shape[-1] == slot_down.shape[-1] and up.shape[-2] == slot_up.shape[-2])
-        for (down, up), slot_down, slot_up in zip(parts, slots, _listed(layer.lora_b_stacked), strict=True)
+        part is None or part.shape[side] == slot.shape[side] >= whole.shape[side] / ranks
+        for wholes, parts, slots, side in sides
+        for whole, part, slot in zip(_listed(wholes), _listed(parts), slots, strict=True)
     )
 
 
@@ -134,15 +143,26 @@ def _listed(tensors: Any) -> list[Any]:
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
 
 
-def _leave_other_rows_alone(worker: Any) -> None:
-    from vllm.lora.ops.torch_ops import lora_ops
+def _add_run_by_run(worker: Any) -> None:
+    """vLLM would copy the matrices for every row, and take tens of times as long with a prompt."""
     from vllm.lora.punica_wrapper import punica_cpu
 
-    compute = lora_ops.bgmv_shrink
+    def shrink(rows: Any, downs: Any, out: Any, starts: Any, lengths: Any, slots: Any, *others: Any) -> None:
+        for run, slot in _runs(starts, lengths, slots):
+            out[run] = rows[run].to(out.dtype) @ downs[slot, 0].to(out.dtype).T * others[-1]
 
-    def shrink(rows: Any, downs: Any, out: Any, slots: Any, scaling: float = 1.0) -> None:
-        """`slots` is -1 for a row without an adapter, which is also where Python finds the last one."""
-        compute(rows, downs, out, slots, scaling)
-        out[slots < 0] = 0
+    def expand(rows: Any, ups: Any, out: Any, starts: Any, lengths: Any, slots: Any, *others: Any) -> None:
+        *_, begin, size, _ = others
+        for run, slot in _runs(starts, lengths, slots):
+            out[run, begin : begin + size] += rows[run] @ ups[slot, 0].to(rows.dtype).T
 
-    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
+    punica_cpu.sgmv_shrink, punica_cpu.sgmv_expand_slice = shrink, expand
+    # With `prompt_logprobs` it gets more rows than slots, and fails the step.
+    punica_cpu.PunicaWrapperCPU.add_lora_logits = lambda wrapper, logits, *update, **named: None
+
+
+def _runs(starts: Any, lengths: Any, slots: Any) -> Iterator[tuple[slice, int]]:
+    """Neighbouring rows with one adapter, and its slot."""
+    for start, length, slot in zip(starts.tolist(), lengths.tolist(), slots.tolist(), strict=True):
+        if slot >= 0:
+            yield slice(start, start + length), slot

@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {},
     "some": {"target_modules": ["q_proj", "down_proj"], "r": 8, "use_rslora": True, "layers_to_transform": [1]},
     "patterns": {
-        "target_modules": r".*\.(self_attn\.v_proj|mlp\.(up|gate)_proj)|lm_head",
+        "target_modules": r".*\.(self_attn\.v_proj|mlp\.(up|gate)_proj)",
         "rank_pattern": {"v_proj": 2},
         "alpha_pattern": {r"layers\.0\.mlp\.up_proj": 20},
     },
@@ -175,6 +175,7 @@ def test_an_adapter_that_vllm_cannot_compute_is_refused_and_changes_nothing(
         (lab.adapter("high", 9, r=17), "has rank 17, and model.max_lora_rank is 16"),
         (lab.adapter("of-smaller", 9, smaller), "have another size than these layers of the model"),
         (lab.adapter("of-deeper", 9, deeper), "changes model.layers.3."),
+        (lab.adapter("of-logits", 9, target_modules=["lm_head"]), "changes lm_head, which"),
         (damaged, "damaged or cut short"),
     ):
         status, told = adapters(client, "--load", f"good={lab.folders['patterns']}", f"bad={folder}")
