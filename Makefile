@@ -140,7 +140,7 @@ test-gpu-kernels: install
 VLLM_ENV ?= build/vllm
 test-vllm: install $(VLLM_ENV)/bin/vllm
 	OMP_NUM_THREADS=1 $(VLLM_ENV)/bin/python -m pytest -v -rs --durations=5 $(ARGS) tests/vllm/test_vllm_engine.py
-	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs $(ARGS) tests/vllm/test_vllm_served.py tests/vllm/test_vllm_handover.py tests/vllm/test_vllm_layouts.py
+	TANDEM_VLLM_PYTHON='$(abspath $(VLLM_ENV)/bin/python)' $(BIN)/python -m pytest -v -rs $(ARGS) tests/vllm/test_vllm_served.py tests/vllm/test_vllm_handover.py tests/vllm/test_vllm_layouts.py tests/vllm/test_vllm_adapters.py
 
 build/vllm/bin/vllm:
 	@echo "installing vLLM into build/vllm (once; some minutes)"

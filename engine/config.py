@@ -258,8 +258,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "share of decoding's time that guesses may cost more than they save; beyond it guessing stops until it pays"
     )] = 0.02
     max_loras: Annotated[NotNegative, about(
-        "how many different LoRA adapters one step may have; 0: no adapters are served. transformers computes a model with "
-        "adapters: [adapters](adapters.md)"
+        "how many different LoRA adapters one step may have; 0: no adapters are served: [adapters](adapters.md)"
     )] = 0
     async_scheduling: Annotated[AsyncScheduling, about(
         "`auto`, `always`, `never`: whether a step is planned while the one before it runs; `auto` is on GPUs. A step after "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.base.errors import TandemError
 from tandem.engine.model.runner import ModelInfo
@@ -21,7 +21,7 @@ from tandem.wire.requests import TokenChunk
 from tandem.wire.tracing import TransferTrace
 
 if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapters
+    from tandem.engine.model.adapter_book import AdapterBook
     from tandem.engine.tracing import Tracer
 
 
@@ -47,7 +47,7 @@ class NodeEngine(Protocol):
     def info(self) -> ModelInfo: ...
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> AdapterBook[Any] | None:
         """The LoRA adapters that requests may name; None when none are served."""
 
     @property

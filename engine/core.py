@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.base.errors import InternalError, TandemError
 from tandem.engine.contract import StepResult as StepResult
@@ -27,7 +27,7 @@ from tandem.wire.kv_events import KVEvent
 from tandem.wire.tracing import TransferTrace
 
 if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapters
+    from tandem.engine.model.adapter_book import AdapterBook
 
 _NO_TRANSFERS = ConnectorOutput()
 
@@ -198,7 +198,7 @@ class Engine:
         return self.runner.info
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> AdapterBook[Any] | None:
         return self.runner.adapters
 
     @property

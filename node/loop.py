@@ -14,15 +14,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.engine.contract import NodeEngine
 from tandem.machine.resources import bind, states_of_threads
 from tandem.wire.lines import Position
 from tandem.wire.requests import TokenChunk, ToNode
-
-if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +88,9 @@ class ResetCache:
 class SetAdapters:
     """Serve the adapters in `read` and the served ones whose names are in `kept`, and no others."""
 
-    read: list[Adapter]
+    read: list[Any]  # by the engine's book of adapters
     kept: frozenset[str]
-    done: threading.Event
+    done: Future[None]  # fails with a ConfigurationError, and nothing has changed, if the engine does not take one
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

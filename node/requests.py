@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import heapq
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from tandem.wire.requests import Submit, TokenChunk, TransferRole
 from tandem.wire.sampling import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapters
+    from tandem.engine.model.adapter_book import AdapterBook
 
 # Numbers of this size and above are rounded to infinity in a type: half a step beyond its largest number.
 _INFINITE_FROM = {"bfloat16": 2.0**128 - 2.0**119, "float16": 65520.0}
@@ -69,7 +69,12 @@ def _salted(grammar: str, salt: str | None) -> str:
 
 
 def check_submit(
-    submit: Submit, info: ModelInfo, *, adapters: Adapters | None, writes_hidden_states: bool, follows_grammars: bool
+    submit: Submit,
+    info: ModelInfo,
+    *,
+    adapters: AdapterBook[Any] | None,
+    writes_hidden_states: bool,
+    follows_grammars: bool,
 ) -> None:
     """Raises InvalidRequest or AdapterMissing if this node cannot run the request. `adapters`: None if this node serves none."""
     _check_vocabulary(submit, info)
@@ -98,7 +103,7 @@ def _check_vocabulary(submit: Submit, info: ModelInfo) -> None:
             )
 
 
-def _check_adapter(submit: Submit, adapters: Adapters | None) -> None:
+def _check_adapter(submit: Submit, adapters: AdapterBook[Any] | None) -> None:
     """A loaded adapter that is no longer served still counts, because the request may continue here after it began on another node."""
     if submit.lora is not None and (adapters is None or not adapters.has(submit.lora)):
         raise AdapterMissing(

@@ -21,9 +21,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import Any
 
-from tandem.base.errors import DeadlineExceeded, InvalidRequest, NodeLost, Overloaded, TandemError, Unavailable
+from tandem.base.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    TandemError,
+    Unavailable,
+)
 from tandem.engine.contract import NodeEngine
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.engine.tracing import FinishedTrace, Tracer
@@ -66,9 +75,6 @@ from tandem.wire.requests import (
     TurnEnded,
 )
 from tandem.wire.tracing import NodeTrace
-
-if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -210,11 +216,16 @@ class NodeService(NodeLifecycle):
         self._mailbox.put(reset := ResetCache(threading.Event()))
         return reset.done.wait(timeout_s)
 
-    def set_adapters(self, read: list[Adapter], kept: frozenset[str], timeout_s: float) -> bool:
-        """Serves the adapters in `read` and the served ones named in `kept`. Requests that were planned with replaced ones still find
-        those. Returns False if the running step takes longer than `timeout_s`; the change is then made after that step."""
-        self._mailbox.put(change := SetAdapters(read, kept, threading.Event()))
-        return change.done.wait(timeout_s)
+    def set_adapters(self, read: list[Any], kept: frozenset[str], timeout_s: float) -> bool:
+        """Serves the adapters in `read`, which the engine's book has read, and the served ones named in `kept`. Requests that were planned
+        with replaced ones still find those. Returns False if the running step takes longer than `timeout_s`; the change is then made
+        after that step. Raises ConfigurationError, and changes nothing, for an adapter that the engine does not take."""
+        self._mailbox.put(change := SetAdapters(read, kept, Future()))
+        try:
+            change.done.result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     def stop(self) -> None:
         if not self.loop.stop():
@@ -385,9 +396,13 @@ class NodeService(NodeLifecycle):
 
     def _set_adapters(self, item: SetAdapters) -> None:
         if self._adapters is not None:
-            self._adapters.serve(item.read, item.kept, self._clock())
+            try:
+                self._adapters.serve(item.read, item.kept, self._clock())
+            except ConfigurationError as error:
+                item.done.set_exception(error)
+                return
             self._forget_adapters()
-        item.done.set()
+        item.done.set_result(None)
         self._routers.tell_all_status()
 
     def _forget_adapters(self) -> None:

@@ -1,10 +1,8 @@
-"""What the rest of the house knows of LoRA adapters: which a node serves, and what they add to linear layers. `lora/` does both."""
+"""What Tandem's engine knows of LoRA adapters outside `lora/`: what they add to linear layers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -39,40 +37,6 @@ class Adapter(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         return sum(update.down.nbytes + update.up.nbytes for update in self.updates.values())
-
-
-class Adapters(Protocol):
-    """The adapters that requests may name. Any thread may use `read`, `served` and `replaced`; only the step thread uses everything
-    else."""
-
-    @property
-    def served(self) -> dict[str, str]:
-        """Digests by name."""
-
-    @property
-    def replaced(self) -> Mapping[str, tuple[str, ...]]:
-        """The replaced adapters that are kept: digests by name, the newest first."""
-
-    @property
-    def has_others(self) -> bool:
-        """Whether the node still has adapters that are no longer served."""
-
-    def read(self, name: str, folder: Path) -> Adapter:
-        """Reads an adapter and checks that it fits the model. Raises a ConfigurationError."""
-
-    def serve(self, read: Iterable[Adapter], kept: Collection[str] = (), now: float = 0.0) -> None:
-        """Serves the adapters in `read` from now on, and those already served whose names are in `kept`; no others."""
-
-    def has(self, identity: str) -> bool: ...
-
-    def asked_for(self, identity: str, now: float) -> None:
-        """A request for this adapter has come."""
-
-    def forget_others(self, used: Collection[str], now: float) -> None:
-        """Forgets the adapters that are neither served, nor in `used`, which has identities, nor kept because they were replaced."""
-
-    def seconds_until_look(self, now: float) -> float | None:
-        """When `forget_others` has something to look at, even on a node that does nothing else; None: nothing is kept."""
 
 
 class StepSlots(Protocol):

@@ -15,7 +15,8 @@ from tandem.engine.model.source import ModelSource, Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from tandem.engine.model.adapters import Adapters, UpdatedLayers
+    from tandem.engine.model.adapter_book import AdapterBook
+    from tandem.engine.model.adapters import UpdatedLayers
     from tandem.engine.model.attention.interface import PagedAttention
     from tandem.engine.model.attention.layers import CachePlan
     from tandem.engine.model.loaded import ForwardShape, LoadedModel
@@ -76,7 +77,7 @@ class Capability:
     may_lack_head = False  # the checkpoint may have no weights for the head
     bytes_per_block = 0  # what it keeps beside each block of the KV cache
     updates: UpdatedLayers | None = None  # what it adds to linear layers
-    adapters: Adapters | None = None
+    adapters: AdapterBook[Any] | None = None
     drafter: Drafter | None = None
     masks: TokenMasks | None = None
     fuses = False  # it has `fuse`

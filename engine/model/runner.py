@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from tandem.engine.model.adapters import Adapters
+    from tandem.engine.model.adapter_book import AdapterBook
 
 
 class ModelWork(msgspec.Struct, frozen=True):
@@ -139,7 +139,7 @@ class ModelRunner(Protocol):
         """None when structured output is not served."""
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> AdapterBook[Any] | None:
         """The LoRA adapters that requests may name; None when none are served."""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tandem.engine.model.staging import DeviceMark, HostCopy, on, to_device
 from tandem.engine.scheduling.output import BlockIds, ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapters
+    from tandem.engine.model.adapter_book import AdapterBook
     from tandem.engine.model.prefault import PageMaker
 
 # Tokens that a grammar forces and that one step computes. A key of a schema has fewer.
@@ -51,7 +51,7 @@ class TorchRunner:
         max_num_seqs: int,
         num_speculative_tokens: int,
         masks: TokenMasks | None = None,
-        adapters: Adapters | None = None,
+        adapters: AdapterBook[Any] | None = None,
         parts: Sequence[RunnerPart] = (),
         drafter: Drafter | None = None,
     ) -> None:

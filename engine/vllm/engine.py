@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.base.errors import (
@@ -38,13 +39,13 @@ from tandem.engine.vllm.layout import VllmCache
 from tandem.engine.vllm.settings import arguments, environment
 from tandem.engine.wings import Connect
 from tandem.kvtransfer.base import ConnectorOutput, LoadFailure, TransferStats
-from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from tandem.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, KVEvent
 from tandem.wire.requests import TokenChunk
 from tandem.wire.sampling import FinishReason
 from tandem.wire.tracing import TransferTrace
 
 if TYPE_CHECKING:
-    from tandem.engine.model.adapters import Adapters
+    from tandem.engine.vllm.adapters import VllmAdapter, VllmAdapters
     from tandem.engine.vllm.requests import VllmRequest
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
         )
     for name, value in environment(model.device).items():
         os.environ.setdefault(name, value)
+    adapters = _read_adapters(model, progress) if config.scheduler.max_loras else None
     progress("importing vLLM", 0.0)
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -86,10 +88,24 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
         watch(core.scheduler)
     except (VLLMError, ValueError, TypeError, NotImplementedError, OSError) as error:
         raise ConfigurationError(f"vLLM does not load {source.name}: {error}") from error
+    book = None
+    if adapters is not None:
+        from tandem.engine.vllm.adapters import VllmAdapters
+
+        book = VllmAdapters(core, model.max_lora_rank)
+        book.serve(adapters)
     progress("ready", 1.0)
     layout = VllmCache(core.scheduler.kv_cache_config)
     info = _described(core, source, identity, content.tokenizer, layout)
-    return VllmEngine(core, info, layout.group_of, handover)
+    return VllmEngine(core, info, layout.group_of, handover, book)
+
+
+def _read_adapters(model: ModelConfig, progress: Report) -> list[VllmAdapter]:
+    """Before the model, which takes minutes: an adapter that cannot be read is known then."""
+    from tandem.engine.vllm.adapters import read_adapter
+
+    progress("reading the adapters", 0.0)
+    return [read_adapter(name, Path(folder), model.max_lora_rank) for name, folder in model.adapters.items()]
 
 
 def _handover(made: Any, identity: str, connect: Connect) -> Handover:
@@ -186,7 +202,8 @@ def _event(event: Any, group_of: Callable[[int], int]) -> KVEvent:
                 event.token_ids,
                 event.block_size,
                 medium=event.medium,
-                extra_keys=event.extra_keys,
+                lora_name=event.lora_name,
+                extra_keys=_extra_keys(event),
                 group_idx=group,
             )
         case "BlockRemoved":
@@ -195,6 +212,14 @@ def _event(event: Any, group_of: Callable[[int], int]) -> KVEvent:
             return AllBlocksCleared()
         case other:
             raise InternalError(f"vLLM's cache reports an event of an unknown kind, {other}")
+
+
+def _extra_keys(event: Any) -> list[ExtraKeys | None] | None:
+    """vLLM does not say what a key is; an adapter's identity comes first."""
+    keys: list[ExtraKeys | None] | None = event.extra_keys
+    if keys is None or event.lora_name is None:
+        return keys
+    return [(f"lora:{each[0]}", *each[1:]) if each else each for each in keys]
 
 
 def _hash(value: Any) -> bytes:
@@ -210,6 +235,7 @@ class VllmEngine:
         info: ModelInfo,
         group_of: Callable[[int], int],
         handover: Handover | None = None,
+        adapters: VllmAdapters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from tandem.engine.vllm.figures import VllmFigures
@@ -219,6 +245,7 @@ class VllmEngine:
         self.info = info
         self._clock = clock
         self._handover = handover  # None: no peers
+        self.adapters = adapters
         self._live: dict[str, VllmRequest] = {}
         self._desk = _EventDesk(group_of)
         core.scheduler.kv_event_publisher = self._desk
@@ -228,10 +255,6 @@ class VllmEngine:
         self.tracer: Tracer | None = None
 
     # --- what it serves
-
-    @property
-    def adapters(self) -> Adapters | None:
-        return None
 
     @property
     def follows_grammars(self) -> bool:
@@ -247,7 +270,9 @@ class VllmEngine:
         from tandem.engine.vllm.requests import VllmRequest, to_vllm
 
         self._check(request)
-        theirs, _ = self._core.preprocess_add_request(to_vllm(request))
+        lora = request.facts.lora
+        adapter = self.adapters.request_of(lora) if self.adapters is not None and lora is not None else None
+        theirs, _ = self._core.preprocess_add_request(to_vllm(request, adapter))
         if theirs.structured_output_request is not None:
             self._begin_grammar(request, theirs)
         if self._handover is not None and request.transfer is not None:

@@ -41,8 +41,9 @@ class VllmRequest:
     is_answered: bool = False  # a first chunk was sent
 
 
-def to_vllm(request: Request) -> EngineCoreRequest:
-    """Raises InvalidRequest for what vLLM does not take. Tokens that the request brings from another node follow its prompt."""
+def to_vllm(request: Request, adapter: Any = None) -> EngineCoreRequest:
+    """Raises InvalidRequest for what vLLM does not take. Tokens that the request brings from another node follow its prompt. `adapter`:
+    a LoRARequest."""
     facts = request.facts
     try:
         params = _params(request)
@@ -55,7 +56,7 @@ def to_vllm(request: Request) -> EngineCoreRequest:
         sampling_params=params,
         pooling_params=None,
         arrival_time=request.arrival_time,
-        lora_request=None,
+        lora_request=adapter,
         # Its name in the events of the cache says what it is.
         cache_salt=SALT + facts.cache_salt if facts.cache_salt is not None else None,
         data_parallel_rank=None,

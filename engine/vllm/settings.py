@@ -17,12 +17,14 @@ from tandem.machine.resources import free_memory
 _TAKEN: dict[str, tuple[type[msgspec.Struct], tuple[str, ...]]] = {
     "model": (
         ModelConfig,
-        ("path", "revision", "served_name", "dtype", "device", "threads", "engine", "engine_args", "engine_python"),
+        ("path", "revision", "served_name", "dtype", "device", "threads", "engine", "engine_args", "engine_python", "adapters",
+         "max_lora_rank"),
     ),
     "cache": (CacheConfig, ("memory_bytes", "memory_share", "prefix_caching", "tell_routers", "events")),
     "scheduler": (
         SchedulerConfig,
-        ("policy", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold", "chunked_prefill"),
+        ("policy", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "long_prefill_token_threshold", "chunked_prefill",
+         "max_loras"),
     ),
 }  # fmt: skip
 # What would be right instead of a setting that vLLM lacks, where there is something.
@@ -50,6 +52,9 @@ _SET_BY = {
     "kv_cache_memory_bytes": "cache.memory_bytes",
     "gpu_memory_utilization": "cache.memory_share",
     "kv_events_config": "cache.events",
+    "enable_lora": "scheduler.max_loras",
+    "max_loras": "scheduler.max_loras",
+    "max_lora_rank": "model.max_lora_rank",
 }
 _OURS = {
     "scheduler_cls": "the node's loop counts what its scheduler does",
@@ -58,10 +63,12 @@ _OURS = {
     "skip_tokenizer_init": "grammars need the tokenizer",
     "runner": "a node with this engine generates text",
     "convert": "a node with this engine generates text",
-    "enable_lora": "adapters are not served by this engine",
+    "max_cpu_loras": "the node says which adapters are forgotten",
     "kv_transfer_config": "nodes hand KV over by Tandem's own connector",
     "data_parallel_size": "more nodes do that: set pools.aggregated.nodes",
 }
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that a slot of an adapter may have
+_ALL_ADAPTERS = 1 << 20  # that vLLM keeps by itself: all that the node has not forgotten
 
 
 def refusals(engine: EngineConfig) -> Iterator[tuple[str, str]]:
@@ -76,6 +83,8 @@ def refusals(engine: EngineConfig) -> Iterator[tuple[str, str]]:
                 yield name, f"is set, but vLLM has no such setting: {_INSTEAD.get(name, 'leave it out')}"
     if engine.scheduler.policy is SchedulingPolicy.CONTINUUM:
         yield "scheduler.policy", "is continuum, and vLLM keeps no turns: set fcfs or priority"
+    if engine.scheduler.max_loras and engine.model.max_lora_rank > _RANKS[-1]:
+        yield "model.max_lora_rank", f"is {engine.model.max_lora_rank}, and vLLM takes ranks up to {_RANKS[-1]}"
     for name in engine.model.engine_args:
         if name in _SET_BY:
             yield ("model.engine_args", f"has {name}, which follows from Tandem's settings: set {_SET_BY[name]}")
@@ -101,8 +110,16 @@ def arguments(config: EngineConfig, model: ModelConfig, source: ModelSource) -> 
         "generation_config": "vllm",
         "disable_log_stats": True,
         **_memory(cache, model.device, source),
+        **_adapters(scheduler.max_loras, model.max_lora_rank),
         **model.engine_args,
     }
+
+
+def _adapters(slots: int, rank: int) -> dict[str, Any]:
+    if not slots:
+        return {}
+    fitting = next(each for each in _RANKS if each >= rank)
+    return {"enable_lora": True, "max_loras": slots, "max_lora_rank": fitting, "max_cpu_loras": _ALL_ADAPTERS}
 
 
 def _memory(cache: CacheConfig, device: str, source: ModelSource) -> dict[str, Any]:

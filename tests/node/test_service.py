@@ -13,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.base.errors import InvalidLogits, NodeLost, WireError
+from tandem.base.errors import ConfigurationError, InvalidLogits, NodeLost, WireError
 from tandem.decode_node.node import DecodeRules
 from tandem.engine.config import EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
 from tandem.engine.core import Engine
+from tandem.engine.model import adapter_book
 from tandem.engine.model.adapters import Adapter
 from tandem.engine.model.embeds import rows_of
-from tandem.engine.model.lora import slots as slots_of_adapters
-from tandem.engine.model.lora.layers import AdaptedLayers
-from tandem.engine.model.lora.rows import StepRows
-from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.engine.model.runner import Grammars
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.node.config import NodeConfig, NodeTimeouts
@@ -55,6 +52,7 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, SamplingParams
+from tests.adapter_books import PLENTY, PlainBook
 from tests.engine.engine_fakes import VECTOR, FakeRunner, make_scheduler, token_at
 from tests.waiting import until
 
@@ -122,7 +120,7 @@ class Node:
         grammar_s: float = 10.0,
         ahead: bool = False,
         scheduler: SchedulerConfig | None = None,
-        adapters: AdapterSlots | None = None,
+        adapters: PlainBook | None = None,
         states_folder: str = "",
     ) -> None:
         # The context is so long that a request without a stop outlives any test.
@@ -575,14 +573,11 @@ def test_of_a_pair_the_prefill_node_writes_hidden_states(role: TransferRole) -> 
     assert writes_states_here(asked) == (role is TransferRole.PRODUCE)
 
 
-PLENTY = 1 << 40
-
-
-def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> AdapterSlots:
-    """Adapter slots with one served adapter."""
-    slots = AdapterSlots(AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), free_memory)
-    slots.serve([Adapter("sql", "d" * 64, {})])
-    return slots
+def few_adapters(free_memory: Callable[[], int] = lambda: PLENTY) -> PlainBook:
+    """A book with one served adapter."""
+    book = PlainBook(free_memory)
+    book.serve([Adapter("sql", "d" * 64, {})])
+    return book
 
 
 @pytest.mark.parametrize(
@@ -624,7 +619,7 @@ def test_an_adapter_that_is_replaced_stays_for_requests_that_were_planned_with_i
 def test_a_node_without_requests_gives_replaced_adapters_back_when_memory_runs_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slots_of_adapters, "LOOK_AT_MEMORY_S", 0.005)
+    monkeypatch.setattr(adapter_book, "LOOK_AT_MEMORY_S", 0.005)
     looks = itertools.count()
     slots = few_adapters(lambda: PLENTY if next(looks) < 20 else -1)
     with Node(DecodeRules(Role.DECODE), adapters=slots) as node:
@@ -649,6 +644,24 @@ def test_an_adapter_that_is_unloaded_stays_for_the_requests_that_use_it_alone() 
         until(lambda: not slots.has(old))
         node.submit("t", lora=old)
         assert node.outgoing.until_finished("t")[-1].error.code == "adapter_missing"
+
+
+class PickyBook(PlainBook):
+    def serve(self, read, kept=(), now=0.0) -> None:
+        if any(adapter.name == "odd" for adapter in read):
+            raise ConfigurationError("the adapter 'odd' does not fit")
+        super().serve(read, kept, now)
+
+
+def test_an_adapter_that_the_engine_does_not_take_fails_its_change_and_nothing_else() -> None:
+    book = PickyBook()
+    book.serve([Adapter("sql", "d" * 64, {})])
+    with Node(DecodeRules(Role.DECODE), adapters=book) as node:
+        with pytest.raises(ConfigurationError, match="'odd' does not fit"):
+            node.service.set_adapters([Adapter("odd", "1" * 64, {})], frozenset(), PATIENCE_S)
+        assert node.service.status().adapters == {"sql": "d" * 64}
+        node.submit(lora=identity_of("sql", "d" * 64))
+        assert node.outgoing.until_finished("r")[-1].finish is FinishReason.LENGTH
 
 
 RUN = MediaFeature("m/0", 2, 1)

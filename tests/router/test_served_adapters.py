@@ -1,49 +1,42 @@
 """Adapters are replaced node by node, and each router knows their names all the time: in routers that saw all of it, in one that has just
-started, while nodes join and die, and while the next replacement begins. What a router serves, the nodes have: the real slots of a node
-answer."""
+started, while nodes join and die, and while the next replacement begins. What a router serves, the nodes have: the real book of a node
+answers."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
-import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.engine.model.adapters import Adapter
-from tandem.engine.model.lora.layers import AdaptedLayers
-from tandem.engine.model.lora.rows import StepRows
-from tandem.engine.model.lora.slots import AdapterSlots
 from tandem.router.config import Heartbeat
 from tandem.router.pool import NodePool
 from tandem.wire.adapters import identity_of
 from tandem.wire.nodes import NodeInfo, Role
+from tests.adapter_books import PlainBook
 from tests.router.test_router_pool import info, status
-
-PLENTY = 1 << 40
 
 
 class Node:
-    """Its slots, and what it says of them."""
+    """Its book, and what it says of it."""
 
     def __init__(self, node: NodeInfo, *versions: str, joined_with: int | None = None) -> None:
         self.info = node
         self.joined_with = joined_with  # None: it was there from the beginning
-        self.slots = AdapterSlots(
-            AdaptedLayers({}, {}, StepRows(1, 1)), torch.float32, torch.device("cpu"), lambda: PLENTY
-        )
+        self.book = PlainBook()
         for version in versions:
             self.take(version)
 
     def take(self, version: str | None) -> None:
         """None: it unloads the adapter."""
-        self.slots.serve([Adapter("law", version, {})] if version is not None else [])
-        self.slots.forget_others(set(), 0.0)
+        self.book.serve([Adapter("law", version, {})] if version is not None else [])
+        self.book.forget_others(set(), 0.0)
 
     def has(self, version: str) -> bool:
-        return self.slots.has(identity_of("law", version))
+        return self.book.has(identity_of("law", version))
 
     def tell(self, pool: NodePool) -> None:
-        pool.on_status(status(self.info, adapters=self.slots.served, replaced_adapters=self.slots.replaced))
+        pool.on_status(status(self.info, adapters=self.book.served, replaced_adapters=self.book.replaced))
 
 
 def router(*nodes: Node) -> NodePool:
@@ -137,7 +130,7 @@ class Replacing(RuleBasedStateMachine):
 
     @property
     def lacking(self) -> list[Node]:
-        return [node for node in self.nodes if node.slots.served["law"] != str(self.newest)]
+        return [node for node in self.nodes if node.book.served["law"] != str(self.newest)]
 
     @precondition(lambda self: self.newest < self.recorded + 3)
     @rule()

@@ -104,11 +104,35 @@ def engine(tiny_model: Path) -> Iterator[Any]:
     config = EngineConfig(
         model=model,
         cache=CacheConfig(memory_bytes=64 << 20),
-        scheduler=SchedulerConfig(max_model_len=CONTEXT, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=16),
+        scheduler=SchedulerConfig(
+            max_model_len=CONTEXT, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=16, max_loras=2
+        ),
     )
     made = make(config, model, lambda what, fraction: None, None)
     yield made
     made.shutdown()
+
+
+def write_adapter(folder: Path, layers: dict[str, tuple[int, int]], seed: int = 1) -> Path:
+    """As PEFT writes it, which vLLM's environment lacks. `layers`: the inputs and outputs of each."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": [name.rpartition(".")[2] for name in layers],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (inputs, outputs) in layers.items():
+        for side, shape in (("A", (4, inputs)), ("B", (outputs, 4))):
+            tensors[f"base_model.model.{name}.lora_{side}.weight"] = torch.randn(shape, generator=random) * 0.15
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
 
 
 def serve_vllm(

@@ -6,16 +6,18 @@ import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.base.errors import ContextLengthExceeded, InvalidRequest
+from tandem.base.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from tandem.engine.request import Request
+from tandem.wire.adapters import identity_of
 from tandem.wire.kv_events import BlockStored
 from tandem.wire.requests import RequestFacts, TokenChunk
 from tandem.wire.sampling import FinishReason, RepetitionDetection, SamplingParams
-from tests.vllm.conftest import CONTEXT, answers_alone, prompt
+from tests.vllm.conftest import CONTEXT, answers_alone, prompt, write_adapter
 
 pytestmark = [
     pytest.mark.skipif(
@@ -26,9 +28,9 @@ pytestmark = [
 ]
 
 
-def request(name: str, tokens: list[int], *, brought: Sequence[int] = (), eos: frozenset[int] = frozenset(), salt: str | None = None, **sampling: Any) -> Request:  # fmt: skip
+def request(name: str, tokens: list[int], *, brought: Sequence[int] = (), eos: frozenset[int] = frozenset(), salt: str | None = None, lora: str | None = None, **sampling: Any) -> Request:  # fmt: skip
     asked = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **sampling})
-    facts = RequestFacts(prompt_token_ids=tokens, sampling=asked, cache_salt=salt)
+    facts = RequestFacts(prompt_token_ids=tokens, sampling=asked, cache_salt=salt, lora=lora)
     return Request(name, facts, output_token_ids=brought, eos_token_ids=eos)
 
 
@@ -221,6 +223,59 @@ def test_its_cache_tells_what_it_stores(engine: Any) -> None:
     assert [token for event in stored for token in event.token_ids] == prompt(100, 12)[:96]
     assert stored[0].block_size == 32
     assert (stored[0].extra_keys or [None])[0] == ("salt:s",)
+
+
+DOWN_PROJ, O_PROJ = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.o_proj"
+
+
+def test_an_adapter_is_named_in_what_its_cache_tells(engine: Any, tmp_path: Path) -> None:
+    book = engine.adapters
+    folder = write_adapter(tmp_path / "law", {DOWN_PROJ: (256, 128), O_PROJ: (128, 128)})
+    book.serve([book.read("law", folder)])
+    identity = identity_of("law", book.served["law"])
+    engine.reset_prefix_cache()
+    engine.tell_cache_events()
+    own = tokens_of(run(engine, request("a", prompt(100, 12)))["a"])
+    engine.take_cache_events()
+    chunks = run(engine, request("b", prompt(100, 12), salt="s", lora=identity))["b"]
+    assert (chunks[0].cached_tokens, tokens_of(chunks) != own) == (0, True)
+    stored = [event for event in engine.take_cache_events() if isinstance(event, BlockStored)]
+    assert {event.lora_name for event in stored} == {identity}
+    assert [keys for event in stored for keys in event.extra_keys or []][:2] == [
+        (f"lora:{identity}", "salt:s"),
+        (f"lora:{identity}",),
+    ]
+    company = [request(f"c{i}", prompt(100, 12), lora=(identity, None)[i % 2], max_tokens=20 + i) for i in range(6)]
+    company.append(request("d", prompt(30, 2), lora=identity, prompt_logprobs=1))
+    found = run(engine, *company)
+    assert len(found["d"][0].prompt_logprobs or []) == 30
+    assert all(tokens_of(found[f"c{i}"])[:8] == (tokens_of(chunks), own)[i % 2] for i in range(6))
+
+
+def test_of_several_adapters_vllm_takes_all_or_none(engine: Any, tmp_path: Path) -> None:
+    book = engine.adapters
+    kept = write_adapter(tmp_path / "kept", {O_PROJ: (128, 128)})
+    book.serve([book.read("kept", kept)])
+    good = book.read("good", write_adapter(tmp_path / "good", {O_PROJ: (128, 128)}, seed=2))
+    for layers, said in (
+        ({DOWN_PROJ: (128, 128)}, f"its updates of {DOWN_PROJ} have another size"),
+        ({O_PROJ: (128, 128), "model.layers.7.mlp.up_proj": (128, 256)}, "changes model.layers.7.mlp.up_proj, which"),
+        ({"model.layers.0.mlp.no_such": (128, 128)}, "vLLM does not take it: While loading"),
+    ):
+        bad = book.read("bad", write_adapter(tmp_path / str(len(said)), layers))
+        with pytest.raises(ConfigurationError, match=r"the adapter 'bad' .* cannot be served") as refused:
+            book.serve([good, bad])
+        assert said in str(refused.value)
+        assert list(book.served) == ["kept"]
+        assert not book.has(good.identity)
+        good = book.read("good", tmp_path / "good")
+    book.serve([good], ["kept"])
+    asked = [request(name, prompt(60, 14), lora=identity_of(name, book.served[name])) for name in ("good", "kept")]
+    found = run(engine, *asked)
+    assert tokens_of(found["good"]) != tokens_of(found["kept"])
+    book.serve([])
+    book.forget_others(set(), 0.0)
+    assert not book.has_others
 
 
 def test_it_counts_what_it_does(engine: Any) -> None:

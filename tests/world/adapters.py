@@ -4,7 +4,7 @@ there is one number, from which an adapter's KV begins. Drawn from a generator o
 from __future__ import annotations
 
 import random
-import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,4 +113,4 @@ class AdapterChanges:
         served = node.model.adapters.served
         read = [_adapter(name, digest) for name, digest in self._wanted.items() if served.get(name) != digest]
         kept = frozenset(self._wanted) - {adapter.name for adapter in read}
-        node.process.do(lambda: node.mailbox.put(SetAdapters(read, kept, threading.Event())))
+        node.process.do(lambda: node.mailbox.put(SetAdapters(read, kept, Future())))

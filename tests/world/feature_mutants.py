@@ -9,7 +9,7 @@ from typing import Any
 from tandem.encode_node import service
 from tandem.engine.cache import hashing
 from tandem.engine.cache.manager import KVCacheManager
-from tandem.engine.model.lora.slots import AdapterSlots
+from tandem.engine.model.adapter_book import AdapterBook
 from tandem.node.loop import RouterLost
 from tandem.node.service import NodeService
 from tandem.wire.adapters import name_of
@@ -35,7 +35,7 @@ def _adapter_by_name(right: Any) -> Any:
 
 
 def _replaced_at_once(right: Any) -> Any:
-    def serve(self: AdapterSlots, read: Any, kept: Any = (), now: float = 0.0) -> None:
+    def serve(self: AdapterBook[Any], read: Any, kept: Any = (), now: float = 0.0) -> None:
         right(self, read, kept, now)
         self._replaced.clear()
         self._list_replaced()
@@ -66,7 +66,7 @@ FEATURE_MUTANTS: dict[str, tuple[str, tuple[Patch, ...]]] = {
     ),
     "replaced-at-once": (
         "requests that were planned with an adapter's earlier weights find none",
-        ((AdapterSlots, "serve", _replaced_at_once),),
+        ((AdapterBook, "serve", _replaced_at_once),),
     ),
     "image-not-named": (
         "KV of another image with as many placeholders is found",

@@ -1,131 +1,15 @@
-"""Reads a LoRA adapter as PEFT writes it: a folder with adapter_config.json and adapter_model.safetensors.
-
-An adapter that needs anything that is not computed here is refused, because it would answer wrongly without an error.
-"""
+"""An adapter's folder as updates of this model's layers."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model.adapters import Adapter, LayerUpdate
-from tandem.wire.adapters import MISTAKES_SHOWN
-
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_PICKLE = "adapter_model.bin"
-_PREFIX = "base_model.model."
-_TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
-_ALL_LINEAR = "all-linear"
-# These initialisations change the base model's own weights, and the adapter is correct only with the changed ones.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-
-
-class PeftConfig(msgspec.Struct, frozen=True):
-    """The fields of adapter_config.json that decide what the adapter computes. All others only concern training."""
-
-    r: int
-    lora_alpha: float
-    peft_type: str = "LORA"
-    target_modules: str | list[str] | None = None
-    exclude_modules: str | list[str] | None = None
-    layers_to_transform: int | list[int] | None = None
-    layers_pattern: str | list[str] | None = None
-    rank_pattern: dict[str, int] = {}
-    alpha_pattern: dict[str, float] = {}
-    use_rslora: bool = False
-    bias: str = "none"
-    use_dora: bool = False
-    lora_bias: bool = False
-    use_qalora: bool = False
-    modules_to_save: list[str] | None = None
-    target_parameters: list[str] | None = None
-    trainable_token_indices: Any = None
-    layer_replication: Any = None
-    alora_invocation_tokens: list[int] | None = None
-    init_lora_weights: bool | str | None = True
-
-    def unsupported(self) -> str | None:
-        """Why this adapter cannot be served, and what to do about it; None if it can."""
-        if self.peft_type != "LORA":
-            return f"its peft_type is {self.peft_type}, and only LORA is served"
-        if self.use_dora:
-            return "it uses DoRA (use_dora): merge it into the model's weights"
-        if self.bias != "none" or self.lora_bias:
-            return (
-                "it changes biases (bias, lora_bias): train it with bias 'none', or merge it into the model's weights"
-            )
-        if self.modules_to_save:
-            return (
-                f"it holds whole modules (modules_to_save: {', '.join(self.modules_to_save[:4])}): train it without them, "
-                "or merge it into the model's weights"
-            )
-        if self.use_qalora or self.target_parameters or self.layer_replication:
-            return "it uses one of use_qalora, target_parameters and layer_replication: only updates of linear layers are served"
-        if self.trainable_token_indices or self.alora_invocation_tokens:
-            return "it changes single tokens, or begins at some (trainable_token_indices, alora_invocation_tokens): merge it"
-        how = self.init_lora_weights
-        if isinstance(how, str) and how.lower().startswith(_CHANGES_BASE):
-            return (
-                f"it was trained beside changed weights of the model (init_lora_weights: {how}): save it with PEFT's "
-                "path_initial_model_for_weight_conversion"
-            )
-        if not 0 < self.r <= 1 << 16 or not all(0 < rank <= 1 << 16 for rank in self.rank_pattern.values()):
-            return f"its rank r is {self.r}, with rank_pattern {self.rank_pattern}: each must be at least 1"
-        return None
-
-    def targets(self, layer: str) -> bool:
-        """Whether the adapter changes this layer, by PEFT's rules."""
-        if self.target_modules is None or self.target_modules == _ALL_LINEAR:
-            return True
-        if _named(self.exclude_modules, layer) or not _named(self.target_modules, layer):
-            return False
-        if self.layers_to_transform is None or isinstance(self.target_modules, str):
-            return True
-        number = self._number_of(layer)
-        wanted = self.layers_to_transform
-        return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
-
-    def _number_of(self, layer: str) -> int | None:
-        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern
-        for pattern in patterns or [r"[^.]*"]:
-            if found := re.match(rf".*\.{pattern}\.(\d+)\.", layer):
-                return int(found[1])
-        return None
-
-    def scale(self, layer: str) -> float:
-        rank = self.rank(layer)
-        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def rank(self, layer: str) -> int:
-        return int(_by_pattern(self.rank_pattern, layer, self.r))
-
-
-def _named(names: str | list[str] | None, layer: str) -> bool:
-    if names is None:
-        return False
-    if isinstance(names, str):
-        return re.fullmatch(names, layer) is not None
-    return any(layer == name or layer.endswith(f".{name}") for name in names)
-
-
-def _by_pattern(patterns: Mapping[str, float], layer: str, otherwise: float) -> float:
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            return value
-    return otherwise
+from tandem.engine.model.peft_folder import ALL_LINEAR, CONFIG_FILE, WEIGHTS_FILE, PeftFolder, read_peft_folder, some_of
 
 
 def read_adapter(
@@ -139,133 +23,38 @@ def read_adapter(
 ) -> Adapter:
     """Reads and checks an adapter. `layers` has the inputs and outputs of the layers that it may change, `unfit` why it must not change
     others. Raises a ConfigurationError."""
-    about = f"the adapter {name!r} ({folder})"
-    config_bytes, config = _read_config(about, folder)
-    if (reason := config.unsupported()) is not None:
-        raise ConfigurationError(f"{about} cannot be served: {reason}")
-    if (highest := max((config.r, *config.rank_pattern.values()))) > max_rank:
-        raise ConfigurationError(
-            f"{about} has rank {highest}, and model.max_lora_rank is {max_rank}: raise it to {highest}"
-        )
-    weights = _read_weights(about, folder)
-    try:
-        tensors = load_tensors(weights)
-    except SafetensorError as error:
-        raise ConfigurationError(f"{about}: {WEIGHTS_FILE} is damaged or cut short: {error}") from error
-    try:
-        pairs = _pairs(about, tensors)
-        _check_layers(about, config, pairs, layers, unfit)
-        updates = {layer: _update(about, layer, pairs[layer], layers[layer], config, dtype) for layer in sorted(pairs)}
-    except re.error as error:
-        raise ConfigurationError(f"{about}: a pattern in {CONFIG_FILE} is no regular expression: {error}") from error
-    digest = hashlib.sha256(hashlib.sha256(config_bytes).digest() + hashlib.sha256(weights).digest())
-    return Adapter(name, digest.hexdigest(), updates)
+    read = read_peft_folder(name, folder, max_rank)
+    _check_layers(read, layers, unfit)
+    updates = {layer: _update(read, layer, layers[layer], dtype) for layer in read.pairs}
+    return Adapter(name, read.digest, updates)
 
 
-def _read_config(about: str, folder: Path) -> tuple[bytes, PeftConfig]:
-    """Reads the configuration. Returns also the bytes to identify it by: its meaning, without who made it and where."""
-    try:
-        content = (folder / CONFIG_FILE).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"{about} is no adapter: a folder with {CONFIG_FILE} and {WEIGHTS_FILE} is needed, as PEFT's save_pretrained "
-            f"writes it ({CONFIG_FILE}: {error.strerror or error})"
-        ) from error
-    try:
-        config = msgspec.json.decode(content, type=PeftConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigurationError(f"{about}: {CONFIG_FILE} is not what PEFT writes: {error}") from error
-    if not math.isfinite(config.lora_alpha):
-        raise ConfigurationError(f"{about}: lora_alpha in {CONFIG_FILE} must be a number")
-    meaning = json.dumps(msgspec.to_builtins(config), sort_keys=True).encode()
-    return meaning, config
-
-
-def _read_weights(about: str, folder: Path) -> bytes:
-    try:
-        return (folder / WEIGHTS_FILE).read_bytes()
-    except FileNotFoundError as error:
-        if (folder / _PICKLE).exists():
-            raise ConfigurationError(
-                f"{about} has {_PICKLE} alone, and opening a pickle runs what it says: save it as {WEIGHTS_FILE}"
-            ) from error
-        raise ConfigurationError(f"{about} lacks {WEIGHTS_FILE}") from error
-    except OSError as error:
-        raise ConfigurationError(f"{about}: {WEIGHTS_FILE} cannot be read: {error.strerror or error}") from error
-
-
-def _pairs(about: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
-    strange: list[str] = []
-    for key, tensor in tensors.items():
-        found = _TENSOR.fullmatch(key.removeprefix(_PREFIX))
-        if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
-            strange.append(key)
-        else:
-            pairs.setdefault(found["layer"], {})[found["side"]] = tensor
-    if strange:
-        raise ConfigurationError(
-            f"{about} cannot be served: it holds {_some(strange)}, and only updates of linear layers are served "
-            "(lora_A and lora_B)"
-        )
-    halves = [layer for layer, sides in pairs.items() if len(sides) != 2]
-    if halves or not pairs:
-        raise ConfigurationError(
-            f"{about}: {WEIGHTS_FILE} " + (f"lacks one half of {_some(halves)}" if halves else "holds no updates")
-        )
-    return pairs
-
-
-def _check_layers(
-    about: str, config: PeftConfig, pairs: Collection[str], layers: Collection[str], unfit: Mapping[str, str]
-) -> None:
-    for layer in sorted(pairs):
+def _check_layers(read: PeftFolder, layers: Collection[str], unfit: Mapping[str, str]) -> None:
+    about, config = read.about, read.config
+    for layer in read.pairs:
         if layer in unfit:
             raise ConfigurationError(f"{about} cannot be served: it changes {layer}, {unfit[layer]}")
-    foreign = [layer for layer in pairs if layer not in layers]
+    foreign = [layer for layer in read.pairs if layer not in layers]
     if foreign:
         raise ConfigurationError(
-            f"{about} is not for this model, which has no linear layer {_some(foreign)}: name the model that it was trained on"
+            f"{about} is not for this model, which has no linear layer {some_of(foreign)}: name the model that it was trained on"
         )
-    besides = [layer for layer in pairs if not config.targets(layer)]
-    if besides:
-        raise ConfigurationError(
-            f"{about}: {WEIGHTS_FILE} changes {_some(besides)}, which target_modules in {CONFIG_FILE} does not name"
-        )
-    if config.target_modules in (None, _ALL_LINEAR):
+    if config.target_modules in (None, ALL_LINEAR):
         return
-    absent = [layer for layer in layers if layer not in pairs and config.targets(layer)]
+    absent = [layer for layer in layers if layer not in read.pairs and config.targets(layer)]
     if absent:
         raise ConfigurationError(
-            f"{about}: {WEIGHTS_FILE} lacks {_some(absent)}, which target_modules in {CONFIG_FILE} names"
+            f"{about}: {WEIGHTS_FILE} lacks {some_of(absent)}, which target_modules in {CONFIG_FILE} names"
         )
 
 
-def _update(
-    about: str,
-    layer: str,
-    pair: Mapping[str, torch.Tensor],
-    shape: tuple[int, int],
-    config: PeftConfig,
-    dtype: torch.dtype,
-) -> LayerUpdate:
-    down, up = pair["A"], pair["B"]
+def _update(read: PeftFolder, layer: str, shape: tuple[int, int], dtype: torch.dtype) -> LayerUpdate:
+    down, up = read.pairs[layer]
     inputs, outputs = shape
-    rank = config.rank(layer)
-    if tuple(down.shape) != (rank, inputs) or tuple(up.shape) != (outputs, rank):
+    if (down.shape[1], up.shape[0]) != shape:
         raise ConfigurationError(
-            f"{about} does not fit this model: {layer} is updated by {tuple(up.shape)} times {tuple(down.shape)}, and "
-            f"{(outputs, rank)} times {(rank, inputs)} would be right"
+            f"{read.about} does not fit this model: {layer} is updated from {down.shape[1]} numbers to {up.shape[0]}, and has "
+            f"{inputs} and {outputs}"
         )
-    if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-        raise ConfigurationError(
-            f"{about}: the update of {layer} holds infinite numbers or NaN: save the adapter again"
-        )
-    scaled = up.float() * config.scale(layer)
+    scaled = up.float() * read.config.scale(layer)
     return LayerUpdate(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
-
-
-def _some(names: Collection[str]) -> str:
-    shown = sorted(names)[:MISTAKES_SHOWN]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")

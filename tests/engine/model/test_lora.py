@@ -207,7 +207,7 @@ def refusal(case: Case, folder: Path) -> str:
         ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
         ({"r": 17}, "rank 17, and model.max_lora_rank is 16: raise it to 17"),
         ({"r": 0}, "at least 1"),
-        ({"r": 2}, "does not fit this model"),
+        ({"r": 2}, "says that its rank is 2"),
         ({"r": "four"}, "not what PEFT writes"),
         ({"lora_alpha": None}, "not what PEFT writes"),
         ({"target_modules": ["q_proj"]}, "which target_modules in adapter_config.json does not name"),

@@ -13,6 +13,8 @@ import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SchedulingPolicy
+from tandem.engine.model.source import find_source
+from tandem.engine.vllm.settings import arguments
 from tandem.engine.vllm.wing import TRIED, look, make, refusals
 from tandem.engine.wings import other_engine
 
@@ -81,18 +83,38 @@ def test_each_setting_that_vllm_lacks_is_refused_by_name(tmp_path: Path) -> None
     config = EngineConfig(
         model=ModelConfig(path="model.gguf", pooling="mean", engine_args={"dtype": "auto", "enable_lora": True}),
         cache=CacheConfig(block_size=32, dtype="fp8"),
-        scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, max_loras=2),
+        scheduler=SchedulerConfig(policy=SchedulingPolicy.CONTINUUM, num_speculative_tokens=2),
     )
     said = dict(refusals(config))
     assert "GGUF" in said["model.path"]
     assert "leave it out" in said["model.pooling"]
     assert "model.engine_args: {block_size: 64}" in said["cache.block_size"]
     assert "kv_cache_dtype: fp8" in said["cache.dtype"]
-    assert "scheduler.max_loras" in said
+    assert "speculative_config" in said["scheduler.num_speculative_tokens"]
     assert "continuum" in said["scheduler.policy"]
     of_args = [why for name, why in refusals(config) if name == "model.engine_args"]
     assert any("dtype, which follows from Tandem's settings: set model.dtype" in why for why in of_args)
-    assert any("enable_lora, which Tandem sets" in why for why in of_args)
+    assert any("enable_lora, which follows from Tandem's settings: set scheduler.max_loras" in why for why in of_args)
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (2, 8), (16, 16), (33, 64), (512, 512)])
+def test_adapters_get_slots_of_the_next_rank_that_vllm_has(tmp_path: Path, rank: int, slot: int) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    model = ModelConfig(path=str(tmp_path), device="cpu", engine="vllm", max_lora_rank=rank)
+    cache = CacheConfig(memory_bytes=1 << 20)
+    config = EngineConfig(model=model, cache=cache, scheduler=SchedulerConfig(max_loras=3))
+    assert not list(refusals(config))
+    source = find_source(str(tmp_path))
+    given = arguments(config, model, source)
+    assert (given["enable_lora"], given["max_loras"], given["max_lora_rank"]) == (True, 3, slot)
+    assert "enable_lora" not in arguments(EngineConfig(model=model, cache=cache), model, source)
+
+
+def test_a_rank_that_vllm_has_no_slots_for_is_refused() -> None:
+    model = ModelConfig(path="m", engine="vllm", max_lora_rank=513)
+    ((name, why),) = refusals(EngineConfig(model=model, scheduler=SchedulerConfig(max_loras=1)))
+    assert (name, "up to 512" in why) == ("model.max_lora_rank", True)
+    assert not list(refusals(EngineConfig(model=model)))
 
 
 def test_a_node_in_a_python_without_vllm_says_which_setting_is_wrong() -> None:
