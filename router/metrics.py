@@ -237,7 +237,10 @@ class RouterMetrics:
         )
         self.batch_lines = made.labelled("tandem_batch_lines", "Lines of batches that ended, by how", "outcome")
         self.quotes = made.labelled(
-            "tandem_quotes", "Requests that asked by when their first token comes, by how that went", "confidence", "outcome"
+            "tandem_quotes",
+            "Requests that asked by when their first token comes, by how that went",
+            "confidence",
+            "outcome",
         )
         self.slow_readers_cut = made.counter("tandem_slow_readers_cut", "Answers whose client stopped reading")
         self.token_mismatches = made.counter("tandem_token_mismatches", "Two nodes disagreed about a token")

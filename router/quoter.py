@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import Generation
 
@@ -13,13 +11,6 @@ if TYPE_CHECKING:
     from tandem.router.http.exchange import HttpExchange
 
 QUOTE_HEADER = b"x-tandem-quote"
-
-
-class FirstTokenQuote(msgspec.Struct, frozen=True):
-    """What one request was told."""
-
-    confidence: float
-    by_s: float | None  # seconds after the request's arrival; None: not known
 
 
 class FirstTokenQuoter:
@@ -35,7 +26,7 @@ class FirstTokenQuoter:
         return []
 
     def ended(self, exchange: HttpExchange, generation: Generation) -> None:
-        """The request has ended, so it is known whether its quote was kept."""
+        """Called when a request that was sent to its nodes has ended, so that it is known whether its quote was kept."""
 
 
 def refused(why: str) -> InvalidRequest:

@@ -18,7 +18,6 @@ from tandem.api.openai.answer import LoopTurn
 from tandem.base.errors import Cancelled, InvalidRequest
 from tandem.router.http.errors import Forbidden
 from tandem.router.keys import KeyRing, Tenant
-from tandem.router.quoter import FirstTokenQuote
 from tandem.router.tracer import ASK_HEADER, GrowingTrace
 
 IDLE_OWNER = "\0"  # no key's name
@@ -67,7 +66,6 @@ class HttpExchange:
         self.ended = False  # the answer's last byte was sent
         self.is_stream = False
         self.trace: GrowingTrace | None = None
-        self.quote: FirstTokenQuote | None = None  # what its client was told
         self.body: bytes | bytearray = b""  # kept only when the request is to be passed on
 
     @property

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from tandem.base.errors import Cancelled
 from tandem.router.dispatch import Dispatcher, Generation, RequestLife
 from tandem.router.http.exchange import HttpExchange
 from tandem.router.http.services import Services
-from tandem.router.quoter import QUOTE_HEADER, FirstTokenQuote, FirstTokenQuoter, refused
+from tandem.router.quoter import QUOTE_HEADER, FirstTokenQuoter, refused
 from tandem.router.quotes.first_tokens import FirstTokenTimes, needed
 from tandem.router.wings import RouterWing
 
 LOWEST, HIGHEST = 0.5, 0.99
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+
+
+class FirstTokenQuote(msgspec.Struct, frozen=True):
+    """What one request was told."""
+
+    confidence: float
+    by_s: float | None  # seconds after the request's arrival; None: not known
 
 
 class QuoteMaker(FirstTokenQuoter):
@@ -23,6 +32,7 @@ class QuoteMaker(FirstTokenQuoter):
         self._metrics = dispatcher.metrics
         self._clock = dispatcher.placement.clock
         self._times = FirstTokenTimes()
+        self._told: dict[HttpExchange, FirstTokenQuote] = {}  # requests that have not ended
         dispatcher.on_begun.add(self._observe)
 
     def _observe(self, life: RequestLife) -> None:
@@ -46,7 +56,7 @@ class QuoteMaker(FirstTokenQuoter):
         if (confidence := _confidence(exchange)) is None:
             return []
         life = generation.lives[0]
-        exchange.quote = quote = self.quote(life, confidence)
+        self._told[exchange] = quote = self.quote(life, confidence)
         if quote.by_s is not None:
             text = f"first-token-by={math.ceil(quote.by_s * 1000) / 1000:.3f}; confidence={confidence:g}"
         else:
@@ -56,7 +66,7 @@ class QuoteMaker(FirstTokenQuoter):
         return [(QUOTE_HEADER, text.encode())]
 
     def ended(self, exchange: HttpExchange, generation: Generation) -> None:
-        if (quote := exchange.quote) is None:
+        if (quote := self._told.pop(exchange, None)) is None:
             return
         life = generation.lives[0]
         first_at, arrived_at = life.timings.first_token_at, life.timings.arrived_at

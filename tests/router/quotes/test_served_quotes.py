@@ -106,6 +106,7 @@ def test_a_whole_answer_says_what_was_expected(ready: RunningRouter, asked: tupl
     assert answer.headers[HEADER].endswith("; confidence=0.95")
     assert 0 < quoted(answer.headers[HEADER]) < 10
     ready.wait_for(lambda: told(ready, "kept", "0.95") + told(ready, "missed", "0.95") == 1, "it is counted")
+    assert 'tandem_quotes_total{confidence="0.95"' in ready.client.get("/metrics").text
 
 
 def test_a_stream_begins_with_the_quote_before_there_is_a_token(ready: RunningRouter) -> None:
