@@ -219,7 +219,7 @@ def expected_first_token_s(
     reader = decision.prefill or decision.decode
     nodes = candidates.decode if decision.prefill is None else candidates.prefill
     for node in nodes:
-        if node.info is reader:
+        if reader is not None and node.info.node_id == reader.node_id:
             assumed = node.rates.prefill_tokens_per_s or best_prefill_rate(nodes)
             return prefill_wait_s(node, request, assumed) if assumed else None
     return None

@@ -94,8 +94,9 @@ def test_a_router_that_knows_too_little_gives_no_number(start_router: StartRoute
     assert ask(router).headers[HEADER] == "unknown; confidence=0.9; why=no-rate; requests=0; needed=20"
     with_a_rate(router)
     assert ask(router, "0.99").headers[HEADER] == "unknown; confidence=0.99; why=few-requests; requests=0; needed=99"
-    assert ask(router).headers[HEADER] == "unknown; confidence=0.9; why=few-requests; requests=1; needed=20"
-    assert told(router, "unknown") == 2
+    ask(router, n=4)
+    assert ask(router).headers[HEADER] == "unknown; confidence=0.9; why=few-requests; requests=2; needed=20"
+    assert told(router, "unknown") == 3
     assert HEADER not in router.complete().headers
 
 
