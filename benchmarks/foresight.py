@@ -1,7 +1,9 @@
-"""What foresight is worth, in simulation: for routing, and for `tandem what-if`.
+"""What foresight is worth, in simulation: for routing, for `tandem what-if`, and for quotes.
 
     python -m benchmarks.foresight routing --trace FILE [--speed X ...] [--requests N] [--ttft S] [--json FILE]
     python -m benchmarks.foresight changes [--changes N] [--json FILE]
+    python -m benchmarks.foresight quotes --trace FILE [--speed X ...] [--requests N] [--nodes N] [--json FILE]
+    python -m benchmarks.foresight asked --url URL [--requests N] [--rate R] [--json FILE]
 
 `routing`: eight prefill and eight decode nodes of unlike speed (four whole, three at three quarters, one at half); a prefill node becomes half as
 fast after a third of the traffic. The product's router chooses nodes by `least_wait`, by `prefix_affinity`, and by two oracles, which know what
@@ -12,16 +14,28 @@ first token in time and 20 ms for each further one.
 
 `changes`: a cluster whose costs are hidden serves a minute of requests; what a change of its prefill nodes brings is said with costs that are up to
 15% off, and graded as a serving cluster grades it, by other requests like these on the changed cluster: how often the interval has the outcome.
+
+`quotes`: every request of a trace is told, at each of four confidences, by when its first token comes, as `X-Tandem-Quote` does; how many were.
+The nodes are alike, half of them prefill nodes. Each load is played twice: on steady nodes, and on nodes of which, for the middle third of the
+traffic, every one that reads prompts takes 1.6 times as long.
+
+`asked`: the same of a serving cluster, as its clients see it. Prompts of 20 to 200 tokens come at random times, and ask for a quote at one of the
+four confidences in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import math
 import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import httpx
 import msgspec
 
 from benchmarks.lib.harness import parser_of, report, run
@@ -32,9 +46,12 @@ from tandem.engine.request import Request
 from tandem.loadgen.metrics import ServiceLevel
 from tandem.loadgen.traces import read_trace
 from tandem.router.config import PolicyName
+from tandem.router.dispatch import Dispatcher, Generation
+from tandem.router.dispatch.ledger import RequestTimings
 from tandem.router.policy.choose import Chooser
 from tandem.router.policy.views import RoutingDecision, RoutingRequest
 from tandem.router.prefixes import PromptHashes
+from tandem.router.quotes.wing import QuoteMaker
 from tandem.simulator.costs import CostModel, CostTable, RequestCost, StepBound, TransferCost
 from tandem.simulator.node import SimulatedNode
 from tandem.simulator.pools import SimulatedPools
@@ -169,14 +186,19 @@ def _next_step(node: SimulatedNode, tokens: int) -> float:
     return node._costs.decode.at(len(lengths), sum(lengths) / len(lengths))
 
 
-def routing(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = read_trace(options.trace, options.requests)
-    slo, found = ServiceLevel(ttft=options.ttft, tpot=0.02), []
-    config = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=8), decode=PoolConfig(nodes=8)))
-    config = msgspec.structs.replace(
+def _with_large_blocks(config: TandemConfig) -> TandemConfig:
+    return msgspec.structs.replace(
         config,
         cache=msgspec.structs.replace(config.cache, block_size=BLOCK),
         scheduler=msgspec.structs.replace(config.scheduler, max_num_batched_tokens=BUDGET),
+    )
+
+
+def routing(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = read_trace(options.trace, options.requests)
+    slo, found = ServiceLevel(ttft=options.ttft, tpot=0.02), []
+    config = _with_large_blocks(
+        TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=8), decode=PoolConfig(nodes=8)))
     )
     for speed in options.speed:
         traffic = RecordedTraffic(speed).of(rows, 0)
@@ -223,16 +245,151 @@ def changes(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
+CONFIDENCES = (0.5, 0.8, 0.9, 0.95)
+SLOWER = 1.6
+IN_A_ROW = 250
+
+
+class QuotedDispatcher(Dispatcher):
+    """Quotes each request at every confidence. `latest` has what it told in the last simulation."""
+
+    latest: list[tuple[RequestTimings, list[float | None]]]
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._told: list[tuple[RequestTimings, list[float | None]]] = []
+        QuotedDispatcher.latest = self._told
+        self._maker = QuoteMaker(self)
+
+    async def generate(self, *args: Any, **more: Any) -> Generation:
+        generation = await super().generate(*args, **more)
+        life = generation.lives[0]
+        self._told.append((life.timings, [self._maker.quote(life, each).by_s for each in CONFIDENCES]))
+        return generation
+
+
+class SlowedPools(SimulatedPools):
+    def __init__(self, *args: Any, seconds: float, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for node in self.nodes:
+            if node.info.role is Role.PREFILL:
+                self._loop.call_at(seconds / 3, _slow, node, SLOWER)
+                self._loop.call_at(seconds * 2 / 3, _slow, node, 1 / SLOWER)
+
+
+def quotes(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows, found = read_trace(options.trace, options.requests), []
+    pool = PoolConfig(nodes=options.nodes // 2)
+    config = _with_large_blocks(TandemConfig(pools=PoolsConfig(prefill=pool, decode=pool)))
+    for speed in options.speed:
+        traffic = RecordedTraffic(speed).of(rows, 0)
+        for nodes in ("steady", "slower for a third"):
+
+            def pools(*args: Any, slowed: bool = nodes != "steady", end: float = traffic.seconds, **more: Any) -> Any:
+                return SlowedPools(*args, seconds=end, **more) if slowed else SimulatedPools(*args, **more)
+
+            with (
+                mock.patch("tandem.simulator.simulation.Dispatcher", QuotedDispatcher),
+                mock.patch("tandem.simulator.simulation.SimulatedPools", pools),
+            ):
+                told = simulate(SimulationSetup(config, dict.fromkeys(Role, COSTS), traffic))
+            first = told.ttft_ms
+            load = {"speed": speed, "nodes": nodes, "first token p50, ms": round(first.p50), "p90": round(first.p90)}  # type: ignore[union-attr]
+            found.append(load | _graded(QuotedDispatcher.latest))
+    return found
+
+
+def _graded(told: list[tuple[RequestTimings, list[float | None]]]) -> dict[str, Any]:
+    """A request that failed before its first token is one whose quote was not kept."""
+    figures: dict[str, Any] = {"quoted": sum(by_s[-1] is not None for _, by_s in told)}
+    for at, confidence in enumerate(CONFIDENCES):
+        pairs = [(_took_s(timings), by) for timings, by_s in told if (by := by_s[at]) is not None]
+        kept = [took <= by for took, by in pairs]
+        figures[f"kept, {confidence:.0%}"] = round(sum(kept) / len(kept), 3)
+        if confidence == 0.9:
+            rows = [sum(kept[begin : begin + IN_A_ROW]) for begin in range(0, len(kept) - IN_A_ROW + 1, IN_A_ROW)]
+            figures[f"least of {IN_A_ROW}, 90%"] = round(min(rows) / IN_A_ROW, 2)
+            figures["quote ÷ first token, 90%, p50"] = round(statistics.median(by / took for took, by in pairs), 2)
+    return figures
+
+
+def _took_s(timings: RequestTimings) -> float:
+    return math.inf if timings.first_token_at is None else timings.first_token_at - timings.arrived_at
+
+
+class AskedQuote(msgspec.Struct):
+    confidence: float
+    by_s: float | None  # None: the server knew too little
+    told_s: float  # when the client had the quote
+    first_s: float  # when it had the first token
+
+
+async def _ask(client: httpx.AsyncClient, model: str, confidence: float, prompt: list[int]) -> AskedQuote | None:
+    """Returns None when the request was refused, which is no quote."""
+    body = {"model": model, "prompt": prompt, "max_tokens": 16, "stream": True, "ignore_eos": True}
+    began = time.monotonic()
+    async with client.stream(
+        "POST", "/v1/completions", json=body, headers={"x-tandem-quote": f"{confidence}"}
+    ) as answer:
+        told_s = time.monotonic() - began
+        if answer.status_code == 503:
+            return None
+        answer.raise_for_status()
+        by = answer.headers["x-tandem-quote"].partition("first-token-by=")[2].partition(";")[0]
+        lines = answer.aiter_lines()
+        await anext(lines)
+        quote = AskedQuote(confidence, float(by) if by else None, told_s, time.monotonic() - began)
+        async for _ in lines:
+            pass
+    return quote
+
+
+async def _ask_all(options: argparse.Namespace) -> list[AskedQuote | None]:
+    rng = random.Random(11)
+    async with (
+        httpx.AsyncClient(base_url=options.url, timeout=600, trust_env=False) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        tasks = []
+        for index in range(options.requests):
+            prompt = [rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 200))]
+            tasks.append(group.create_task(_ask(client, model, CONFIDENCES[index % len(CONFIDENCES)], prompt)))
+            await asyncio.sleep(rng.expovariate(options.rate))
+    return [task.result() for task in tasks]
+
+
+def asked(options: argparse.Namespace) -> list[dict[str, Any]]:
+    every = [each for each in asyncio.run(_ask_all(options)) if each is not None]
+    found: list[dict[str, Any]] = []
+    for confidence in CONFIDENCES:
+        told = [(each, each.by_s) for each in every if each.confidence == confidence and each.by_s is not None]
+        found.append(
+            {
+                "confidence": confidence,
+                "quoted": len(told),
+                "kept": round(sum(each.first_s <= by_s for each, by_s in told) / len(told), 3),
+                "first token p50, ms": round(statistics.median(each.first_s for each, _ in told) * 1e3),
+                "quote ÷ first token, p50": round(statistics.median(by_s / each.first_s for each, by_s in told), 2),
+                "told after, ms, p50": round(statistics.median(each.told_s for each, _ in told) * 1e3),
+            }
+        )
+    return found
+
+
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("what", choices=["routing", "changes"])
+    parser.add_argument("what", choices=["routing", "changes", "quotes", "asked"])
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, nargs="+", default=[1.2, 1.6, 2.0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--ttft", type=float, default=4.0)
     parser.add_argument("--changes", type=int, default=100)
+    parser.add_argument("--nodes", type=int, default=16)
     options = parser.parse_args()
-    found = routing(options) if options.what == "routing" else changes(options)
+    found = {"routing": routing, "changes": changes, "quotes": quotes, "asked": asked}[options.what](options)
     return report(options, found, table_of(options.what, found))
 
 

@@ -236,6 +236,12 @@ class RouterMetrics:
             "tandem_sequences_paused", "Sequences that gave their place to another key, to go on later"
         )
         self.batch_lines = made.labelled("tandem_batch_lines", "Lines of batches that ended, by how", "outcome")
+        self.quotes = made.labelled(
+            "tandem_quotes",
+            "Requests that asked by when their first token comes, by how that went",
+            "confidence",
+            "outcome",
+        )
         self.slow_readers_cut = made.counter("tandem_slow_readers_cut", "Answers whose client stopped reading")
         self.token_mismatches = made.counter("tandem_token_mismatches", "Two nodes disagreed about a token")
         self.foreign_chunks = made.counter("tandem_foreign_chunks", "Tokens from a node that the request is not on")

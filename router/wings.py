@@ -23,6 +23,7 @@ ROWS = (
     "tandem.router.other_models.wing",
     "tandem.router.tracing.wing",
     "tandem.router.receipts.wing",
+    "tandem.router.quotes.wing",
 )
 
 Handler = Callable[[Services, HttpExchange], Awaitable[None]]

@@ -154,6 +154,7 @@ ON_ONE_RAY = {
     "test_end_to_end.py",
     "test_logs_from_anywhere.py",
     "test_official_client.py",
+    "test_quotes.py",
     "test_verify.py",
 }
 

@@ -98,6 +98,7 @@ WINGS: dict[str, Wing] = {
             "tests/integration/test_verified_rollout.py",
         ),
     ),
+    "quotes": Wing(("router/quotes/",), ("tests/router/quotes/", "tests/integration/test_quotes.py")),
     "foreign flags": Wing(("cluster/foreign_flags/",), ("tests/cluster/foreign_flags/",)),
     "ranks": Wing(
         ("node/ranks/", "engine/model/wide/", "kvtransfer/nixl/ranks/", "kvtransfer/offload/ranks.py"),

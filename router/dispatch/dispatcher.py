@@ -63,6 +63,8 @@ class Dispatcher:
         self._clock = clock
         self._weight_of = weight_of
         self.followed = FollowedAnswers()
+        # Hear of the first token of each request for an answer.
+        self.on_begun: set[Callable[[RequestLife], None]] = set()
         # Hear of each request for an answer when it has ended.
         self.on_answered: set[Callable[[list[RequestLife]], None]] = set()
         # Set when the last request has ended. None until `wait_idle` is called.
@@ -158,6 +160,8 @@ class Dispatcher:
             eager=eager,
             clock=self._clock,
         )
+        if self.on_begun:
+            generation.lives[0].on_begun = self._note_begun
         generation.start()
         if trace is not None:
             trace.span(TracePhase.ROUTE, placed, self._clock())
@@ -181,6 +185,10 @@ class Dispatcher:
     def idle_room(self) -> int:
         """How many further sequences could run because nothing else needs their places."""
         return max(self.admission.idle_room, self.vectors.idle_room)
+
+    def _note_begun(self, life: RequestLife) -> None:
+        for hear in self.on_begun:
+            hear(life)
 
     def _note_generation(self, lives: list[RequestLife]) -> None:
         if not lives[0].spec.is_measured:

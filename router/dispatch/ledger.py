@@ -129,9 +129,9 @@ class RequestTimings:
         self._is_measured = spec.is_measured  # looked up once instead of with every token
         self.started_at = clock()
         self._came = self.started_at if came is None else came
-        self._arrived_at = self.started_at if spec.arrived is None else spec.arrived
-        self._submitted_at: float | None = None  # of the first attempt
-        self._first_token_at: float | None = None
+        self.arrived_at = self.started_at if spec.arrived is None else spec.arrived
+        self.submitted_at: float | None = None  # of the first attempt
+        self.first_token_at: float | None = None
         self._last_token_at: float | None = None
         self._longest_gap_s = 0.0  # between two reports of its tokens
         self._router_wait_s = 0.0  # for a place
@@ -141,15 +141,15 @@ class RequestTimings:
         self.preemptions = 0
 
     def submitted(self, at: float) -> None:
-        if self._submitted_at is None:
-            self._submitted_at = at
+        if self.submitted_at is None:
+            self.submitted_at = at
             self._router_wait_s = max(at - self._came, 0.0)
 
     def tokens(self, count: int) -> float:
         """Notes that `count` more tokens have arrived. Returns the time."""
         now = self._clock()
         if not self._is_measured:
-            self._first_token_at = self._last_token_at = now
+            self.first_token_at = self._last_token_at = now
             return now
         self._metrics.generation_tokens.inc(count)
         if self._last_token_at is not None:
@@ -158,8 +158,8 @@ class RequestTimings:
             if gap > self._longest_gap_s:
                 self._longest_gap_s = gap
         else:
-            self._first_token_at = now
-            self._metrics.time_to_first_token.observe(now - self._arrived_at)
+            self.first_token_at = now
+            self._metrics.time_to_first_token.observe(now - self.arrived_at)
             self._metrics.queue_time.observe(self._router_wait_s + self.node_wait_s)
             self._metrics.prompt_tokens.inc(len(self._spec.facts.prompt_token_ids))
         self._last_token_at = now
@@ -175,13 +175,13 @@ class RequestTimings:
         metrics.request_max_tokens.observe(self._spec.facts.sampling.max_tokens)
         if self.preemptions:
             metrics.requests_preempted.inc()
-        if self._first_token_at is None or self._last_token_at is None:
+        if self.first_token_at is None or self._last_token_at is None:
             return
-        metrics.decode_time.observe(now - self._first_token_at)
-        if self._submitted_at is not None:
-            metrics.inference_time.observe(max(now - self._submitted_at - self.node_wait_s, 0.0))
+        metrics.decode_time.observe(now - self.first_token_at)
+        if self.submitted_at is not None:
+            metrics.inference_time.observe(max(now - self.submitted_at - self.node_wait_s, 0.0))
         if output_tokens > 1:
-            taken = self._last_token_at - self._first_token_at
+            taken = self._last_token_at - self.first_token_at
             metrics.time_per_output_token.observe(taken / (output_tokens - 1))
 
     def account(
@@ -194,8 +194,8 @@ class RequestTimings:
     ) -> RequestAccount:
         """Sums up a request that has just ended. `decision`: its last routing decision."""
         now, spec = self._clock(), self._spec
-        submitted = now if self._submitted_at is None else self._submitted_at
-        first = now if self._first_token_at is None else self._first_token_at
+        submitted = now if self.submitted_at is None else self.submitted_at
+        first = now if self.first_token_at is None else self.first_token_at
         prefill_s = max(first - submitted, 0.0)
         node_wait_s = min(self.node_wait_s, prefill_s)
         handover_s = min(self.handover_s, now - first)
@@ -204,7 +204,7 @@ class RequestTimings:
         return RequestAccount(
             request_id=spec.label,
             ended_at=time_of_day,
-            reading_s=max(self._came - self._arrived_at, 0.0),
+            reading_s=max(self._came - self.arrived_at, 0.0),
             router_wait_s=max(submitted - self._came, 0.0),
             node_wait_s=node_wait_s,
             prefill_s=prefill_s - node_wait_s,

@@ -76,6 +76,7 @@ class RequestLife:
         self._on_end = on_end
         # Called with each attempt's first token, and how many tokens of the prompt were computed for it.
         self.on_read: Callable[[RequestLife, int], None] = _hears_nothing
+        self.on_begun: Callable[[RequestLife], None] = _hears_nothing  # called with the first token
         self.spec = spec
         self._hashes = hashes
         self.ledger = TokenLedger(wants_logprobs=spec.facts.sampling.logprobs is not None)
@@ -210,6 +211,8 @@ class RequestLife:
         attempt.alive_at = now = self.timings.tokens(count)
         if attempt.first_token_at is None and (computed := self._reports.first_token(attempt, now)) is not None:
             self.on_read(self, computed)
+            if attempt.base == 0:
+                self.on_begun(self)
 
     # --- failures ---------------------------------------------------------------------------------------------
 
@@ -482,7 +485,7 @@ class RequestLife:
         on_end, on_news = self._on_end, self._on_news
         # The owner refers to this life. Dropping the callbacks breaks that cycle, so that both are freed with
         # the last reference instead of by the garbage collector.
-        self._on_end = self._on_news = self.on_read = _hears_nothing
+        self._on_end = self._on_news = self.on_read = self.on_begun = _hears_nothing
         on_end(self)
         on_news(self)
 

@@ -43,6 +43,7 @@ def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
             "x-tandem-decision",
             "x-tandem-ignored-fields",
             "x-tandem-receipt",
+            "x-tandem-quote",
             "retry-after",
         ],
     )

@@ -88,6 +88,7 @@ async def generate(endpoint: GenerateEndpoint, services: Services, exchange: Htt
         with services.bodies.share() as share:
             request, plan = await _read(endpoint, services, exchange, share, arrived)
             services.signer.check(exchange, plan, streams=bool(request.stream))
+            services.quoter.check(exchange)
             kept_of_body = share.size
             if kept_of_body > SMALL_BODY:
                 request, kept_of_body = without_payload(request), 0
@@ -132,6 +133,7 @@ async def _run(
             generation.turn_ended(plan.called)
             answers = [len(life.ledger.tokens) for life in generation.lives]
             exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
+            services.quoter.ended(exchange, generation)
             services.metrics.e2e_latency.observe(time.monotonic() - arrived)
         if reservation is not None:
             reservation.settle(plan.prompt_tokens if generation is not None else 0, answers)
@@ -161,13 +163,16 @@ async def _answer(
     trace = exchange.trace
     if trace is not None:
         trace.answer_id = head.id
+    quoted = services.quoter.headers(exchange, generation)
     if request.stream:
         answer = endpoint.stream(head, plan, request, choices, tokenizer)
-        stream = EventStream(exchange, routing_headers(generation))
+        stream = EventStream(exchange, routing_headers(generation) + quoted)
+        if quoted:
+            await stream.write(b"")  # it must arrive before the first token
         await Delivery(generation, choices, answer, stream, trace).run()
         return
     read = await read_all(generation, choices)
-    headers = routing_headers(generation) + services.signer.headers(exchange, plan, generation, read)
+    headers = routing_headers(generation) + quoted + services.signer.headers(exchange, plan, generation, read)
     whole = endpoint.whole(head, plan, request, read, tokenizer)
     if isinstance(whole, bytes):
         await send_bytes(exchange.send, whole, b"application/json", headers=headers)

@@ -22,6 +22,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.page_state import PageState
 from tandem.router.policy.choose import Chooser
 from tandem.router.pool import NodePool
+from tandem.router.quoter import FirstTokenQuoter
 from tandem.router.siblings import Siblings
 from tandem.router.signer import AnswerSigner
 from tandem.router.tracer import RequestTracer
@@ -60,6 +61,7 @@ class Services:
     kept: KeptMemory
     tracer: RequestTracer = dataclasses.field(default_factory=RequestTracer)
     signer: AnswerSigner = dataclasses.field(default_factory=AnswerSigner)
+    quoter: FirstTokenQuoter = dataclasses.field(default_factory=FirstTokenQuoter)
     # The other processes on the port. The page and the metrics are of all of them: `all_figures` returns None
     # when this process's own are all.
     siblings: Siblings = dataclasses.field(default_factory=Siblings)

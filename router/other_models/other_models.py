@@ -201,6 +201,8 @@ async def _relay(exchange: HttpExchange, answer: httpx.Response) -> None:
         kept.append((b"content-length", length.encode()))
     exchange.is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
     await exchange.send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+    if exchange.is_stream:
+        await _write(exchange, b"")  # its head may come long before its first event
     async for some in answer.aiter_raw():
         await _write(exchange, some)
     await _write(exchange, b"", more=False)

@@ -78,6 +78,7 @@ class Chooser:
         # Computing a vector again is cheaper than copying its prompt's KV, so it gets no mirror.
         names = decode.names if not request.makes_vector else ()
         decision = with_cache_peers(decision, nodes, request.cached, decode.views, names)
+        decision = msgspec.structs.replace(decision, first_token_s=expected_first_token_s(decision, nodes, request))
         chosen = [node for node in (decision.prefill, decision.decode) if node is not None]
         for block_size in {node.block_size for node in chosen}:
             names = [node.node_id for node in chosen if node.block_size == block_size]
@@ -211,6 +212,19 @@ def with_cache_peers(
     if source is None and mirror is None:
         return decision
     return msgspec.structs.replace(decision, source=source, mirror=mirror)
+
+
+def expected_first_token_s(
+    decision: RoutingDecision, candidates: PoolSnapshot, request: RoutingRequest
+) -> float | None:
+    """Returns when the decision's first token is expected, in seconds. None while no rate is measured."""
+    reader = decision.prefill or decision.decode
+    nodes = candidates.decode if decision.prefill is None else candidates.prefill
+    for node in nodes:
+        if reader is not None and node.info.node_id == reader.node_id:
+            assumed = node.rates.prefill_tokens_per_s or best_prefill_rate(nodes)
+            return prefill_wait_s(node, request, assumed) if assumed else None
+    return None
 
 
 def _next_after(node: NodeInfo, decode: Mapping[str, NodeView], names: Sequence[str]) -> NodeInfo | None:

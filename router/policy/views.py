@@ -229,6 +229,8 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     reason: str
     source: NodeInfo | None = None  # likely has more of the prompt cached than the node that computes it
     mirror: NodeInfo | None = None  # copies the blocks that the decode node fills
+    # Seconds until the first token, as its reader's line and rate let expect. None while no rate is measured.
+    first_token_s: float | None = None
 
     @property
     def node_names(self) -> str:

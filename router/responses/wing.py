@@ -36,6 +36,7 @@ async def create_response(service: ResponseService, services: Services, exchange
     arrived = time.monotonic()
     reservation = enter(services, exchange)
     try:
+        services.quoter.check(exchange)
         request, plan, before = await _read(service, services, exchange, arrived)
         if reservation is not None:
             asked: list[int | None] = [None] if request.max_output_tokens is None else asked_tokens(plan)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tandem.base.errors import Unavailable
 from tandem.router.config import LocalPrefill, PolicyName
-from tandem.router.policy.choose import make_policy
+from tandem.router.policy.choose import expected_first_token_s, make_policy
 from tandem.router.policy.views import NodeRates, NodeView, PoolSnapshot, RoutingDecision, RoutingRequest
 from tandem.wire.nodes import NodeInfo, NodeState, Role
 from tandem.wire.requests import NodeCounters, NodeStatus
@@ -102,6 +102,25 @@ def test_idle_nodes_take_turns() -> None:
     snapshot = pools(node("p0"), node("p1"), node("d0"), node("d1"), node("d2"))
     chosen = Counter(names(decide(snapshot, ask(turn=turn))) for turn in range(12))
     assert set(Counter(n for pair in chosen.elements() for n in pair).values()) == {4, 6}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "request_", "seconds"),
+    [
+        ([node("p0", waiting_tokens=1500), node("d0")], ask(), 2.0),
+        ([node("p0", pending_tokens=1500), node("d0")], ask(1000, cached={"p0": 500}, loading_s={"p0": 0.25}), 2.25),
+        ([node("p0", rate=None), node("p1", rate=500, waiting_tokens=9000), node("d0")], ask(), 1.0),
+        ([node("d0", rate=2000, waiting_tokens=1500)], ask(), 1.0),
+        ([node("p0", rate=None), node("d0")], ask(), None),
+    ],
+    ids=["what waits, and the prompt", "without what is cached", "by another node's rate", "where there is one node", "of no rate"],
+)  # fmt: skip
+def test_the_first_token_is_expected_by_the_line_and_the_rate_of_the_node_that_reads(
+    nodes: list[NodeView], request_: RoutingRequest, seconds: float | None
+) -> None:
+    snapshot = pools(*nodes)
+    expected = expected_first_token_s(decide(snapshot, request_), snapshot, request_)
+    assert expected == (pytest.approx(seconds) if seconds is not None else None)
 
 
 # --- the others -----------------------------------------------------------------------------------------------
