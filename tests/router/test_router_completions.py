@@ -140,6 +140,13 @@ def test_echo_shows_the_prompt_and_with_no_tokens_nothing_else(start_router: Sta
     assert logprobs["text_offset"] == [0, 3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_shows_no_token_that_it_does_not_count(start_router: StartRouter, stream: bool) -> None:
+    router = start_router()
+    shown = router.complete(echo=True, max_tokens=0, return_token_ids=True, stream=stream).text
+    assert '"token_ids":[]' in shown
+
+
 def test_logprobs_stand_beside_their_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     router = start_router()
     choice = router.complete(max_tokens=4, logprobs=2, seed=1).json()["choices"][0]
