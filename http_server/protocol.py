@@ -346,13 +346,14 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
-        """Refuses what is not a request, or a request whose end is unknown, and closes the connection."""
+        """Refuses what is not a request, or a request whose end is unknown, and closes the connection. A request that was
+        answered gets no second answer: its client would take it for that of its next request."""
         self._timer.stop()
         self._buffer.clear()
         call = self._call
         request_id = call.request_id if call is not None else secrets.token_hex(16)
         logger.info("%s: answered %d to %s: %s", request_id, status, _shown(self.client), message)
-        if call is None or not call.answering or call.complete:
+        if call is None or not call.answering:
             body = self.server.error_body(
                 message, status, _CODES.get(status, "invalid_http" if status < 500 else "internal_error")
             )
