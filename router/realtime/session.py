@@ -397,7 +397,9 @@ class RealtimeSession:
         )
         while choice.finish_reason is None:
             await generation.news()
-            while (delta := choice.advance()) is not None:
+            while (delta := choice.advance()) is not None or choice.behind:
+                if delta is None:  # tokens without text, such as special ones, and more behind them
+                    continue
                 text = delta.text
                 if reader is not None:
                     pieces = reader.push(text)

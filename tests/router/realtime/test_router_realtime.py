@@ -12,11 +12,14 @@ import pytest
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Pong, RejectConnection, TextMessage
 
+from tandem.api.openai.answer import PIECE_TOKENS
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.http_server.turns import PASS_S, Turns
 from tandem.http_server.websocket import READ_FRAMES, WebSocket
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tandem.router.http.body import KeptMemory
 from tandem.wire.nodes import Role
+from tandem.wire.sampling import FinishReason
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 
@@ -59,6 +62,20 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(router: RunningRo
     client.hear("response.done")
     whole = next(submit for submit in prefill.submits if submit.transfer is not None)
     assert whole.prompt_token_ids[: len(ahead.prompt_token_ids)] == ahead.prompt_token_ids
+
+
+def test_tokens_without_text_hide_none_behind_them(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router(prefill=0)
+    node = router.nodes["d0"]
+    node.set(pause_at=0)
+    silent, said = tokenizer.encode("<|start|>", special=False), tokenizer.encode("fox", special=False)
+    with closing(RealtimeClient(router.url)) as client:
+        client.say("input_text_buffer.append", text="hi")
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 1000})
+        node.wait_until(lambda: bool(node.submits), "it runs")
+        node.say(node.submits[0], 0, [*silent * (2 * PIECE_TOKENS), *said], FinishReason.STOP)
+        assert client.hear("response.output_text.done")["text"] == "fox"
 
 
 @pytest.mark.parametrize("prefills", [1, 2])
