@@ -6,6 +6,7 @@ not a handler.
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 from typing import Any
@@ -115,7 +116,7 @@ async def one_response(service: ResponseService, services: Services, exchange: H
     if not response.keeps_events:
         raise InvalidRequest("stream: only a background response can be streamed again", "stream")
     after = query.get("starting_after", ["-1"])[0]
-    if not after.lstrip("-").isdigit() or len(after) > 12:
+    if re.fullmatch(r"-?[0-9]{1,11}", after) is None:
         raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
     await follow_to_end(exchange, response, max(-1, int(after)))
 
@@ -140,7 +141,7 @@ async def input_items(service: ResponseService, services: Services, exchange: Ht
     if (after := query.get("after", [""])[0]) in ids:
         items = items[ids.index(after) + 1 :]
     limit = query.get("limit", ["20"])[0]
-    if not limit.isdigit() or not 1 <= int(limit[:4]) <= MOST_ITEMS:
+    if re.fullmatch("[0-9]{1,4}", limit) is None or not 1 <= int(limit) <= MOST_ITEMS:
         raise InvalidRequest(f"limit: must be from 1 to {MOST_ITEMS}, not {limit[:40]!r}", "limit")
     shown = items[: int(limit)]
     await send_json(
