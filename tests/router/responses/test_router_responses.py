@@ -99,6 +99,12 @@ def test_a_stream_is_the_whole_answer_in_numbered_events(router: RunningRouter) 
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
 
 
+def test_a_call_that_a_stop_string_cut_off_is_incomplete(router: RunningRouter) -> None:
+    for stop, status in (('ris"', "incomplete"), ("</tool", "completed")):
+        call = create(router, tools=[WEATHER], stop=stop).json()["output"][-1]
+        assert (call["type"], call["status"]) == ("function_call", status)
+
+
 def test_a_schema_and_an_answer_that_is_cut_off(router: RunningRouter) -> None:
     form = {"type": "json_schema", "name": "p", "schema": {"type": "object"}}
     body = create(router, text={"format": form}, max_output_tokens=4).json()
