@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
 
+from tandem.api.openai import answer
+from tandem.api.openai.caller import Caller
+from tandem.api.openai.completion_request import CompletionRequest
+from tandem.api.openai.plan import plan_completion
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
 from tests.router.paths import SERVED
@@ -32,6 +38,31 @@ def test_what_cannot_fit_is_not_tokenized(
     assert error["code"] == "context_length_exceeded"
     assert error["param"] in asked
     assert "more than the model's context of 64 tokens can hold" in error["message"]
+
+
+def test_between_many_short_prompts_the_event_loop_goes_on(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "TURN_S", -1.0)  # every turn is over at once
+    running = start_router()
+    model = running.server.services.model
+    request = CompletionRequest(prompt=["the fox"] * 50)
+
+    async def passes() -> int:
+        count = 0
+
+        async def others() -> None:
+            nonlocal count
+            while True:
+                count += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(others())
+        await plan_completion(request, model, Caller("x", time.monotonic() + 60, lambda salt: salt, None))
+        counting.cancel()
+        return count
+
+    assert running.call(passes()) >= 50
 
 
 def chat_with(place: str, text: str) -> tuple[str, dict[str, Any]]:
