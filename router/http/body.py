@@ -39,6 +39,7 @@ PARSED_TIMES = 8  # how much more memory a parsed body takes than its bytes
 LOGPROB_BYTES = 16  # an id and a number, in arrays
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class BodyBudget:
@@ -285,6 +286,14 @@ async def read_body(
     if config.other_models and getattr(request, "model", None) in config.other_models:
         exchange.body = body
     return request
+
+
+async def beside(share: BodyShare, work: Callable[..., T], *args: Any) -> T:
+    """Does what takes long with all of a request, here if its body was short, and otherwise in a thread."""
+    if share.size <= INLINE_BYTES:
+        return work(*args)
+    async with share.parsing:
+        return await asyncio.to_thread(work, *args)
 
 
 async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodyShare) -> bytes | bytearray:

@@ -22,7 +22,7 @@ from tandem.api.responses.responses_request import InputItem, ResponsesRequest, 
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
-from tandem.router.http.body import read_body
+from tandem.router.http.body import beside, read_body
 from tandem.router.http.exchange import EventStream, HttpExchange, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.services import Services
@@ -62,7 +62,7 @@ async def _read(
         check(request)
         services.model.check_name(request.model)
         before = await _before(service, exchange, request)
-        chat = as_chat(request, before)
+        chat = await beside(share, as_chat, request, before)
         with naming_its_fields():
             plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
@@ -174,8 +174,9 @@ async def count_input(service: ResponseService, services: Services, exchange: Ht
                 services.model.check_name(request.model)
                 before = await _before(service, exchange, request)
                 with naming_its_fields():
-                    count = await prompt_size(services, exchange, as_chat(request, before))
-                del request, before
+                    chat = await beside(share, as_chat, request, before)
+                    count = await prompt_size(services, exchange, chat)
+                del request, before, chat
             await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
 
 
