@@ -175,6 +175,18 @@ def test_a_client_that_goes_away_takes_its_response_with_it(router: RunningRoute
     router.wait_for(router.idle, "it was cancelled")
 
 
+def test_what_a_client_has_read_of_a_stream_takes_no_memory(router: RunningRouter) -> None:
+    router.nodes["d0"].set(pause_at=60)
+    store, placement = router.wing(Responses).service.store, router.server.services.dispatcher.placement
+    with router.client.stream("POST", "/v1/responses", json={"input": "weather?", "stream": True}) as stream:
+        router.wait_for(lambda: sum(len(life.ledger.tokens) for life in placement.lives()) == 60, "the node waits")
+        router.wait_for(lambda: store.size < RESPONSE_BYTES + 2000, "no event is kept")
+        router.nodes["d0"].resume()
+        events = events_of(stream.read().decode())
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed"
+
+
 def test_a_failure_is_a_status_or_an_event(router: RunningRouter) -> None:
     refusal = WireError("unavailable", "no room")
     for node in router.nodes.values():
