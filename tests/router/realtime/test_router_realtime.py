@@ -13,6 +13,7 @@ from wsproto.connection import Connection, ConnectionType
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Pong, RejectConnection, TextMessage
 
 from tandem.api.openai.answer import PIECE_TOKENS
+from tandem.api.realtime import events
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.http_server.turns import PASS_S, Turns
 from tandem.http_server.websocket import READ_FRAMES, WebSocket
@@ -245,6 +246,33 @@ def test_an_answer_that_a_quota_refuses_is_counted_as_elsewhere(start_router: St
             client.say("response.create", response={"max_output_tokens": 3})
             assert client.hear("response.done")["response"]["status"] == status
     assert router.metric("tandem_requests_refused_total", reason="quota") == 1
+
+
+def test_a_conversation_has_a_limited_number_of_items(client: RealtimeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little text they have, each is looked at for every answer."""
+    monkeypatch.setattr(events, "MOST_ITEMS", 3)
+    item = {"role": "user", "content": [{"type": "input_text", "text": ""}]}
+    for _ in range(3):
+        client.say("conversation.item.create", item=item)
+        client.hear("conversation.item.done")
+    for kind, fields in (("conversation.item.create", {"item": item}), ("response.create", {})):
+        client.say(kind, **fields)
+        assert "at most 3 items" in client.hear("error")["error"]["message"]
+
+
+def test_the_line_of_a_long_session_in_the_log_is_short(
+    router: RunningRouter, client: RealtimeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "router.access")
+    client.say("input_text_buffer.append", text="hi")
+    client.say("input_text_buffer.commit")
+    for _ in range(60):
+        client.say("response.create", response={"max_output_tokens": 1})
+        client.hear("response.done")
+    client.close()
+    router.wait_for(lambda: "GET /v1/realtime" in caplog.text, "its line")
+    (line,) = [record.getMessage() for record in caplog.records if "GET /v1/realtime" in record.getMessage()]
+    assert len(line) < 3000
 
 
 def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRouter) -> None:
