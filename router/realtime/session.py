@@ -132,7 +132,7 @@ class RealtimeSession:
         limits = self._services.config.limits
         if len(text) <= INLINE_BYTES:
             return parse_object(text.encode(), limits)
-        async with self._services.bodies.parsing:
+        async with self._services.bodies.parsing(self._exchange.owner):
             return await asyncio.to_thread(lambda: parse_object(text.encode(), limits))
 
     async def _tell_error(self, error: TandemError, event_id: str | None) -> None:
