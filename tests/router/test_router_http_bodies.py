@@ -128,6 +128,14 @@ def test_every_body_counts(router: RunningRouter, path: str) -> None:
         router.wait_for(lambda: held(router) == 5000, "received")
 
 
+def test_a_body_in_single_bytes_is_read_whole_and_so_is_one_that_is_dropped(router: RunningRouter) -> None:
+    single = b"".join(b"1\r\n%c\r\n" % byte for byte in body(9_000)) + b"0\r\n\r\n"
+    with closing(connect(router)) as connection:
+        for path, status in (("/nothing", 404), ("/v1/completions", 200), ("/nothing", 404)):
+            connection.sendall(post(single, path, transfer_encoding="chunked"))
+            assert read_answer(connection)[0] == status
+
+
 def test_a_key_leaves_room_for_other_keys(start_router: StartRouter) -> None:
     limits = Limits(body_bytes=10_000, body_bytes_at_once=50_000)
     keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
