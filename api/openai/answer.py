@@ -194,12 +194,12 @@ class Choice:
             text = self._detokenizer.push(tokens[start:silent_end])
             self.completion_tokens = end
         shown = range(start, self.completion_tokens) if self._show_logprobs else range(0)
+        if at_end and self._stops.matched is None:
+            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
         if self._stops.matched is not None:
             self.finish_reason = "stop"
             life.stop()
-        elif at_end:
-            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
-            self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
         if not text and not shown and self.finish_reason is None:
             return None
         ids: Sequence[int] = ()

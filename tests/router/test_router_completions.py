@@ -192,6 +192,17 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
     assert included["choices"][0]["text"] == "one two three fo"
 
 
+def test_a_stop_string_that_only_the_end_completes_is_the_reason(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    part = tokenizer.encode("日", special=False)[:1]  # a third of a character, which is shown as U+FFFD at the end
+    assert tokenizer.decode(part) == "\ufffd"
+    router = start_router(rule=scripted(part))
+    for stop, shown in (("\ufffd", ("", "stop")), ("x", ("\ufffd", "length"))):
+        choice = router.complete(max_tokens=1, stop=stop).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == shown
+
+
 def test_a_stop_string_counts_only_after_min_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     letters = tokenizer.encode("x", special=False)
     router = start_router(rule=scripted(letters))
