@@ -12,6 +12,7 @@ from tandem.api.text.tokenizer import Tokenizer
 
 JsonObject = dict[str, Any]
 
+MAX_GRAMMAR = 256 * 1024  # characters
 ANY_TEXT = r"/(.|\n)*/"
 SOME_SPACE = r"/[\x20\x0A]{0,8}/"
 

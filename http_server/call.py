@@ -193,6 +193,7 @@ class LengthBody:
     def __init__(self, length: int) -> None:
         self._left = length
         self.complete = length == 0
+        self.has_rest = False
 
     def take(self, buffer: bytearray) -> bytes:
         data = bytes(buffer[: self._left])
@@ -206,7 +207,7 @@ class EndlessBody:
     """Everything that arrives after an upgrade, until the router wants no more of it."""
 
     def __init__(self) -> None:
-        self.complete = False
+        self.complete = self.has_rest = False
 
     def take(self, buffer: bytearray) -> bytes:
         data = bytes(buffer)

@@ -10,6 +10,10 @@ _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)
 _TRAILER_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
 
 
+# The most lines that are read at once, two for each chunk: a client that sends single bytes delays no other client.
+LINES_AT_ONCE = 512
+
+
 class FramingError(Exception):
     """The bytes are not what HTTP/1.1 allows, so the request's end is unknown."""
 
@@ -30,17 +34,23 @@ class ChunkedBody:
         self._state = _State.SIZE
         self._left = 0  # bytes left of the current chunk
         self._trailer_bytes = 0
+        self.has_rest = False  # the buffer has more that can be taken now
 
     @property
     def complete(self) -> bool:
         return self._state is _State.COMPLETE
 
     def take(self, buffer: bytearray) -> bytes:
-        """Takes the body's next bytes from the buffer and returns them without framing. Raises
-        FramingError."""
+        """Takes the body's next bytes from the buffer and returns them without framing. Where many chunks are short,
+        `has_rest` says to call it again a little later. Raises FramingError."""
         data = bytearray()
-        at = 0
+        at = lines = 0
+        self.has_rest = False
         while not self.complete:
+            if lines == LINES_AT_ONCE:
+                self.has_rest = True
+                break
+            lines += 1
             if self._state is _State.DATA:
                 piece = buffer[at : at + self._left]
                 data += piece

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 LINGER_BYTES = 64 << 20
 LINGER_S = 2.0
 
+_EMPTY_LINES = re.compile(rb"(?:\r\n)*")
 _CODES = {408: "request_timeout", 431: "header_too_large", 503: "overloaded"}
 
 
@@ -72,7 +74,9 @@ class HttpConnection(asyncio.Protocol):
         self._searched = 0  # how much of the buffer was searched for a head's end
         self._call: HttpCall | None = None  # the call that is being answered, or whose body is still arriving
         self._last_id = "-"  # the id of the request that was answered last
-        self._read_paused = False
+        self._read_paused = False  # a call has more than it has read, or the next request is long
+        self._rest: asyncio.Task[None] | None = None  # reads a body that came in many short chunks
+        self._reads = True  # whether the transport does
         self._writable: asyncio.Future[None] | None = None
         self._on_lost: Callable[[], None] | None = None
         self._owner = ""  # the key of its last request
@@ -162,6 +166,7 @@ class HttpConnection(asyncio.Protocol):
                         return
                 elif not call.body.complete:
                     if not call.take(self._buffer):
+                        self._read_rest_if(has_rest=call.body.has_rest)
                         return
                     if call.complete:
                         self._become_idle()
@@ -174,10 +179,27 @@ class HttpConnection(asyncio.Protocol):
         except FramingError as error:
             self._refuse(400, f"not a request that HTTP/1.1 allows: {error}")
 
+    def _read_rest_if(self, *, has_rest: bool) -> None:
+        """Where the buffer has more of a body, reads it in turns with all other connections, and nothing new meanwhile."""
+        if has_rest and self._rest is None:
+            self._rest = self._loop.create_task(self._read_rest())
+            self._rest.add_done_callback(self.server.tasks.discard)
+            self.server.tasks.add(self._rest)
+            self._set_reading()
+
+    async def _read_rest(self) -> None:
+        try:
+            while not self._closing and self._call is not None and self._call.body.has_rest:
+                await self.server.turns.turn()
+                self._read()
+        finally:
+            self._rest = None
+            self._set_reading()
+
     def _next_call(self) -> bool:
         """Begins the next request. Returns False when its head is not complete or was refused."""
-        while self._buffer.startswith(b"\r\n"):
-            del self._buffer[:2]
+        if (empty := _EMPTY_LINES.match(self._buffer)) is not None:
+            del self._buffer[: empty.end()]
         found = END_OF_HEAD.search(self._buffer, max(0, self._searched - 3))
         limit = self.server.limits.header_bytes
         if (found.end() if found is not None else len(self._buffer)) > limit:
@@ -208,14 +230,23 @@ class HttpConnection(asyncio.Protocol):
                 call.task = None
 
     def pause_reading(self) -> None:
-        if not self._read_paused and not self.transport.is_closing():
-            self._read_paused = True
-            self.transport.pause_reading()
+        self._read_paused = True
+        self._set_reading()
 
     def resume_reading(self) -> None:
-        if self._read_paused and not self.transport.is_closing():
+        if self._read_paused:
             self._read_paused = False
+            self._set_reading()
+
+    def _set_reading(self) -> None:
+        reads = not self._read_paused and self._rest is None
+        if reads == self._reads or self.transport.is_closing():
+            return
+        self._reads = reads
+        if reads:
             self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
 
     def whole_body(self) -> bytes | None:
         return self._call.whole_body() if self._call is not None else None
@@ -345,13 +376,14 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str, *, retry_after: bool = False) -> None:
-        """Refuses what is not a request, or a request whose end is unknown, and closes the connection."""
+        """Refuses what is not a request, or a request whose end is unknown, and closes the connection. A request that was
+        answered gets no second answer: its client would take it for that of its next request."""
         self._timer.stop()
         self._buffer.clear()
         call = self._call
         request_id = call.request_id if call is not None else secrets.token_hex(16)
         logger.info("%s: answered %d to %s: %s", request_id, status, _shown(self.client), message)
-        if call is None or not call.answering or call.complete:
+        if call is None or not call.answering:
             body = self.server.error_body(
                 message, status, _CODES.get(status, "invalid_http" if status < 500 else "internal_error")
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, json_pieces, pieces_of
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, PieceReader, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.openai.reading import ReadChoice
@@ -24,7 +24,7 @@ def whole_message(
     return json_pieces(
         {
             **_message(head),
-            "content": _whole_blocks(blocks, pieces_of(plan.reader(), whole)),
+            "content": _whole_blocks(blocks, PieceReader(plan.reader()).read(whole)),
             **_end(one.choice, blocks),
             "usage": _usage(plan, one.choice),
         }
@@ -133,7 +133,7 @@ class MessageStream:
     ) -> None:
         self._head = head
         self._plan = plan
-        self._reader = plan.reader()
+        self._reader = PieceReader(plan.reader())
         self._blocks = _Blocks()
         self._begun = False
 
@@ -144,7 +144,7 @@ class MessageStream:
             fields = {**_message(self._head), "content": [], "stop_reason": None, "stop_sequence": None}
             usage = {**_usage(self._plan, choice), "output_tokens": 0}
             out.append(_event("message_start", message={**fields, "usage": usage}))
-        for piece in pieces_of(self._reader, delta):
+        for piece in self._reader.read(delta):
             out += self._show(piece)
         if delta.finish_reason is not None:
             out += self._close()

@@ -10,12 +10,14 @@ import msgspec
 
 from tandem.api.formats.calls import CallSink, Layout
 from tandem.api.formats.cursor import Cursor, Steps
-from tandem.api.formats.json_scan import EndSearch, JsonScan, json_text, json_value, objects
+from tandem.api.formats.json_scan import EndSearch, JsonScan, json_text, values_in
 from tandem.api.lark import LarkWriter, json_schema, quoted
 from tandem.api.pieces import ToolSchemas
 
 # The beginning of such an object, with name and arguments in the order that models are taught.
 _HEAD = re.compile(r'[\s,;\[]*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+# What calls in any order of their members begin with, as far as it has come.
+_MAY_BE_CALLS = re.compile(r'[\s,;\[]*(?:\Z|\{\s*(?:["}]|\Z))')
 _BETWEEN = " \t\r\n,;[]"
 
 
@@ -27,10 +29,12 @@ class JsonCalls(msgspec.Struct, frozen=True):
     opening: str | None = None
 
     def read(self, cursor: Cursor, sink: CallSink, tools: ToolSchemas) -> Steps[None]:
-        """Reads calls. A call is told once its arguments begin. Text that does not begin like a call is held
+        """Reads calls. A call is told once its arguments begin. An object that begins in another way is held
         to its end."""
         search = EndSearch(self.end) if self.end is not None else None
         while (head := _HEAD.match(cursor.rest)) is None:
+            if _MAY_BE_CALLS.match(cursor.rest) is None:
+                return
             at = search.find(cursor.rest) if search is not None else -1
             if at >= 0 or cursor.ended:
                 _tell_whole(cursor, sink, cursor.rest if at < 0 else cursor.rest[:at], self.end if at >= 0 else "")
@@ -89,10 +93,10 @@ def _tell_whole(cursor: Cursor, sink: CallSink, inner: str, end: str | None) -> 
 
 def _calls_in(text: str) -> list[tuple[str, str]] | None:
     """Returns the calls of one object, a list, or several objects in a row; None when the text is no call."""
-    whole = json_value(text)
-    if whole is not None:
-        return _all_calls(whole if isinstance(whole, list) else [whole])
-    return _all_calls(map(json_value, objects(text)))
+    values = values_in(text)
+    if values is None:
+        return None
+    return _all_calls(values[0] if len(values) == 1 and isinstance(values[0], list) else values)
 
 
 def _all_calls(values: Iterable[Any]) -> list[tuple[str, str]] | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import msgspec
 
 _MARKS = re.compile(r'["\\{}\[\]]')
+_BETWEEN = re.compile(r"[ \t\r\n;,]*")
+_end_of_value = json.JSONDecoder().raw_decode
 
 
 class JsonScan:
@@ -72,14 +75,26 @@ class EndSearch:
         return -1
 
 
-def objects(text: str) -> list[str]:
-    """Splits a text into objects that are separated by white space, commas or semicolons."""
-    found: list[str] = []
-    end: int | None = 0
-    while end is not None and end < len(text):
-        begin, end = end, JsonScan().until(text, end, 0)
-        found.append(text[begin:end].strip(" \t\r\n;,"))
-    return [one for one in found if one]
+def values_in(text: str) -> list[Any] | None:
+    """Parses values that are separated by white space, commas or semicolons. Returns None for any other text, at its first
+    character that is none of them, however much follows."""
+    values: list[Any] = []
+    begin = _after_separators(text, 0)
+    while begin < len(text):
+        try:
+            _, end = _end_of_value(text, begin)
+        except (ValueError, RecursionError):
+            return None
+        if (value := json_value(text[begin:end])) is None:
+            return None
+        values.append(value)
+        begin = _after_separators(text, end)
+    return values
+
+
+def _after_separators(text: str, at: int) -> int:
+    found = _BETWEEN.match(text, at)
+    return found.end() if found is not None else at
 
 
 def json_text(value: Any) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.api.formats.json_scan import json_text, json_value
-from tandem.api.lark import json_schema
+from tandem.api.lark import MAX_GRAMMAR, json_schema
 from tandem.api.pieces import ToolSchemas
+from tandem.base.errors import InvalidRequest
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None, "True": True, "False": False, "None": None}
 
@@ -72,22 +73,34 @@ def _plain(node: ast.expr) -> Any:
 
 
 def properties_of(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], bool]]:
-    """Returns the parameters in their order: name, schema, whether it is required."""
+    """Returns the parameters in their order: name, schema, whether it is required. Raises InvalidRequest where a grammar would
+    become too long, because it has the definitions again with each of them."""
     properties = schema.get("properties")
     required = schema.get("required")
     if not isinstance(properties, Mapping):
         return []
     wanted = set(required) if isinstance(required, list) else set()
-    return [
+    found = [
         (str(key), dict(value) if isinstance(value, Mapping) else {}, key in wanted)
         for key, value in properties.items()
     ]
+    count = sum(not is_text(declared) for _, declared, _ in found)
+    if (definitions := _definitions_of(schema)) and count * len(json_text(definitions)) > MAX_GRAMMAR:
+        raise InvalidRequest(
+            f"tools: the definitions of a tool's parameters, once for each of the {count} that may refer to them, have more than the "
+            f"{MAX_GRAMMAR} characters of a grammar",
+            "tools",
+        )
+    return found
+
+
+def _definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
 
 def value_schema(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """Returns one parameter's schema together with the definitions that it may refer to."""
-    definitions = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
-    return {**definitions, **schema}
+    return {**_definitions_of(whole), **schema}
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:

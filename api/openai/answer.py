@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tandem.api.lives import ReadableLife
-from tandem.api.pieces import AnswerReader, Piece, Text
+from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Text
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import TandemError
 from tandem.wire.requests import new_id
@@ -39,12 +39,44 @@ class Delta(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] = ()  # only if the request asks for them
 
 
-def pieces_of(reader: AnswerReader | None, delta: Delta) -> list[Piece]:
-    """Returns what a delta adds to the answer; with its end, also what the reader held back."""
-    if reader is None:
-        return [Text(delta.text)] if delta.text else []
-    pieces = reader.push(delta.text)
-    return pieces + reader.finish(cut=delta.cut) if delta.finish_reason is not None else pieces
+# A reader gets a long text in parts of so many characters: it copies what it has not read yet.
+_PART = 4096
+
+
+class PieceReader:
+    """Turns a choice's deltas into pieces. `cut_call`: the answer's end, a stop string for example, came within a call."""
+
+    def __init__(self, reader: AnswerReader | None) -> None:
+        self._reader = reader
+        self._arguments: list[str] | None = None  # of the last call
+        self.cut_call = False
+
+    def read(self, delta: Delta) -> list[Piece]:
+        """Returns what a delta adds to the answer; with its end, also what the reader held back."""
+        reader, text = self._reader, delta.text
+        if reader is None:
+            return [Text(text)] if text else []
+        pieces = reader.push(text[:_PART])
+        for at in range(_PART, len(text), _PART):
+            pieces += reader.push(text[at : at + _PART])
+        for piece in pieces:
+            if isinstance(piece, CallBegins):
+                self._arguments = []
+            elif isinstance(piece, Arguments) and self._arguments is not None:
+                self._arguments.append(piece.text)
+        if delta.finish_reason is not None:
+            # Some formats close what is open now, so it must be looked at before.
+            self.cut_call = delta.cut and self._arguments is not None and not _is_json("".join(self._arguments))
+            pieces += reader.finish(cut=delta.cut)
+        return pieces
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 class StopMatcher:
@@ -162,12 +194,12 @@ class Choice:
             text = self._detokenizer.push(tokens[start:silent_end])
             self.completion_tokens = end
         shown = range(start, self.completion_tokens) if self._show_logprobs else range(0)
+        if at_end and self._stops.matched is None:
+            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
+            self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
         if self._stops.matched is not None:
             self.finish_reason = "stop"
             life.stop()
-        elif at_end:
-            text += self._stops.push(self._detokenizer.finish()) + self._stops.finish()
-            self.finish_reason = _FINISH.get(life.finish or FinishReason.STOP, "stop")
         if not text and not shown and self.finish_reason is None:
             return None
         ids: Sequence[int] = ()

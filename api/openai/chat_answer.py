@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import AnswerHead, Choice, Delta, event, json_at_once, json_pieces, pieces_of
+from tandem.api.openai.answer import AnswerHead, Choice, Delta, PieceReader, event, json_at_once, json_pieces
 from tandem.api.openai.chat_request import ChatRequest
 from tandem.api.openai.generation_plan import GenerationPlan, StreamedUsage
 from tandem.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from tandem.api.openai.reading import ReadChoice, are_short
-from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
+from tandem.api.pieces import Arguments, CallBegins, Piece, Reasoning, Text, new_call_id
 from tandem.api.text.tokenizer import Tokenizer
 
 
@@ -49,10 +49,10 @@ class ChatMessageMaker:
                     deltas.append({"tool_calls": [more]})
         return deltas
 
-    def finish_reason(self, reason: str | None) -> str | None:
-        """Returns "tool_calls" if the answer made calls and was not cut off: a cut one may be an incomplete
-        set of calls."""
-        return "tool_calls" if self.calls and reason == "stop" else reason
+    def finish_reason(self, reason: str | None, *, cut_call: bool) -> str | None:
+        """Returns "tool_calls" if the answer made calls, and neither max_tokens nor a stop string within a call cut it off: then
+        it may be an incomplete set of calls."""
+        return "tool_calls" if self.calls and reason == "stop" and not cut_call else reason
 
 
 def whole_message(pieces: Sequence[Piece], *, reasoning: bool = True) -> dict[str, Any]:
@@ -124,9 +124,11 @@ def _message(plan: GenerationPlan, request: ChatRequest, one: ReadChoice) -> tup
     reader, reason = plan.reader(), one.choice.finish_reason
     if reader is None:
         return {"role": "assistant", "content": one.text, "refusal": None}, reason
-    pieces = reader.push(one.text) + reader.finish(cut=one.choice.cut)
+    reading = PieceReader(reader)
+    pieces = reading.read(Delta(one.text, finish_reason=reason, cut=one.choice.cut))
     message = whole_message(pieces, reasoning=request.include_reasoning is not False)
-    return message, "tool_calls" if "tool_calls" in message and reason == "stop" else reason
+    called = "tool_calls" in message and reason == "stop" and not reading.cut_call
+    return message, "tool_calls" if called else reason
 
 
 class ChatStream:
@@ -152,7 +154,8 @@ class ChatStream:
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self._usage.null
         self._begun: set[int] = set()
         self._plan = plan
-        self._readers = [plan.reader() for _ in choices]
+        readers = [plan.reader() for _ in choices]
+        self._readers = [PieceReader(reader) if reader is not None else None for reader in readers]
         shows = request.include_reasoning is not False
         self._messages = [ChatMessageMaker(reasoning=shows) for _ in choices]
 
@@ -172,18 +175,19 @@ class ChatStream:
             out += self._event(choice, {}, finish_reason=delta.finish_reason)
         return out
 
-    def _read(self, choice: Choice, delta: Delta, reader: AnswerReader) -> bytes:
+    def _read(self, choice: Choice, delta: Delta, reader: PieceReader) -> bytes:
         """Makes the events of a delta. Log-probabilities and ids are sent with their tokens, even if the text
         is held back."""
         out = b""
         message = self._messages[choice.index]
-        pieces = pieces_of(reader, delta)
+        pieces = reader.read(delta)
         if delta.tokens or delta.token_ids:
             out += self._event(choice, {}, delta=delta)
         for content in message.deltas(pieces):
             out += self._event(choice, content)
         if delta.finish_reason is not None:
-            out += self._event(choice, {}, finish_reason=message.finish_reason(delta.finish_reason))
+            reason = message.finish_reason(delta.finish_reason, cut_call=reader.cut_call)
+            out += self._event(choice, {}, finish_reason=reason)
         return out
 
     def _event(

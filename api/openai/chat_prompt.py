@@ -156,7 +156,7 @@ _NO_OTHERS = (None,) * 4
 _VALUE_COST = 8  # in characters: a value costs time, too
 
 
-def _is_short(messages: Sequence[ChatMessage], *others: Any) -> bool:
+def texts_are_short(messages: Sequence[ChatMessage], *others: Any) -> bool:
     """Whether the values are few and their texts short. Takes no longer for longer ones."""
     left = INLINE_CHAT_CHARACTERS
     rest = [value for value in others if value]
@@ -234,7 +234,7 @@ async def render_chat(
     into the context is refused before anything looks into them. `context`: None when any length is allowed."""
 
     given = (chat.messages, chat.tools, chat.documents, chat.variables)
-    is_short = len(chat.messages) + len(chat.tools or ()) <= INLINE_ITEMS and _is_short(*given)
+    is_short = len(chat.messages) + len(chat.tools or ()) <= INLINE_ITEMS and texts_are_short(*given)
     # What is short has fewer characters than most contexts hold, so they need not be counted again.
     surely_fits = is_short and tokenizer.most_characters(context or 0) >= INLINE_CHAT_CHARACTERS
 

@@ -46,7 +46,8 @@ def _choice(
         "finish_reason": "length" if plan.only_echo else one.choice.finish_reason,
     }
     if plan.return_token_ids:
-        choice |= {"prompt_token_ids": plan.shown_prompt(prompt), "token_ids": one.choice.token_ids}
+        shown_ids = [] if plan.only_echo else one.choice.token_ids
+        choice |= {"prompt_token_ids": plan.shown_prompt(prompt), "token_ids": shown_ids}
     if plan.prompt_logprobs is not None:
         found = one.choice.life.prompt_logprobs or []
         choice["prompt_logprobs"] = prompt_logprobs(plan.prompts[prompt], found, tokenizer, plan.prompt_logprobs)
@@ -125,7 +126,7 @@ class CompletionStream:
     def _token_ids(self, choice: Choice, delta: Delta, *, first: bool) -> dict[str, Any]:
         if not self._plan.return_token_ids:
             return {}
-        shown: dict[str, Any] = {"token_ids": delta.token_ids}
+        shown: dict[str, Any] = {"token_ids": [] if self._plan.only_echo else delta.token_ids}
         if first:
             shown["prompt_token_ids"] = self._plan.shown_prompt(choice.index // self._plan.choices_per_prompt)
         return shown

@@ -81,9 +81,9 @@ class GenerationPlan(msgspec.Struct, frozen=True):
         """Returns the reader of one choice's text, or None when the text is shown as it is."""
         return self.chat.reader() if self.chat is not None else None
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def usage(self, choices: Sequence[Choice], *, at_end: bool = True) -> dict[str, Any]:
         """Counts each prompt once, however many choices it has, and every generated token, also those of
-        choices that best_of dropped."""
+        choices that best_of dropped. Reasoning is counted only at the end, because all tokens are looked at for it."""
         completion = 0 if self.only_echo else sum(choice.completion_tokens for choice in choices)
         cached = sum(
             choices[first].life.cached_tokens or 0 for first in range(0, len(choices), self.choices_per_prompt)
@@ -95,7 +95,7 @@ class GenerationPlan(msgspec.Struct, frozen=True):
             "total_tokens": prompts + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        if self.chat is not None and (reasoning := self.chat.reasoning_tokens(choices)) is not None:
+        if at_end and self.chat is not None and (reasoning := self.chat.reasoning_tokens(choices)) is not None:
             figures["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return figures
 
@@ -129,7 +129,7 @@ class StreamedUsage:
 
     def field(self) -> dict[str, Any]:
         if self.continuous:
-            return {"usage": self._plan.usage(self._choices)}
+            return {"usage": self._plan.usage(self._choices, at_end=False)}
         return {"usage": None} if self._included else {}
 
     def closing(self, head: Mapping[str, Any]) -> bytes:

@@ -6,13 +6,15 @@ import asyncio
 import operator
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem.api.answer_format import CallsAsked, OfferedTool
-from tandem.api.lark import ANY_TEXT, JsonObject, json_schema, quoted
+from tandem.api.lark import ANY_TEXT, MAX_GRAMMAR, JsonObject, json_schema, quoted
+from tandem.api.openai.chat_prompt import texts_are_short
 from tandem.api.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.api.openai.fields import ResponseFormat, SamplingFields, StructuredOutputs
 from tandem.api.openai.served_model import ServedModel
@@ -22,7 +24,6 @@ from tandem.base.errors import InvalidRequest
 from tandem.base.shares import OneAtATime
 
 FREE_TEXT = f"start: {ANY_TEXT}"
-MAX_GRAMMAR = 256 * 1024
 _REMEMBERED = 256
 # Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
 # schema of a few hundred characters can take a tenth of a second.
@@ -140,7 +141,9 @@ async def chat_grammar(
     if param is not None:
         raise InvalidRequest(f"{param}: contradicts tools, unless tool_choice is 'none'", param)
     asked = _calls_asked(request, tools, any_answer=any_answer)
-    grammar = written.calls_grammar(asked, answer, model.tokenizer)
+    # Of tools with thousands of parameters it takes long, and only then is known whether it is too long.
+    make = partial(written.calls_grammar, asked, answer, model.tokenizer)
+    grammar = make() if texts_are_short((), tools) else await asyncio.to_thread(make)
     if grammar is not None:
         await check_grammar(grammar, "tools", owner)
     return grammar

@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.api import wings
 from tandem.api.answer_format import PlainText
+from tandem.api.openai.answer import LoopTurn
 from tandem.api.openai.caller import Caller
 from tandem.api.openai.chat_prompt import TemplateInput, chat_prompt, template_variables, tools_to_call
 from tandem.api.openai.chat_request import ChatRequest, thinking_budget
@@ -50,9 +51,11 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, caller
     owner = caller.cache_owner(request.cache_salt)
     context, special = _context_for(request, model), request.add_special_tokens is not False
     prompts = [[PLACEHOLDER] * each.count for each in embeds or ()]
+    turn = LoopTurn()
     for prompt in given:
         ids = await prompt_ids(prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
         prompts.append(truncated(ids, request.truncate_prompt_tokens, max_tokens, model.max_model_len))
+        await turn.pass_on()  # each short prompt is tokenized here, which takes a millisecond or more
     # The best choice is the likeliest, so log-probabilities are needed.
     logprobs = 0 if best_of > n and request.logprobs is None else request.logprobs
     asked = _Asked(

@@ -34,6 +34,7 @@ _OF_TORCH = {"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Stora
 _ZIP = b"PK\x03\x04"
 _MOST_HEADER = 64 << 10  # the most bytes of a tensor's description
 _MOST_ENTRIES = 64
+_MOST_DIMENSIONS = 8
 _REBUILD = "torch._utils _rebuild_tensor_v2"
 
 
@@ -91,6 +92,12 @@ def _refusal(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where}: the tensor {why}", where)
 
 
+def _check_dimensions(shape: tuple[int, ...]) -> None:
+    """Must come before sizes are multiplied: a description has room for thousands of them."""
+    if len(shape) > _MOST_DIMENSIONS:
+        raise _NoTensorError(f"must have the shape [tokens, hidden size], and has {len(shape)} dimensions")
+
+
 def _checked(dtype: str, shape: tuple[int, ...], data: bytes) -> _Tensor:
     wanted = math.prod(shape) * TYPES[dtype]
     if len(data) != wanted:
@@ -127,6 +134,7 @@ def _from_safetensors(file: bytes) -> _Tensor:
     body = file[8 + length :]
     if begin != 0 or end != len(body):
         raise _NoTensorError(f"is cut off: it ends at byte {end} of {len(body)}")
+    _check_dimensions(tuple(one.shape))
     return _checked(_OF_SAFETENSORS[one.dtype], tuple(one.shape), body)
 
 
@@ -163,6 +171,7 @@ def _in_zip(file: zipfile.ZipFile) -> _Tensor:
     stored = by_name.get(f"data/{key}")
     if stored is None:
         raise _NoTensorError("has no numbers in its file")
+    _check_dimensions(shape)
     row_by_row = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
     if any(size > 1 and has != wants for size, has, wants in zip(shape, stride, row_by_row, strict=True)):
         raise _NoTensorError("must lie row by row in memory: save tensor.contiguous()")

@@ -106,6 +106,10 @@ def read_event(value: dict[str, Any]) -> ClientEvent:
         raise explain(str(error), _EVENTS[kind], value) from None
 
 
+# Each is looked at for every answer, and takes memory besides its text.
+MOST_ITEMS = 4096
+
+
 class Conversation:
     """The items so far, and the message that is still arriving."""
 
@@ -113,7 +117,12 @@ class Conversation:
         self.items: list[tuple[str, str, str]] = []  # id, role, text
         self.buffer: list[str] = []
 
+    def check_room(self) -> None:
+        if len(self.items) >= MOST_ITEMS:
+            raise InvalidRequest(f"a conversation has at most {MOST_ITEMS} items; begin another")
+
     def add(self, item_id: str, role: str, text: str) -> None:
+        self.check_room()
         if any(known == item_id for known, _, _ in self.items):
             raise InvalidRequest(f"item.id: {item_id[:100]!r} is taken; leave it out or send another", "item.id")
         self.items.append((item_id, role, text))

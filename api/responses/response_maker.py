@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.api.openai.answer import Choice, Delta, pieces_of
+from tandem.api.openai.answer import Choice, Delta, PieceReader
 from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.api.pieces import AnswerReader, Arguments, CallBegins, Piece, Reasoning, Text
 from tandem.base.errors import TandemError
@@ -27,7 +27,7 @@ class ResponseMaker:
 
     def __init__(self, body: dict[str, Any], reader: AnswerReader | None) -> None:
         self.body = body
-        self._reader = reader
+        self._reader = PieceReader(reader)
         self._number = 0
         self._ids = 0
         self._item: dict[str, Any] | None = None  # the item that is being written
@@ -47,11 +47,11 @@ class ResponseMaker:
         ]
 
     def events(self, delta: Delta) -> list[bytes]:
-        return [event for piece in pieces_of(self._reader, delta) for event in self._show(piece)]
+        return [event for piece in self._reader.read(delta) for event in self._show(piece)]
 
     def complete(self, plan: GenerationPlan, choice: Choice) -> list[bytes]:
         whole = choice.finish_reason != "length"
-        out = self._close("completed" if whole else "incomplete")
+        out = self._close("completed" if whole and not self._reader.cut_call else "incomplete")
         if not whole:
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
         figures = plan.usage([choice])

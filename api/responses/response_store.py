@@ -41,8 +41,8 @@ class StoreFull(Unavailable):
 
 
 class StoredResponse:
-    """One response. `events` are its stream's, each at its number. They are kept while clients follow it; a
-    background response keeps them after its end, too."""
+    """One response. `events` are its stream's, in order. A background response keeps them all, each at its number, for any client
+    that follows it; another one has one follower, and keeps what that has not read."""
 
     def __init__(self, body: dict[str, Any], owner: str, items: list[InputItem], *, keeps_events: bool) -> None:
         self.body = body
@@ -51,6 +51,7 @@ class StoredResponse:
         self._items = msgspec.json.encode(items)
         self.keeps_events = keeps_events
         self.events: list[bytes] = []
+        self._first = 0  # the number of the first of them
         self._events_size = 0
         self.size = RESPONSE_BYTES + len(self._items) + len(msgspec.json.encode(body))
         self.store: ResponseStore | None = None  # the store that keeps it
@@ -104,9 +105,11 @@ class StoredResponse:
         try:
             while True:
                 changed = self._changed
-                if at < len(self.events):
-                    news = b"".join(self.events[at:])
-                    at = len(self.events)
+                at = max(at, self._first)
+                if at < self._first + len(self.events):
+                    news = b"".join(self.events[at - self._first :])
+                    at = self._first + len(self.events)
+                    self._drop_read()
                     yield news
                 elif self.ended:
                     return
@@ -115,6 +118,13 @@ class StoredResponse:
         finally:
             self._followers -= 1
             self._forget_events()
+
+    def _drop_read(self) -> None:
+        if not self.keeps_events:
+            self._first += len(self.events)
+            self.events.clear()
+            read, self._events_size = self._events_size, 0
+            self._resize(self.size - read)
 
     def output_items(self) -> list[InputItem]:
         """Returns the answer's items as the next request would send them."""

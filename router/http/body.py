@@ -7,7 +7,8 @@ each until its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from tandem.api.lives import ReadableLives
 from tandem.api.openai.fields import StreamOptions
 from tandem.api.openai.generation_plan import GenerationPlan
 from tandem.base.errors import Cancelled, InvalidRequest, Overloaded, TandemError
-from tandem.base.shares import Shares
+from tandem.base.shares import OneAtATime, Shares
 from tandem.http_server.turns import Turns
 from tandem.router.config import Limits, RouterConfig, Timeouts, UnknownFields
 from tandem.router.http.errors import BodyTimeout, BodyTooLarge, UnsupportedContentType
@@ -39,6 +40,7 @@ PARSED_TIMES = 8  # how much more memory a parsed body takes than its bytes
 LOGPROB_BYTES = 16  # an id and a number, in arrays
 
 R = TypeVar("R", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 class BodyBudget:
@@ -51,7 +53,8 @@ class BodyBudget:
         self._on_refused = on_refused
         # Large bodies are parsed one at a time: several threads would leave the event loop little of the
         # interpreter.
-        self.parsing = asyncio.Semaphore(1)
+        self._parsing = asyncio.Semaphore(1)
+        self._of_owner = OneAtATime()
         self.turns = Turns()  # for pieces of bodies to be taken
 
     @property
@@ -61,6 +64,12 @@ class BodyBudget:
     def share(self) -> BodyShare:
         """Returns one request's share, a context manager that gives back all that it took."""
         return BodyShare(self)
+
+    @asynccontextmanager
+    async def parsing(self, owner: str) -> AsyncIterator[None]:
+        """Waits for the turn of one large body. Of each owner's only one stands in the line, so owners take turns."""
+        async with self._of_owner.turn(owner), self._parsing:
+            yield
 
     def take(self, owner: str, size: int, has: int) -> None:
         if not self._shares.fits(owner, size, has=has):
@@ -90,9 +99,8 @@ class BodyShare:
     def __exit__(self, *of_no_concern: object) -> None:
         self._budget.give_back(self._owner, self.size)
 
-    @property
-    def parsing(self) -> asyncio.Semaphore:
-        return self._budget.parsing
+    def parsing(self) -> AbstractAsyncContextManager[None]:
+        return self._budget.parsing(self._owner)
 
     async def turn(self) -> None:
         await self._budget.turns.turn()
@@ -279,12 +287,20 @@ async def read_body(
     if len(body) <= INLINE_BYTES:
         request, ignored = _request_of(body, request_type, config, fields)
     else:
-        async with share.parsing:
+        async with share.parsing():
             request, ignored = await asyncio.to_thread(_request_of, body, request_type, config, fields)
     exchange.ignored_fields = ignored
     if config.other_models and getattr(request, "model", None) in config.other_models:
         exchange.body = body
     return request
+
+
+async def beside(share: BodyShare, work: Callable[..., T], *args: Any) -> T:
+    """Does what takes long with all of a request, here if its body was short, and otherwise in a thread."""
+    if share.size <= INLINE_BYTES:
+        return work(*args)
+    async with share.parsing():
+        return await asyncio.to_thread(work, *args)
 
 
 async def read_bytes(exchange: HttpExchange, config: RouterConfig, share: BodyShare) -> bytes | bytearray:

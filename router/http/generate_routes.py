@@ -30,6 +30,7 @@ from tandem.router.http.body import (
     BodyShare,
     KeptShare,
     answer_size,
+    beside,
     inputs_size,
     read_body,
     without_payload,
@@ -144,7 +145,7 @@ async def _read(
 ) -> tuple[Any, GenerationPlan]:
     request = await read_body(exchange, endpoint.request_type, services.config, share)
     if endpoint.translate is not None:
-        request = endpoint.translate(request)
+        request = await beside(share, endpoint.translate, request)
     request = services.model.named_by(request)
     return request, await planned(endpoint.plan, services, exchange, request, arrived)
 

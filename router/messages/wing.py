@@ -12,7 +12,7 @@ from tandem.api.anthropic.messages_request import CountRequest, MessagesRequest,
 from tandem.api.openai.answer import json_pieces
 from tandem.api.openai.plan import plan_chat
 from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
-from tandem.router.http.body import read_body
+from tandem.router.http.body import beside, read_body
 from tandem.router.http.exchange import HttpExchange, send_pieces
 from tandem.router.http.generate_routes import GenerateEndpoint, generate
 from tandem.router.http.services import Services
@@ -45,7 +45,7 @@ async def count_tokens(services: Services, exchange: HttpExchange) -> None:
                 request = await read_body(exchange, CountRequest, services.config, share)
                 model = services.model
                 model.check_name(request.model)
-                count = await prompt_size(services, exchange, as_chat(request))
+                count = await prompt_size(services, exchange, await beside(share, as_chat, request))
                 del request
             await send_pieces(exchange.send, json_pieces({"input_tokens": count}))
 

@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 # part in AHEAD_SHARE of what there was. So the total work stays linear.
 AHEAD_CHARACTERS = 256
 AHEAD_SHARE = 4
+# The session's line in the log names its first answers.
+MOST_NOTES = 2000
 # Appended as a possible continuation. Tokens that it changes are not settled yet.
 _MORE = " and so on"
 
@@ -130,7 +132,7 @@ class RealtimeSession:
         limits = self._services.config.limits
         if len(text) <= INLINE_BYTES:
             return parse_object(text.encode(), limits)
-        async with self._services.bodies.parsing:
+        async with self._services.bodies.parsing(self._exchange.owner):
             return await asyncio.to_thread(lambda: parse_object(text.encode(), limits))
 
     async def _tell_error(self, error: TandemError, event_id: str | None) -> None:
@@ -292,6 +294,7 @@ class RealtimeSession:
             raise InvalidRequest("response.create: another response is being made; wait for it or cancel it")
         if self._conversation.buffer:
             raise InvalidRequest("response.create: input_text_buffer holds text; commit or clear it first")
+        self._conversation.check_room()  # for the answer
         request = self._request(asked, with_buffer=False)
         await _ended(self._ahead)
         self._answer_id = _new_id("resp")
@@ -379,7 +382,8 @@ class RealtimeSession:
             if generation is not None and plan is not None:
                 generation.cancel()
                 answers = [len(life.ledger.tokens) for life in generation.lives]
-                exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
+                if len(exchange.notes) < MOST_NOTES:
+                    exchange.notes += notes_of(generation, plan.prompt_tokens + sum(answers))
                 services.metrics.e2e_latency.observe(time.monotonic() - arrived)
                 if reservation is not None:
                     reservation.settle(plan.prompt_tokens, answers)
@@ -397,7 +401,9 @@ class RealtimeSession:
         )
         while choice.finish_reason is None:
             await generation.news()
-            while (delta := choice.advance()) is not None:
+            while (delta := choice.advance()) is not None or choice.behind:
+                if delta is None:  # tokens without text, such as special ones, and more behind them
+                    continue
                 text = delta.text
                 if reader is not None:
                     pieces = reader.push(text)

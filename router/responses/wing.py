@@ -6,6 +6,7 @@ not a handler.
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from tandem.api.responses.responses_request import InputItem, ResponsesRequest, 
 from tandem.base.errors import InvalidRequest
 from tandem.router.dispatch import LeftBehind
 from tandem.router.http.api_document import EVENT, GENERATION_ERRORS, operation
-from tandem.router.http.body import read_body
+from tandem.router.http.body import beside, read_body
 from tandem.router.http.exchange import EventStream, HttpExchange, send_json
 from tandem.router.http.generate_routes import asked_tokens, caller_of, enter
 from tandem.router.http.services import Services
@@ -62,7 +63,7 @@ async def _read(
         check(request)
         services.model.check_name(request.model)
         before = await _before(service, exchange, request)
-        chat = as_chat(request, before)
+        chat = await beside(share, as_chat, request, before)
         with naming_its_fields():
             plan = await plan_chat(chat, services.model, caller_of(services, exchange, chat, arrived))
     return request, plan, before
@@ -116,7 +117,7 @@ async def one_response(service: ResponseService, services: Services, exchange: H
     if not response.keeps_events:
         raise InvalidRequest("stream: only a background response can be streamed again", "stream")
     after = query.get("starting_after", ["-1"])[0]
-    if not after.lstrip("-").isdigit() or len(after) > 12:
+    if re.fullmatch(r"-?[0-9]{1,11}", after) is None:
         raise InvalidRequest("starting_after: must be an event's sequence_number", "starting_after")
     await follow_to_end(exchange, response, max(-1, int(after)))
 
@@ -141,7 +142,7 @@ async def input_items(service: ResponseService, services: Services, exchange: Ht
     if (after := query.get("after", [""])[0]) in ids:
         items = items[ids.index(after) + 1 :]
     limit = query.get("limit", ["20"])[0]
-    if not limit.isdigit() or not 1 <= int(limit[:4]) <= MOST_ITEMS:
+    if re.fullmatch("[0-9]{1,4}", limit) is None or not 1 <= int(limit) <= MOST_ITEMS:
         raise InvalidRequest(f"limit: must be from 1 to {MOST_ITEMS}, not {limit[:40]!r}", "limit")
     shown = items[: int(limit)]
     await send_json(
@@ -174,8 +175,9 @@ async def count_input(service: ResponseService, services: Services, exchange: Ht
                 services.model.check_name(request.model)
                 before = await _before(service, exchange, request)
                 with naming_its_fields():
-                    count = await prompt_size(services, exchange, as_chat(request, before))
-                del request, before
+                    chat = await beside(share, as_chat, request, before)
+                    count = await prompt_size(services, exchange, chat)
+                del request, before, chat
             await send_json(exchange.send, {"object": "response.input_tokens", "input_tokens": count})
 
 

@@ -2,11 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tandem.api.answer_format import CallsAsked, PlainText
 from tandem.api.openai import grammars
+from tandem.api.openai.chat_request import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from tandem.api.text.tenant_cache import CacheOwner
+from tandem.api.text.tokenizer import Tokenizer
 
 
 def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +37,24 @@ def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytes
     assert checked == ["start: /once/"]
     asyncio.run(grammars.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
     assert len(checked) == 2, "another tenant's check tells nothing"
+
+
+def test_a_grammar_of_many_tools_is_written_beside_everything_else(tokenizer: Tokenizer) -> None:
+    loop_went_on = threading.Event()
+
+    class Waiting(PlainText):
+        reads_calls = True
+
+        def calls_grammar(self, asked: CallsAsked, answer: str | None, tokenizer: Tokenizer) -> str | None:
+            assert loop_went_on.wait(10), "the event loop waited for it"
+            return None
+
+    tools = [Tool("function", FunctionDefinition(f"f{at}", parameters={"x": "y" * 1000})) for at in range(50)]
+    request = ChatRequest(messages=[ChatMessage("user", "x")], tools=tools, tool_choice="required")
+    model: Any = SimpleNamespace(format=Waiting(), tokenizer=tokenizer)
+
+    async def ask() -> str | None:
+        asyncio.get_running_loop().call_soon(loop_went_on.set)
+        return await grammars.chat_grammar(request, tools, model, CacheOwner())
+
+    assert asyncio.run(ask()) is None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.http_server.call import RequestHead
-from tandem.http_server.chunked import ChunkedBody, FramingError
+from tandem.http_server.chunked import LINES_AT_ONCE, ChunkedBody, FramingError
 
 NEXT = b"GET / HTTP/1.1\r\n"
 
@@ -100,6 +100,18 @@ def test_a_chunked_body_however_it_is_cut(
     assert body.complete
     assert found == b"".join(pieces)
     assert buffer == NEXT, "what follows is the next request's"
+
+
+def test_many_short_chunks_are_taken_some_at_a_time() -> None:
+    data = chunks([b"x"] * 5000) + NEXT
+    body, buffer, found = ChunkedBody(100), bytearray(data), b""
+    while not body.complete:
+        taken = body.take(buffer)
+        assert len(taken) <= LINES_AT_ONCE
+        assert body.has_rest is not body.complete
+        found += taken
+    assert found == b"x" * 5000
+    assert buffer == NEXT
 
 
 @pytest.mark.parametrize(

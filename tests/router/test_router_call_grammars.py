@@ -9,6 +9,7 @@ import pytest
 
 from tandem.api.settings import ToolFormat
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.wire.nodes import Role
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_node import scripted
 from tests.router.test_router_structured import PERSON, Follows, format_of
@@ -176,3 +177,22 @@ def test_each_format_is_made_to_write_what_its_reader_reads(
     assert answer["finish_reason"] == "tool_calls"
     assert len(answer["message"]["tool_calls"]) == 2
     assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+@pytest.mark.parametrize("name", [ToolFormat.QWEN3_CODER, ToolFormat.PYTHONIC, ToolFormat.GEMMA4])
+def test_definitions_that_every_parameter_would_repeat_are_refused_before_they_are_written(
+    start_router: StartRouter, folder_with_tools: str, name: ToolFormat
+) -> None:
+    """Written first and measured afterwards, these would be a gigabyte."""
+    router = start_router(prefill=0, decode=0, tokenizer_path=folder_with_tools, tool_format=name)
+    router.add("d", Role.DECODE, max_model_len=1_000_000)
+    router.wait_ready()
+    schema = {
+        "type": "object",
+        "properties": {f"a{at}": {"$ref": "#/$defs/b"} for at in range(4000)},
+        "$defs": {"b": {"type": "integer", "description": "x" * 300_000}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    answer = router.chat(tools=[tool], max_tokens=3)
+    assert answer.status_code == 400
+    assert "once for each of the 4000" in answer.json()["error"]["message"]

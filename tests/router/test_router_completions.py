@@ -140,6 +140,13 @@ def test_echo_shows_the_prompt_and_with_no_tokens_nothing_else(start_router: Sta
     assert logprobs["text_offset"] == [0, 3]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_shows_no_token_that_it_does_not_count(start_router: StartRouter, stream: bool) -> None:
+    router = start_router()
+    shown = router.complete(echo=True, max_tokens=0, return_token_ids=True, stream=stream).text
+    assert '"token_ids":[]' in shown
+
+
 def test_logprobs_stand_beside_their_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:
     router = start_router()
     choice = router.complete(max_tokens=4, logprobs=2, seed=1).json()["choices"][0]
@@ -183,6 +190,17 @@ def test_a_stop_string_over_several_tokens_ends_the_answer_and_the_work(
         node.wait_until(lambda node=node: not node.running, "the rest is not generated")  # type: ignore[misc]
     included = router.complete(max_tokens=400, stop="ee fo", include_stop_str_in_output=True).json()
     assert included["choices"][0]["text"] == "one two three fo"
+
+
+def test_a_stop_string_that_only_the_end_completes_is_the_reason(
+    start_router: StartRouter, tokenizer: Tokenizer
+) -> None:
+    part = tokenizer.encode("日", special=False)[:1]  # a third of a character, which is shown as U+FFFD at the end
+    assert tokenizer.decode(part) == "\ufffd"
+    router = start_router(rule=scripted(part))
+    for stop, shown in (("\ufffd", ("", "stop")), ("x", ("\ufffd", "length"))):
+        choice = router.complete(max_tokens=1, stop=stop).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == shown
 
 
 def test_a_stop_string_counts_only_after_min_tokens(start_router: StartRouter, tokenizer: Tokenizer) -> None:

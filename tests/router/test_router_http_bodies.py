@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from tandem.base.errors import ConfigurationError
 from tandem.base.shares import Shares
 from tandem.router.config import ApiKey, Limits, RouterConfig, Timeouts
+from tandem.router.http.body import BodyBudget
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.raw_http import connect, post, read_answer, read_to_end
 
@@ -126,6 +128,14 @@ def test_every_body_counts(router: RunningRouter, path: str) -> None:
         router.wait_for(lambda: held(router) == 5000, "received")
 
 
+def test_a_body_in_single_bytes_is_read_whole_and_so_is_one_that_is_dropped(router: RunningRouter) -> None:
+    single = b"".join(b"1\r\n%c\r\n" % byte for byte in body(9_000)) + b"0\r\n\r\n"
+    with closing(connect(router)) as connection:
+        for path, status in (("/nothing", 404), ("/v1/completions", 200), ("/nothing", 404)):
+            connection.sendall(post(single, path, transfer_encoding="chunked"))
+            assert read_answer(connection)[0] == status
+
+
 def test_a_key_leaves_room_for_other_keys(start_router: StartRouter) -> None:
     limits = Limits(body_bytes=10_000, body_bytes_at_once=50_000)
     keys = (ApiKey("greedy", "secret-g"), ApiKey("other", "secret-o"))
@@ -166,6 +176,27 @@ def test_beside_a_greedy_key_another_has_its_first_body_and_two_share() -> None:
     shares.take("second", -25)
     assert shares.held == 0
     assert shares.fits("", 100)
+
+
+def test_large_bodies_are_parsed_one_at_a_time_and_keys_take_turns() -> None:
+    parsed: list[str] = []
+
+    async def parse(budget: BodyBudget, owner: str) -> None:
+        with budget.share() as share:
+            share.take(owner, 1)
+            async with share.parsing():
+                parsed.append(owner)
+                await asyncio.sleep(0)
+                assert parsed[-1] == owner, "no other meanwhile"
+
+    async def scenario() -> None:
+        budget = BodyBudget(Limits(), lambda: None)
+        async with asyncio.TaskGroup() as group:
+            for owner in ("greedy", "greedy", "greedy", "other"):
+                group.create_task(parse(budget, owner))
+
+    asyncio.run(scenario())
+    assert parsed[:2] == ["greedy", "other"]
 
 
 def test_a_budget_that_no_body_would_fit_into() -> None:

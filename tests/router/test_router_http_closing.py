@@ -12,7 +12,7 @@ import pytest
 from tandem.http_server import protocol
 from tandem.router.config import Limits
 from tests.router.conftest import RunningRouter, StartRouter
-from tests.router.raw_http import connect, parse, post, read_to_end
+from tests.router.raw_http import connect, parse, post, read_answer, read_to_end
 
 SIZE = 8 << 20  # more than lies in buffers between the two
 LIMITS = Limits(header_bytes=4096, body_bytes=SIZE)
@@ -57,6 +57,15 @@ def test_a_chunk_that_is_none_ends_a_request_that_is_being_read(start_router: St
         connection.sendall(b"no size\r\n" + b" " * SIZE)
         assert parse(read_to_end(connection))[0] == 400
     router.wait_for(lambda: router.server.services.bodies.held == 0, "given back")
+
+
+def test_a_chunk_that_is_none_behind_the_answer_brings_no_second_answer(start_router: StartRouter) -> None:
+    router = start_router()
+    with closing(connect(router)) as connection:
+        connection.sendall(post(b"", "/nothing", transfer_encoding="chunked"))
+        assert read_answer(connection)[0] == 404
+        connection.sendall(b"no size\r\n")
+        assert read_to_end(connection) == b""
 
 
 @contextmanager

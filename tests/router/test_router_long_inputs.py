@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from tandem.api.openai import answer
+from tandem.api.openai.caller import Caller
+from tandem.api.openai.completion_request import CompletionRequest
+from tandem.api.openai.plan import plan_completion
 from tandem.wire.nodes import Role
 from tests.router.conftest import StartRouter
 from tests.router.paths import SERVED
@@ -32,6 +41,60 @@ def test_what_cannot_fit_is_not_tokenized(
     assert error["code"] == "context_length_exceeded"
     assert error["param"] in asked
     assert "more than the model's context of 64 tokens can hold" in error["message"]
+
+
+def test_between_many_short_prompts_the_event_loop_goes_on(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "TURN_S", -1.0)  # every turn is over at once
+    running = start_router()
+    model = running.server.services.model
+    request = CompletionRequest(prompt=["the fox"] * 50)
+
+    async def passes() -> int:
+        count = 0
+
+        async def others() -> None:
+            nonlocal count
+            while True:
+                count += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(others())
+        await plan_completion(request, model, Caller("x", time.monotonic() + 60, lambda salt: salt, None))
+        counting.cancel()
+        return count
+
+    assert running.call(passes()) >= 50
+
+
+@pytest.mark.parametrize("path", [path for path in ("/v1/messages", "/v1/responses") if path in SERVED])
+def test_a_long_body_becomes_a_chat_beside_everything_else(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    name = path.rpartition("/")[2]
+    wing = importlib.import_module(f"tandem.router.{name}.wing")
+    on_the_loop: list[bool] = []
+
+    def watched(as_chat: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any) -> Any:
+            try:
+                on_the_loop.append(asyncio.get_running_loop() is not None)
+            except RuntimeError:
+                on_the_loop.append(False)
+            return as_chat(*args)
+
+        return make
+
+    if name == "messages":
+        monkeypatch.setattr(wing, "MESSAGES", structs.replace(wing.MESSAGES, translate=watched(wing.as_chat)))
+    else:
+        monkeypatch.setattr(wing, "as_chat", watched(wing.as_chat))
+    running = start_router()
+    for count in (1, 3000):
+        said = [{"role": "user", "content": "x"}] * count
+        running.client.post(path, json={"messages": said, "max_tokens": 1} if name == "messages" else {"input": said})
+    assert on_the_loop == [True, False]
 
 
 def chat_with(place: str, text: str) -> tuple[str, dict[str, Any]]:

@@ -59,6 +59,22 @@ def test_reasoning_and_a_call_whole_and_streamed(
     assert "reasoning_content" not in (without.choices[0].message.model_extra or {})
 
 
+def test_usage_in_every_event_counts_reasoning_at_the_end_alone(
+    start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
+) -> None:
+    """To count it, all tokens so far are looked at, which must not be done with each of them."""
+    text = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}"
+    router = answering(start_router, thinking_folder, tokenizer, end_token, text)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    streamed = router.chat(stream=True, stream_options=options, max_tokens=500).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    *during, last = [event["usage"] for event in events]
+    counts = [usage["completion_tokens"] for usage in during]
+    assert counts == sorted(counts)
+    assert not any("completion_tokens_details" in usage for usage in during)
+    assert 0 < last["completion_tokens_details"]["reasoning_tokens"] < last["completion_tokens"] == counts[-1]
+
+
 def test_a_message_that_is_only_reasoning(
     start_router: StartRouter, thinking_folder: str, tokenizer: Tokenizer, end_token: int
 ) -> None:

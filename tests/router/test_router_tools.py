@@ -78,6 +78,20 @@ def test_a_cut_answer_shows_no_mark_of_a_call_at_any_length(
         assert not "".join(delta.get("content") or "" for delta in deltas)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("Par", "stop"), ('"}}', "stop"), ("</tool", "tool_calls")])
+def test_a_stop_string_within_a_call_leaves_it_cut_off_and_says_so(
+    start_router: StartRouter, folder_with_tools: str, tokenizer: Tokenizer, stop: str, reason: str
+) -> None:
+    router = start_router(rule=scripted(tokenizer.encode(HERMES, special=False)), tokenizer_path=folder_with_tools)
+    asked: dict[str, Any] = {"tools": [WEATHER], "stop": [stop]}
+    assert router.chat(**asked).json()["choices"][0]["finish_reason"] == reason
+    streamed = router.chat(**asked, stream=True).text
+    assert [f'"finish_reason":"{one}"' in streamed for one in ("stop", "tool_calls")] == [
+        reason == "stop",
+        reason != "stop",
+    ]
+
+
 def test_a_template_that_knows_no_tools_is_told_of_them_in_words(
     start_router: StartRouter, tokenizer: Tokenizer, end_token: int
 ) -> None:

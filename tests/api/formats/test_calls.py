@@ -32,6 +32,25 @@ def read(text: str, name: ToolFormat, cuts: list[int] | None = None) -> tuple[st
     return "".join(piece.text for piece in pieces if isinstance(piece, Text)), calls
 
 
+@pytest.mark.parametrize("name", [ToolFormat.HERMES, ToolFormat.MINIMAX_M1, ToolFormat.PHI4, ToolFormat.GRANITE])
+@pytest.mark.parametrize("after", ["no", "\n", "{", " {[", '"', "[5"])
+def test_a_mark_without_a_call_holds_nothing_back(name: ToolFormat, after: str) -> None:
+    reader = CallReader(CALLS[name], {})
+    again = f"{CALLS[name].begins[0]}{after}"
+    told: list[Piece] = []
+    for _ in range(4):
+        told += reader.push(again)
+    text = "".join(piece.text for piece in told if isinstance(piece, Text))
+    assert text.startswith(again * 3), "what came before the last mark"
+
+
+@pytest.mark.parametrize("name", [ToolFormat.HERMES, ToolFormat.MISTRAL, ToolFormat.LLAMA3])
+@pytest.mark.parametrize("after", ["", "{", '{"', "["])
+def test_a_model_that_writes_nothing_but_marks_is_read_in_time(name: ToolFormat, after: str) -> None:
+    text = f"{CALLS[name].begins[0]}{after}" * 6000
+    assert read(text, name, list(range(20, len(text), 20))) == (text, [])
+
+
 MARKS = '</tool_call> \\"<tool_call>\\" [TOOL_CALLS] }; {'  # in a string of a call
 SAYS_MARKS = ("say", {"text": json.loads(f'"{MARKS}"')})
 SAID = '{"text": "' + MARKS + '"}'

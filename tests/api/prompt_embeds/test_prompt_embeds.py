@@ -83,6 +83,13 @@ def zipped(parts: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def program_of(shape: list[int]) -> bytes:
+    """A description, as torch.save writes it, of a tensor with this shape."""
+    sizes = b"(" + b"".join(b"J" + struct.pack("<i", size) for size in shape) + b"t"
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x10tQ"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + sizes + sizes + b"\x89NtR."
+
+
 def with_header(header: object, body: bytes = b"") -> str:
     text = json.dumps(header).encode()
     return base64.b64encode(struct.pack("<Q", len(text)) + text + body).decode()
@@ -127,6 +134,14 @@ BAD: dict[str, tuple[str, str]] = {
     "another shape than its bytes": (
         with_header({"x": {"dtype": "F32", "shape": [3, 8], "data_offsets": [0, 64]}}, bytes(64)),
         "has 64 bytes, and 96 by its shape",
+    ),
+    "a thousand dimensions": (
+        with_header({"x": {"dtype": "F32", "shape": [2**31] * 1000, "data_offsets": [0, 64]}}, bytes(64)),
+        "and has 1000 dimensions",
+    ),
+    "a program of a thousand dimensions": (
+        zipped({"data.pkl": program_of([2**30] * 1000), "data/0": bytes(64)}),
+        "and has 1000 dimensions",
     ),
     "a size below zero": (
         with_header({"x": {"dtype": "F32", "shape": [-2, -8], "data_offsets": [0, 64]}}, bytes(64)),

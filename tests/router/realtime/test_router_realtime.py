@@ -12,11 +12,15 @@ import pytest
 from wsproto.connection import Connection, ConnectionType
 from wsproto.events import AcceptConnection, CloseConnection, Ping, Pong, RejectConnection, TextMessage
 
+from tandem.api.openai.answer import PIECE_TOKENS
+from tandem.api.realtime import events
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.http_server.turns import PASS_S, Turns
 from tandem.http_server.websocket import READ_FRAMES, WebSocket
 from tandem.router.config import ApiKey, Limits, Timeouts, TracingConfig
 from tandem.router.http.body import KeptMemory
 from tandem.wire.nodes import Role
+from tandem.wire.sampling import FinishReason
 from tests.realtime_client import RealtimeClient
 from tests.router.conftest import RunningRouter, StartRouter
 
@@ -59,6 +63,20 @@ def test_a_prompt_is_read_on_the_prefill_node_while_it_arrives(router: RunningRo
     client.hear("response.done")
     whole = next(submit for submit in prefill.submits if submit.transfer is not None)
     assert whole.prompt_token_ids[: len(ahead.prompt_token_ids)] == ahead.prompt_token_ids
+
+
+def test_tokens_without_text_hide_none_behind_them(start_router: StartRouter, tokenizer: Tokenizer) -> None:
+    router = start_router(prefill=0)
+    node = router.nodes["d0"]
+    node.set(pause_at=0)
+    silent, said = tokenizer.encode("<|start|>", special=False), tokenizer.encode("fox", special=False)
+    with closing(RealtimeClient(router.url)) as client:
+        client.say("input_text_buffer.append", text="hi")
+        client.say("input_text_buffer.commit")
+        client.say("response.create", response={"max_output_tokens": 1000})
+        node.wait_until(lambda: bool(node.submits), "it runs")
+        node.say(node.submits[0], 0, [*silent * (2 * PIECE_TOKENS), *said], FinishReason.STOP)
+        assert client.hear("response.output_text.done")["text"] == "fox"
 
 
 @pytest.mark.parametrize("prefills", [1, 2])
@@ -228,6 +246,33 @@ def test_an_answer_that_a_quota_refuses_is_counted_as_elsewhere(start_router: St
             client.say("response.create", response={"max_output_tokens": 3})
             assert client.hear("response.done")["response"]["status"] == status
     assert router.metric("tandem_requests_refused_total", reason="quota") == 1
+
+
+def test_a_conversation_has_a_limited_number_of_items(client: RealtimeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little text they have, each is looked at for every answer."""
+    monkeypatch.setattr(events, "MOST_ITEMS", 3)
+    item = {"role": "user", "content": [{"type": "input_text", "text": ""}]}
+    for _ in range(3):
+        client.say("conversation.item.create", item=item)
+        client.hear("conversation.item.done")
+    for kind, fields in (("conversation.item.create", {"item": item}), ("response.create", {})):
+        client.say(kind, **fields)
+        assert "at most 3 items" in client.hear("error")["error"]["message"]
+
+
+def test_the_line_of_a_long_session_in_the_log_is_short(
+    router: RunningRouter, client: RealtimeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "router.access")
+    client.say("input_text_buffer.append", text="hi")
+    client.say("input_text_buffer.commit")
+    for _ in range(60):
+        client.say("response.create", response={"max_output_tokens": 1})
+        client.hear("response.done")
+    client.close()
+    router.wait_for(lambda: "GET /v1/realtime" in caplog.text, "its line")
+    (line,) = [record.getMessage() for record in caplog.records if "GET /v1/realtime" in record.getMessage()]
+    assert len(line) < 3000
 
 
 def test_sessions_of_a_key_take_no_room_from_other_keys(start_router: StartRouter) -> None:

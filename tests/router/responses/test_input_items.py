@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.router.conftest import StartRouter
 
 
@@ -25,3 +27,12 @@ def test_openais_client_lists_and_counts_what_a_response_was_asked_with(start_ro
     assert router.client.post("/v1/responses/input_tokens", json=whole).json()["input_tokens"] == len(prompt)
     assert router.client.get(f"/v1/responses/{second.id}/input_items?limit=0").status_code == 400
     assert router.client.get("/v1/responses/resp_none/input_items").status_code == 404
+
+
+@pytest.mark.parametrize("number", ["--5", "\u00b2", "\u0661", "5-", "x"])
+def test_what_is_no_number_is_refused_and_no_bug(start_router: StartRouter, number: str) -> None:
+    router = start_router()
+    made = router.client.post("/v1/responses", json={"input": "one", "background": True, "max_output_tokens": 2}).json()
+    path = f"/v1/responses/{made['id']}"
+    for place, fields in (("", {"stream": "true", "starting_after": number}), ("/input_items", {"limit": number})):
+        assert router.client.get(path + place, params=fields).status_code == 400

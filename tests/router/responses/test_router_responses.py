@@ -100,6 +100,12 @@ def test_a_stream_is_the_whole_answer_in_numbered_events(router: RunningRouter) 
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
 
 
+def test_a_call_that_a_stop_string_cut_off_is_incomplete(router: RunningRouter) -> None:
+    for stop, status in (('ris"', "incomplete"), ("</tool", "completed")):
+        call = create(router, tools=[WEATHER], stop=stop).json()["output"][-1]
+        assert (call["type"], call["status"]) == ("function_call", status)
+
+
 def test_a_schema_and_an_answer_that_is_cut_off(router: RunningRouter) -> None:
     form = {"type": "json_schema", "name": "p", "schema": {"type": "object"}}
     body = create(router, text={"format": form}, max_output_tokens=4).json()
@@ -168,6 +174,18 @@ def test_a_client_that_goes_away_takes_its_response_with_it(router: RunningRoute
     with router.client.stream("POST", "/v1/responses", json={"input": "x", "stream": True}) as stream:
         next(stream.iter_lines())
     router.wait_for(router.idle, "it was cancelled")
+
+
+def test_what_a_client_has_read_of_a_stream_takes_no_memory(router: RunningRouter) -> None:
+    router.nodes["d0"].set(pause_at=60)
+    store, placement = router.wing(Responses).service.store, router.server.services.dispatcher.placement
+    with router.client.stream("POST", "/v1/responses", json={"input": "weather?", "stream": True}) as stream:
+        router.wait_for(lambda: sum(len(life.ledger.tokens) for life in placement.lives()) == 60, "the node waits")
+        router.wait_for(lambda: store.size < RESPONSE_BYTES + 2000, "no event is kept")
+        router.nodes["d0"].resume()
+        events = events_of(stream.read().decode())
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed"
 
 
 def test_a_failure_is_a_status_or_an_event(router: RunningRouter) -> None:
