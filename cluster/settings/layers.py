@@ -73,7 +73,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that occurs twice; YAML would silently keep the last one. Looks before `<<` merges other keys in, which may be
     overridden."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -88,10 +88,12 @@ class _UniqueKeys(yaml.SafeLoader):
         return node
 
 
-# At once, so that a mapping that contains itself is refused.
-_UniqueKeys.add_constructor(
-    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: loader.construct_mapping(node, deep=True)
-)
+def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    """At once, so that a mapping that contains itself is refused."""
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def _read_section(
