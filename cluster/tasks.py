@@ -93,8 +93,13 @@ async def first_ended(works: Iterable[Awaitable[T]]) -> list[asyncio.Future[T]]:
     try:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        for future in futures:  # all of them first: the wait may be cancelled, too
+            future.cancel()
+        if running := [future for future in futures if not future.done()]:
+            await asyncio.wait(running)
         for future in futures:
-            await cancel(future)
+            if not future.cancelled():
+                future.exception()  # retrieved, or asyncio would log it as never retrieved
     return futures
 
 

@@ -99,9 +99,14 @@ def start_ray(when_imported: Callable[[], object] = lambda: None) -> Path:
     _stay_on_loopback()
     ray = import_ray()
     when_imported()
-
     try:
         make_private_token()
+    except (OSError, RuntimeError) as error:
+        raise Unavailable(
+            f"Ray's token cannot be kept in ~/.ray: {error}. Set HOME to a folder that can be written, or RAY_AUTH_TOKEN to a token"
+        ) from error
+
+    try:
         with _fork_groups, fewer_processes():
             context = ray.init(
                 address="local",  # ignores RAY_ADDRESS

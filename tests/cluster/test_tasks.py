@@ -1,4 +1,4 @@
-"""Work in threads that no one may wait for any more."""
+"""Work that no one may wait for any more: in tasks, and in threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tandem.cluster.commands.operate import HttpControl
 from tandem.cluster.orders import ViewOrder
-from tandem.cluster.tasks import in_own_thread
+from tandem.cluster.tasks import first_ended, in_own_thread
 
 
 async def test_work_whose_result_is_no_longer_wanted_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +29,36 @@ async def test_work_whose_result_is_no_longer_wanted_ends_without_a_word(monkeyp
     await asyncio.gather(waiting, return_exceptions=True)
     threads[0].join(10.0)
     assert raised == []
+
+
+async def test_a_wait_for_the_first_that_is_cancelled_twice_leaves_none_running() -> None:
+    may_end, ended = asyncio.Event(), asyncio.Event()
+    waits = asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            waits.set()
+            await may_end.wait()
+            raise
+
+    async def other() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    waiting = asyncio.create_task(first_ended([slow_to_end(), other()]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait_for(waits.wait(), 10.0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.wait_for(ended.wait(), 10.0)
+    may_end.set()
+    await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=10.0)
 
 
 def test_a_command_that_is_interrupted_does_not_wait_for_the_answer() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.base.errors import Unavailable
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
+from tandem.cluster.on_ray.runtime import start_ray
 
 
 def mode(path: Path) -> int:
@@ -70,3 +72,11 @@ def test_a_token_that_the_environment_names_is_left_alone(tmp_path: Path, monkey
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     make_private_token(tmp_path)
     assert not (tmp_path / ".ray").exists()
+
+
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/x"])
+def test_a_home_that_cannot_be_written_is_named_and_not_the_load(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 1000.0, 1000.0))
+    with pytest.raises(Unavailable, match=r"Ray's token cannot be kept in ~/.ray.*Set HOME to a folder"):
+        start_ray()
