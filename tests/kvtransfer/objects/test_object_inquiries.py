@@ -10,7 +10,7 @@ import pytest
 
 from tandem.kvtransfer.objects import inquiries
 from tandem.kvtransfer.objects.client import StoreError
-from tandem.kvtransfer.objects.inquiries import ANSWER_S, Inquiries
+from tandem.kvtransfer.objects.inquiries import ANSWER_S, Inquiries, StoredPrefix
 
 KEYS = [number.to_bytes(32, "big") for number in range(1000)]
 THERE = 600
@@ -77,7 +77,7 @@ def test_a_question_that_waited_in_line_says_nothing_of_the_store(monkeypatch: p
         asking.ask(KEYS[1:3])
         clock.now += ANSWER_S - 1.5 * AWAY_S
         go_on.set()
-        found = []
+        found: list[StoredPrefix] = []
         while len(found) < 2:
             assert woken.wait(20)
             woken.clear()
