@@ -178,6 +178,8 @@ class ObjectClient:
         with self._answer("GET", name, (), until) as answer:
             if answer is None:
                 return None
+            if answer.length is None:
+                raise ValueError("the answer does not say how long the object is, as behind a proxy that compresses")
             if answer.length != len(head) + body.nbytes:
                 self._drop()
                 return False

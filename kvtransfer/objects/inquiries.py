@@ -18,7 +18,7 @@ from typing import TypeVar
 from tandem.base.errors import InternalError
 from tandem.kvtransfer.objects.chunks import ChunkStore
 from tandem.kvtransfer.objects.client import StoreError
-from tandem.kvtransfer.objects.eras import LOOK_S, Eras
+from tandem.kvtransfer.objects.eras import LOOK_S, REQUEST_S, Eras
 from tandem.kvtransfer.offload.fetches import Rate
 from tandem.kvtransfer.offload.policies import Key
 
@@ -122,18 +122,22 @@ class Inquiries:
         self._wake()
 
     def _count_in(self, era: str, keys: Sequence[Key], until: float) -> int:
-        if not self._store.has(era, keys[0], until):
+        """Asks until `until`, and returns what it knows by then. Only a store that does not answer one request in its time fails."""
+        if not self._has(era, keys[0]):
             return 0
-        if self._store.has(era, keys[-1], until):
+        if time.monotonic() < until and self._has(era, keys[-1]):
             return len(keys)
         low, high = 1, len(keys) - 1
-        while low < high:
+        while low < high and time.monotonic() < until:
             middle = (low + high + 1) // 2
-            if self._store.has(era, keys[middle - 1], until):
+            if self._has(era, keys[middle - 1]):
                 low = middle
             else:
                 high = middle - 1
         return low
+
+    def _has(self, era: str, key: Key) -> bool:
+        return self._store.has(era, key, time.monotonic() + REQUEST_S)
 
     def _book(self, done: Future[None]) -> None:
         if (error := done.exception()) is not None:

@@ -69,11 +69,7 @@ class ObjectTier(LastingSpec):
         if copier.problem:
             thread.leave_out(copier.problem)
 
-        def failed(error: StoreError) -> None:
-            if not thread.left_out:
-                thread.leave_out(str(error))
-
-        inquiries = copier.inquiries = Inquiries(store, eras, wake, failed)
+        inquiries = copier.inquiries = Inquiries(store, eras, wake, lambda error: thread.leave_out(str(error)))
         manager = ObjectManager(
             eras,
             inquiries,

@@ -272,7 +272,8 @@ class CopyThread(Mover):
 
     def leave_out(self, why: str) -> None:
         with self._changed:
-            self._leave_out(why)
+            if not self.left_out:
+                self._leave_out(why)
             self._changed.notify_all()
 
     @property

@@ -54,7 +54,7 @@ class Mover(abc.ABC):
         return ""
 
     def leave_out(self, why: str) -> None:
-        """Leaves the tier out for a while."""
+        """Leaves the tier out for a while, if it is used."""
 
     @property
     def given_up(self) -> int:

@@ -201,6 +201,18 @@ def test_a_node_starts_while_its_disk_hangs_and_finds_what_is_there_when_it_answ
     tier.close()
 
 
+def test_several_that_find_at_once_that_a_tier_does_not_work_leave_it_out_once(tmp_path: Path) -> None:
+    """As the threads that ask an object store do when it hangs."""
+    clock = Clock()
+    tier = open_tier(tmp_path, memory(), clock)
+    for _ in range(4):
+        tier.mover.leave_out("it did not answer in time")
+    clock.now += FIRST_OUT_S
+    tier.mover.submit([], [])
+    until(lambda: not tier.mover.left_out)
+    tier.close()
+
+
 def test_a_tier_that_ends_while_it_is_left_out_lets_its_file_go(tmp_path: Path) -> None:
     """As when a node changes its role: the next one is in the same process."""
     cache, clock = memory(), Clock()
