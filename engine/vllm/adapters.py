@@ -125,11 +125,10 @@ def _slots(layer: Any) -> Any:
 
 
 def _fits(layer: Any, update: Any) -> bool:
-    downs, ups, ranks = update.lora_a, update.lora_b, layer.tp_size
-    if len(_listed(downs)) != len(
-        _slots(layer)
-    ):  # vLLM divides them among these, and says if that does not come out even
-        return True
+    downs, ups = update.lora_a, update.lora_b
+    if len(_listed(downs)) != len(_slots(layer)):
+        return True  # vLLM divides them among these, and says if that does not come out even
+    ranks = layer.tp_size
     cut = (layer.slice_lora_a(downs), layer.slice_lora_b(ups)) if ranks > 1 else (downs, ups)
     sides = ((downs, cut[0], layer.lora_a_stacked, -1), (ups, cut[1], layer.lora_b_stacked, -2))
     return all(

@@ -81,6 +81,7 @@ def load(config: EngineConfig, model: ModelConfig, progress: Report, connect: Co
             structured_outputs_config={"backend": GRAMMARS},
             kv_events_config=KVEventsConfig(enable_kv_cache_events=config.cache.prefix_caching, publisher="null"),
         ).create_engine_config()
+        _check_experts(made)
         # Its KV, its numbers and its noise are not those of another engine, so no request goes on there.
         identity = hashlib.sha256(f"vllm {content.digest}".encode()).hexdigest()
         handover = _handover(made, identity, connect) if connect is not None else None
@@ -106,6 +107,14 @@ def _read_adapters(model: ModelConfig, progress: Report) -> list[VllmAdapter]:
 
     progress("reading the adapters", 0.0)
     return [read_adapter(name, Path(folder), model.max_lora_rank) for name, folder in model.adapters.items()]
+
+
+def _check_experts(made: Any) -> None:
+    if made.device_config.device_type == "cpu" and made.lora_config is not None and made.model_config.is_moe:
+        raise ConfigurationError(
+            "vLLM computes experts with Triton where adapters are served, and CPUs lack it: set scheduler.max_loras to 0, or "
+            "model.engine to tandem"
+        )
 
 
 def _handover(made: Any, identity: str, connect: Connect) -> Handover:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from tandem.base.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.request import Request
+from tandem.engine.vllm.wing import make
 from tandem.wire.adapters import identity_of
 from tandem.wire.kv_events import BlockStored
 from tandem.wire.requests import RequestFacts, TokenChunk
 from tandem.wire.sampling import FinishReason, RepetitionDetection, SamplingParams
-from tests.vllm.conftest import CONTEXT, answers_alone, prompt, write_adapter
+from tests.vllm.conftest import ARGS, CONTEXT, answers_alone, prompt, write_adapter, write_model
 
 pytestmark = [
     pytest.mark.skipif(
@@ -276,6 +278,23 @@ def test_of_several_adapters_vllm_takes_all_or_none(engine: Any, tmp_path: Path)
     book.serve([])
     book.forget_others(set(), 0.0)
     assert not book.has_others
+
+
+def test_a_model_with_experts_is_refused_on_cpus_where_adapters_are_served(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+    }
+    folder = write_model(tmp_path, Qwen3MoeForCausalLM, Qwen3MoeConfig, num_key_value_heads=2, head_dim=32, **shape)
+    model = ModelConfig(path=str(folder), dtype="float32", device="cpu", engine="vllm", engine_args=dict(ARGS))
+    config = EngineConfig(model=model, cache=CacheConfig(memory_bytes=64 << 20), scheduler=SchedulerConfig(max_loras=1))
+    with pytest.raises(ConfigurationError, match=r"computes experts with Triton .* set scheduler\.max_loras to 0"):
+        make(config, model, lambda what, fraction: None, None)
 
 
 def test_it_counts_what_it_does(engine: Any) -> None:

@@ -77,8 +77,8 @@ def test_the_flag_names_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
             "vllm takes no rows from encoder nodes",
         ),
         (
-            {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1", "scheduler__max_loras": "2"},
-            "scheduler.max_loras is set, but vLLM has no such setting",
+            {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1", "cache__block_size": "32"},
+            "cache.block_size is set, but vLLM has no such setting",
         ),
     ],
 )  # fmt: skip
