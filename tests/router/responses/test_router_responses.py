@@ -180,7 +180,7 @@ def test_what_a_client_has_read_of_a_stream_takes_no_memory(router: RunningRoute
     router.nodes["d0"].set(pause_at=60)
     store, placement = router.wing(Responses).service.store, router.server.services.dispatcher.placement
     with router.client.stream("POST", "/v1/responses", json={"input": "weather?", "stream": True}) as stream:
-        router.wait_for(lambda: sum(len(life.ledger.tokens) for life in placement.lives()) == 60, "the node waits")
+        router.wait_for(lambda: sum(len(life.ledger.tokens) for life in placement.lives.all()) == 60, "the node waits")
         router.wait_for(lambda: store.size < RESPONSE_BYTES + 2000, "no event is kept")
         router.nodes["d0"].resume()
         events = events_of(stream.read().decode())
