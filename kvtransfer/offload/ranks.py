@@ -176,9 +176,11 @@ class TierLines:
             self._closing = True
         if self._thread.ident is None:
             self._end()
-            return
-        os.eventfd_write(self._stirred, 1)
-        self._thread.join(STOP_GRACE_S)
+        else:
+            os.eventfd_write(self._stirred, 1)
+            self._thread.join(STOP_GRACE_S)
+        if not self._thread.is_alive():
+            os.close(self._stirred)  # here, because `post` may still use it when the thread has died
 
     def _run(self) -> None:
         try:
@@ -252,7 +254,6 @@ class TierLines:
     def _end(self) -> None:
         for line in self._lines:
             line.close()
-        os.close(self._stirred)
 
 
 class RanksMover(Mover):
