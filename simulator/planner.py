@@ -172,7 +172,7 @@ class Planner:
                 yield trial
 
     def _fewest_of(self, role: Role, widths: Widths) -> int:
-        return max(self._least[role][widths.of(role)], 1)
+        return min(max(self._least[role][widths.of(role)], 1), self._most)
 
     def _try(self, layout: PoolSizes, settings: Mapping[str, str] | None = None) -> Trial:
         settings = dict(settings or {})

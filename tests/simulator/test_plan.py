@@ -254,3 +254,14 @@ def test_prices_are_numbers_above_0(folder: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["plan", "--costs", "node.json", *TRAFFIC, "--cost", prices])
     assert "costs in an hour, such as prefill=2.5" in capsys.readouterr().err
+
+
+def test_no_more_nodes_are_tried_than_were_allowed() -> None:
+    """Also where the work alone needs more of them."""
+    traffic = NeedyTraffic(20, 20, 20)
+    least = {role: {Width(): 20} for role in Role}
+    plan = Planner(traffic, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 8, least).plan()
+    assert max(max(layout.prefill, layout.decode, layout.aggregated) for layout in traffic.asked) == 8
+    assert plan.chosen is None
+    (why,) = plan.why
+    assert why.startswith("no cluster of up to 8 nodes of a role keeps the limits for 99% of the requests")
