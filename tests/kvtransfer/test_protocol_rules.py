@@ -478,6 +478,20 @@ def test_a_consumer_is_told_of_a_new_generation_until_it_has_heard(pair: Pair) -
     assert pair.producer.endpoint.shutdown()
 
 
+def test_a_consumer_that_registered_before_a_generation_began_is_told_of_its_end(pair: Pair) -> None:
+    """Its prompt was in line then, so what it has is of the later generation."""
+    receive = pair.receive()
+    pair.world.deliver_all()
+    pair.producer.endpoint.execute(BeginGeneration())
+    pair.world.settle(1.0)
+    pair.complete(pair.send(), 0.5)
+    assert receive.finished
+    assert not pair.consumer.distrusted
+    pair.producer.endpoint.execute(BeginGeneration())
+    pair.world.deliver_all()
+    assert pair.consumer.distrusted == ["p distrusts its own cache, from which KV was received"]
+
+
 def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> None:
     """Its first blocks had arrived and were told of before that was known."""
     receive, send = push.begin()
