@@ -31,6 +31,7 @@ from tandem.kvtransfer.protocol.transport import Direction
 from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
     Envelope,
+    HandoffAccepted,
     HandoffNotice,
     Hello,
     KVArrived,
@@ -502,6 +503,42 @@ def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> N
     push.producer.abandon_send(send)
     push.world.settle(1.0)
     assert receive.valid_tokens == 0
+    assert push.nothing_is_left()
+
+
+def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_it_was_accepted(push: Pair) -> None:
+    """The acceptance and the news cross each other."""
+    receive, send = push.begin()
+    push.complete(send)
+    push.move_everything()
+    while not receive.finished:
+        push.world.deliver()
+    push.lose(HandoffAccepted)
+    push.producer.endpoint.execute(VoidSend("r1"))
+    push.world.deliver_all()
+    assert push.consumer.distrusted == ["p says that KV is wrong which a request here has"]
+    assert push.nothing_is_left()
+
+
+def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_its_beginning_is_used(push: Pair) -> None:
+    """The consumer could not reach the producer, and went on with the blocks that had come."""
+    push.world.ways_can_be_closed = False
+    receive, send = push.begin()
+    push.producer.compute(send, 12)
+    push.world.settle(0.5)
+    push.producer.compute(send, 16)
+    push.world.settle(0.5)
+    push.world.closed_addresses.add("tcp://p")
+    push.producer.frozen = True
+    push.world.advance(SETTINGS.renew_s + SETTINGS.probe_s + 0.5)
+    assert receive.valid_tokens
+    assert not push.consumer.distrusted
+    push.producer.frozen = False
+    push.world.closed_addresses.clear()
+    push.producer.endpoint.execute(VoidSend("r1"))
+    push.producer.abandon_send(send)
+    push.world.settle(2 * SETTINGS.renew_s)
+    assert push.consumer.distrusted == ["p says that KV is wrong which a request here has"]
     assert push.nothing_is_left()
 
 
