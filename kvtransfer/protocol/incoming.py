@@ -401,7 +401,12 @@ class Quarantine:
         earlier = [receiving for receiving in self._incoming if receiving.is_registered_before(generation)]
         if not all(receiving.is_left for receiving in earlier):
             return  # some transfers over that way may still end well
-        if not self._side.transport.close_earlier():
+        try:
+            if not self._side.transport.close_earlier():
+                return
+        except TransferError as error:
+            logger.warning("earlier ways to the KV cache were not closed, and are tried again: %s", error)
+            self._closing_before = None
             return
         self._closing_before = None
         for receiving in earlier:

@@ -791,6 +791,22 @@ def test_a_refused_connection_frees_nothing(push: Pair) -> None:
     assert push.nothing_is_left()
 
 
+def test_ways_that_cannot_be_closed_now_are_closed_later(push: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise TransferError("NIXL: releasing descriptors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(push.consumer.transport, "close_earlier", fail)
+        push.world.move_s = lambda: 1000.0
+        receive, _ = in_flight_write(push)
+        push.world.closed_addresses.add("tcp://p")
+        push.producer.frozen = True
+        push.world.advance(3 * SETTINGS.lease_s)
+        assert receive.quarantined
+    push.world.advance(2 * SETTINGS.lease_s)
+    assert not receive.quarantined
+
+
 @pytest.mark.parametrize("how", ["refuses", "does not answer"])
 def test_a_request_does_not_wait_for_a_producer_that_cannot_be_reached(push: Pair, how: str) -> None:
     """The link exists already, so no handshake's deadline ends the wait."""
