@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tandem.base.errors import ConfigurationError
+from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Api, ApiEndpoint, Prompt, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.timeline import Timeline
@@ -329,4 +330,10 @@ def test_a_url_may_be_written_in_the_usual_ways(url: str, authority: str, base_p
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", ""])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError):
+        Address.of_url(url)
+
+
+@pytest.mark.parametrize("url", ["http://a..b:8000", f"http://{'a' * 64}:8000", "http://localhost:8000/日本"])
+def test_an_address_that_no_request_can_name_is_refused_as_one(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="URL"):
         Address.of_url(url)
