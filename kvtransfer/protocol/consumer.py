@@ -20,6 +20,7 @@ from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
+    Envelope,
     HandoffAccepted,
     HandoffNotice,
     KVArrived,
@@ -123,6 +124,14 @@ class Consumer:
 
     # ── messages of producers ──
 
+    def hear(self, envelope: Envelope) -> bool:
+        """Takes the generation that a message names, before the message. Returns whether it is news."""
+        if envelope.generation:
+            for receiving in self._incoming.with_peer(key_of(envelope)):
+                if receiving.arrived_of < envelope.generation:
+                    receiving.num_arrived = 0
+        return self.generations.hear(envelope)
+
     def on_welcome(self, message: Welcome) -> None:
         link = self._hear(message)
         if link is None:
@@ -190,6 +199,7 @@ class Consumer:
             return  # nothing more of this transfer is trusted
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
             self.generations.took(receiving.command.peer, message.envelope.generation)  # used even if the rest fails
+            receiving.arrived_of = message.envelope.generation
             self._verify(receiving, message.start, message.count, message.checksums)
 
     def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:

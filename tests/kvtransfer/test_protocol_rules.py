@@ -542,6 +542,29 @@ def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_its_beginning_is_u
     assert push.nothing_is_left()
 
 
+def some_has_arrived(push: Pair) -> tuple[Receive, Send]:
+    """A transfer of whose blocks the consumer was told that some are there."""
+    receive, send = push.begin()
+    for _ in range(2):
+        push.producer.compute(send, 8)
+        push.world.settle(0.5)
+    return receive, send
+
+
+def test_what_a_producer_distrusts_is_not_used_if_it_ends_before_it_closes_the_transfer(push: Pair) -> None:
+    """As a node does that fails its check: it says so, and ends."""
+    receive, send = some_has_arrived(push)
+    push.producer.compute(send, 4)
+    push.world.pump()
+    assert push.world.moves()
+    push.producer.endpoint.execute(BeginGeneration())
+    push.world.deliver_all()
+    assert push.consumer.distrusted
+    push.world.kill("p")
+    push.world.settle(SETTINGS.lease_s + 2.0)
+    assert receive.valid_tokens == 0
+
+
 def test_blocks_of_recurrent_states_are_never_safe_while_a_peer_may_write() -> None:
     """They stand at the table's beginning, and hold what comes after the last token."""
     command = BeginReceive("r", "t", PeerAddress("p", 1, "tcp://p"), 43, 32, b"", [8, 0], [[23, 24, 25], [26]])
