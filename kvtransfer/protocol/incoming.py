@@ -293,6 +293,8 @@ class IncomingTransfers:
 
     def _fail(self, receiving: IncomingTransfer, unsafe: frozenset[int]) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), None))
+        if receiving.num_arrived:  # in use from now on, also if our own cache has begun a new generation since
+            self._side.sources.handed_over.took(receiving.command.peer, receiving.arrived_of)
         self._failed(receiving.command.request_id, LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe))
 
     def _forget(self, receiving: IncomingTransfer, *, accepted: bool) -> None:

@@ -565,6 +565,20 @@ def test_what_a_producer_distrusts_is_not_used_if_it_ends_before_it_closes_the_t
     assert receive.valid_tokens == 0
 
 
+def test_what_a_failed_transfer_left_is_given_up_when_its_producer_distrusts_it(push: Pair) -> None:
+    """Also if the consumer has begun a new generation of its own cache meanwhile."""
+    receive, send = some_has_arrived(push)
+    push.producer.compute(send, len(TOKENS))
+    push.world.settle(0.5)
+    push.consumer.endpoint.execute(BeginGeneration())
+    push.consumer.endpoint.execute(CancelReceive("r1"))
+    push.world.settle(1.0)
+    assert receive.valid_tokens
+    push.producer.endpoint.execute(BeginGeneration())
+    push.world.settle(ASK_S + 1.0)
+    assert push.consumer.distrusted
+
+
 def test_blocks_of_recurrent_states_are_never_safe_while_a_peer_may_write() -> None:
     """They stand at the table's beginning, and hold what comes after the last token."""
     command = BeginReceive("r", "t", PeerAddress("p", 1, "tcp://p"), 43, 32, b"", [8, 0], [[23, 24, 25], [26]])
