@@ -56,7 +56,7 @@ class ListenerProbe:
             self.attempts[endpoint] = attempt
             late = self._clock() >= attempt.began_at + ANSWER_S
             return Listener.DOES_NOT_ANSWER if late else Listener.UNKNOWN
-        error = attempt.refused_at_once or attempt.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = attempt.failed_at_once or attempt.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         attempt.connection.close()
         if error == 0:
             self.accepted[endpoint] = self._clock() + AGAIN_S
@@ -94,7 +94,7 @@ class ListenerProbe:
 class _Attempt(NamedTuple):
     connection: socket.socket
     began_at: float
-    refused_at_once: int  # the error with which the attempt ended as it began, as without a route; the socket keeps none
+    failed_at_once: int  # the error that ended it as it began, as without a route: the socket keeps none
 
     @property
     def is_decided(self) -> bool:

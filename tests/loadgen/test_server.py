@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from tandem.base.errors import ConfigurationError
-from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Api, ApiEndpoint, Prompt, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.timeline import Timeline
