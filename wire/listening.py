@@ -74,8 +74,8 @@ class ListenerProbe:
             logger.warning("whether a process listens at %s could not be asked: %s", endpoint, error)
             return None
         connection.setblocking(False)
-        error = connection.connect_ex(where)
-        return _Attempt(connection, self._clock(), 0 if error == errno.EINPROGRESS else error)
+        code = connection.connect_ex(where)
+        return _Attempt(connection, self._clock(), 0 if code == errno.EINPROGRESS else code)
 
     def _drop_what_is_old(self) -> None:
         """Drops what may never be asked about again."""

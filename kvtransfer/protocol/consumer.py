@@ -278,7 +278,7 @@ class Consumer:
         self._links.hear(key)
         self._declined.closed(message.transfer_id)
         receiving = self._mine(message.transfer_id, key)
-        if message.is_void and self._uses(message.transfer_id, receiving):
+        if message.is_void and self._incoming.was_accepted(message.transfer_id):
             self.generations.distrust(f"{key.node_id} says that KV is wrong which a request here has")
         if receiving is None:
             return
@@ -289,12 +289,6 @@ class Consumer:
                 self._finish(receiving, receiving.notice)
         else:
             self._incoming.end(receiving, Outcome.CLOSED_BY_PEER, f"closed by the producer: {message.reason}")
-
-    def _uses(self, transfer_id: str, receiving: IncomingTransfer | None) -> bool:
-        """Whether a request goes on with what has arrived of this transfer."""
-        if receiving is None:
-            return self._incoming.was_accepted(transfer_id) is True
-        return receiving.quarantined is not None and receiving.num_arrived > 0
 
     def on_refused(self, message: Refusal) -> None:
         key = key_of(message.envelope)

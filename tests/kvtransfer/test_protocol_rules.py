@@ -520,28 +520,6 @@ def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_it_was_accepted(pu
     assert push.nothing_is_left()
 
 
-def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_its_beginning_is_used(push: Pair) -> None:
-    """The consumer could not reach the producer, and went on with the blocks that had come."""
-    push.world.ways_can_be_closed = False
-    receive, send = push.begin()
-    push.producer.compute(send, 12)
-    push.world.settle(0.5)
-    push.producer.compute(send, 16)
-    push.world.settle(0.5)
-    push.world.closed_addresses.add("tcp://p")
-    push.producer.frozen = True
-    push.world.advance(SETTINGS.renew_s + SETTINGS.probe_s + 0.5)
-    assert receive.valid_tokens
-    assert not push.consumer.distrusted
-    push.producer.frozen = False
-    push.world.closed_addresses.clear()
-    push.producer.endpoint.execute(VoidSend("r1"))
-    push.producer.abandon_send(send)
-    push.world.settle(2 * SETTINGS.renew_s)
-    assert push.consumer.distrusted == ["p says that KV is wrong which a request here has"]
-    assert push.nothing_is_left()
-
-
 def some_has_arrived(push: Pair) -> tuple[Receive, Send]:
     """A transfer of whose blocks the consumer was told that some are there."""
     receive, send = push.begin()
