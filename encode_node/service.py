@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from tandem.base.errors import InvalidRequest, NodeLost, TandemError
+from tandem.base.errors import ConfigurationError, InvalidRequest, NodeLost, TandemError
 from tandem.engine.scheduling.output import EncoderInput
 from tandem.engine.scheduling.state import SchedulerStats
 from tandem.machine.resources import bind, core_quota
@@ -227,7 +227,11 @@ class EncodeService(NodeLifecycle):
     def _work(self) -> None:
         if self._config.cores and core_quota() is None:
             # The threads that compute with this one start with the first image and inherit its cores.
-            bind([threading.get_native_id()], self._config.cores)
+            try:
+                bind([threading.get_native_id()], self._config.cores)
+            except ConfigurationError as error:
+                logger.exception("the encoder's thread could not be bound")
+                self._condition.fail(error)  # questions are refused, and the controller starts another node
         while self.turn():
             pass
 

@@ -248,10 +248,13 @@ class Request:
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """Whether the whole prompt must be computed, though some of it is cached, because the client wants that or the answer needs
-        it. A cached block holds keys and values only. The prompt's log-probabilities and hidden states come only from computing it, and
-        every pooling kind but LAST needs hidden states of more tokens than the last one."""
-        if self.facts.skip_reading_prefix_cache:
-            return True
+        it."""
+        return self.facts.skip_reading_prefix_cache or self.reports_its_prompt
+
+    @property
+    def reports_its_prompt(self) -> bool:
+        """Whether the answer needs more of the prompt's tokens than keys and values. The prompt's log-probabilities and hidden states
+        come only from computing it, and every pooling kind but LAST needs hidden states of more tokens than the last one."""
         if self.facts.pooling is not None and self.facts.pooling.kind is not PoolingKind.LAST:
             return True
         return self.facts.sampling.prompt_logprobs is not None or self.facts.sampling.hidden_states is not None

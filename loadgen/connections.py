@@ -39,9 +39,10 @@ class Address:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # as the resolver does
         except ValueError as error:
             raise ConfigurationError(f"{url!r} is not a URL: {error}") from error
-        if parts.scheme not in ("http", "https") or not host:
+        if parts.scheme not in ("http", "https") or not host or not parts.path.isascii():
             raise ConfigurationError(f"{url!r} must be an http or https URL such as http://localhost:8000")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         return cls(host, port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import math
 from pathlib import Path
 
 import msgspec
@@ -84,6 +85,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Checks the rules between several flags. Raises ConfigurationError."""
+        for name in ("rate", "duration", "timeout", "think", "spread", "trace_speed", "trace_scale", "temperature"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be a number that is finite, not {value:g}")
         if self.requests is not None and self.requests < 1:
             raise ConfigurationError(f"--requests must be at least 1, not {self.requests}")
         if self.duration is not None and self.duration <= 0:

@@ -61,7 +61,12 @@ def change_of(
 
     def play(sizes: PoolSizes) -> tuple[SimulationReport, dict[int, tuple[float, float]]]:
         answers: dict[int, tuple[float, float]] = {}
-        setup = SimulationSetup(msgspec.structs.replace(config, pools=sizes.pools(config.pools)), costs, traffic)
+        setup = SimulationSetup(
+            msgspec.structs.replace(config, pools=sizes.pools(config.pools)),
+            costs,
+            traffic,
+            counted_from=traffic.rows[warm].arrival_s,
+        )
         report = simulate(setup, on_progress, lambda index, *times: answers.update({index - warm: times}))
         return report, answers
 

@@ -115,7 +115,8 @@ class SimulatedNode:
         self._is_turning = False
         self._status: NodeStatus | None = None  # the last status; None when something has changed since
         self._steps = 0
-        self._busy_s = 0.0
+        self._busy_s = self._busy_before = 0.0
+        self._counted_from = self.born_at
         self._requests = 0
         self._most_blocks = 0.0
         self._last_arrival = 0.0
@@ -442,15 +443,20 @@ class SimulatedNode:
             self._status = None  # do not keep it: the age of the step changes
         return status
 
+    def count_from_here(self) -> None:
+        """What the node has computed so far is not in its share of busy time."""
+        self.catch_up()
+        self._counted_from, self._busy_before = self._loop.time(), self._busy_s
+
     def load(self) -> NodeLoad:
         self.catch_up()
         stats = self.scheduler.stats()
-        seconds = self._loop.time() - self.born_at
+        seconds, counted = self._loop.time() - self.born_at, self._loop.time() - self._counted_from
         return NodeLoad(
             node_id=self.info.node_id,
             role=self.info.role.value,
             seconds=seconds,
-            busy=min(1.0, self._busy_s / seconds) if seconds > 0 else 0.0,
+            busy=min(1.0, (self._busy_s - self._busy_before) / counted) if counted > 0 else 0.0,
             requests=self._requests,
             prompt_tokens_computed=stats.prompt_tokens_computed,
             prompt_tokens_cached=stats.prompt_tokens_cached,

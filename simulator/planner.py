@@ -97,7 +97,7 @@ class Trial(msgspec.Struct, frozen=True):
     layout: PoolSizes
     settings: dict[str, str]
     cost: float  # per hour
-    attainment: float  # an upper bound if the trial was given up
+    attainment: float  # of all requests; if the trial was given up, those that had kept the limits by then
     goodput_per_s: float
     given_up: bool
     report: SimulationReport
@@ -172,7 +172,7 @@ class Planner:
                 yield trial
 
     def _fewest_of(self, role: Role, widths: Widths) -> int:
-        return max(self._least[role][widths.of(role)], 1)
+        return min(max(self._least[role][widths.of(role)], 1), self._most)
 
     def _try(self, layout: PoolSizes, settings: Mapping[str, str] | None = None) -> Trial:
         settings = dict(settings or {})
@@ -254,7 +254,7 @@ class Planner:
         nearest = max(self._trials.values(), key=lambda trial: trial.attainment)
         return (
             f"no cluster of up to {self._most} nodes of a role keeps the limits for {self._target:.0%} of the requests; "
-            f"nearest: {nearest.layout}, {nearest.attainment:.1%} at most. {_worst_of(nearest.report)}"
+            f"nearest: {nearest.layout}, where {nearest.attainment:.1%} had kept them when it was given up. {_worst_of(nearest.report)}"
         )
 
     def _why(self, chosen: Trial, best: Sequence[Trial]) -> Iterator[str]:

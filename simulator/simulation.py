@@ -111,6 +111,7 @@ class SimulationSetup(msgspec.Struct, frozen=True):
     one_machine: bool = False
     # What a line of an endless batch asks for: as many as are idle run beside the traffic. None: there is no batch.
     line: TraceRow | None = None
+    counted_from: float = 0.0  # what the nodes compute before is not in their share of busy time
     # Give the run up when it is certain that a smaller share of the requests than this will keep the service level.
     give_up_below: float = 0.0
 
@@ -210,6 +211,8 @@ class _Simulation:
     async def run(self) -> SimulationReport:
         self._assemble()
         self._on_members()
+        if self._setup.counted_from:
+            self._loop.call_at(self._setup.counted_from, self._count_from_here)
         autoscaler = self._pools.autoscaler(lambda text: None)
         self._is_scaled = autoscaler is not None
         background = [self._loop.create_task(self._heartbeat())]
@@ -363,6 +366,10 @@ class _Simulation:
             self._pools.retire()
 
     # --- the report
+
+    def _count_from_here(self) -> None:
+        for node in self._pools.nodes:
+            node.count_from_here()
 
     def _report(self) -> SimulationReport:
         outcome, slo = self._outcome, self._setup.slo

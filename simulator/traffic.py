@@ -4,6 +4,7 @@ for a block's text and all text before it, so the hash ids of a trace serve as t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
@@ -109,7 +110,7 @@ class RecordedTraffic(msgspec.Struct, frozen=True):
     copies: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
-        if self.speed <= 0 or self.scale <= 0 or self.copies < 1:
+        if not (0 < self.speed < math.inf and 0 < self.scale < math.inf) or self.copies < 1:
             raise ConfigurationError(
                 "a trace is played with a --trace-speed and a --trace-scale above 0, in at least 1 of its --copies, not "
                 f"{self.speed:g}, {self.scale:g} and {self.copies}"
@@ -153,9 +154,9 @@ class SyntheticTraffic(msgspec.Struct, frozen=True):
     prefixes: int = 1
 
     def __post_init__(self) -> None:
-        if self.rate <= 0 or self.seconds <= 0:
+        if not (0 < self.rate < math.inf and 0 < self.seconds < math.inf):
             raise ConfigurationError(
-                f"--rate and --duration must be above 0, not {self.rate:g} requests a second and {self.seconds:g} s"
+                f"--rate and --duration must be above 0, and finite, not {self.rate:g} requests a second and {self.seconds:g} s"
             )
         if self.prefix < 0 or self.prefixes < 1:
             raise ConfigurationError(

@@ -56,7 +56,7 @@ class ListenerProbe:
             self.attempts[endpoint] = attempt
             late = self._clock() >= attempt.began_at + ANSWER_S
             return Listener.DOES_NOT_ANSWER if late else Listener.UNKNOWN
-        error = attempt.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = attempt.failed_at_once or attempt.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         attempt.connection.close()
         if error == 0:
             self.accepted[endpoint] = self._clock() + AGAIN_S
@@ -74,8 +74,8 @@ class ListenerProbe:
             logger.warning("whether a process listens at %s could not be asked: %s", endpoint, error)
             return None
         connection.setblocking(False)
-        connection.connect_ex(where)
-        return _Attempt(connection, self._clock())
+        code = connection.connect_ex(where)
+        return _Attempt(connection, self._clock(), 0 if code == errno.EINPROGRESS else code)
 
     def _drop_what_is_old(self) -> None:
         """Drops what may never be asked about again."""
@@ -94,6 +94,7 @@ class ListenerProbe:
 class _Attempt(NamedTuple):
     connection: socket.socket
     began_at: float
+    failed_at_once: int  # the error that ended it as it began, as without a route: the socket keeps none
 
     @property
     def is_decided(self) -> bool:

@@ -328,6 +328,8 @@ class KVCacheManager:
         from there, and frees them otherwise."""
         request_id = request.request_id
         self.coordinator.forget_after(request_id, num_tokens)
+        if request.reports_its_prompt and not request.num_output_tokens:
+            num_tokens = 0  # what is reported of a prompt is collected from its first token on
         if num_tokens > 0 and self.coordinator.can_resume_at(request_id, num_tokens):
             request.num_computed_tokens = num_tokens
             request.allocation_horizon = 0

@@ -147,11 +147,18 @@ def fp8_on(device: torch.device) -> torch.dtype:
 
 
 def eos_tokens(source: ModelSource, config: Any) -> frozenset[int]:
-    """All tokens that any file of the checkpoint names as end of sequence."""
+    """All tokens that any file of the checkpoint names as end of sequence. Some write -1 for none. Raises a ConfigurationError for
+    what is no token: a request would be the first to meet it, in a step of all."""
     found: set[int] = set()
     generation = source.read_json("generation_config.json").get("eos_token_id")
     configs = (config, config.get_text_config())
     for ids in (generation, *(getattr(each, "eos_token_id", None) for each in configs)):
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
+        if ids is None:
+            continue
+        named = list(ids) if isinstance(ids, list | tuple) else [ids]
+        if not all(isinstance(token, int) for token in named):
+            raise ConfigurationError(
+                f"{source.name} cannot be served: its eos_token_id is {ids!r}, and neither a token's number nor a list of numbers"
+            )
+        found.update(token for token in named if token >= 0)
     return frozenset(found)

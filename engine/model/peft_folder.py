@@ -234,7 +234,7 @@ def _check_config(about: str, config: PeftConfig, pairs: Mapping[str, LayerPair]
                 f"{about}: {layer} is updated by {tuple(up.shape)} times {tuple(down.shape)}, and {CONFIG_FILE} says that its rank is "
                 f"{config.rank(layer)}"
             )
-        if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+        if not (torch.isfinite(down.float()).all() and torch.isfinite(up.float()).all()):
             raise ConfigurationError(
                 f"{about}: the update of {layer} holds infinite numbers or NaN: save the adapter again"
             )

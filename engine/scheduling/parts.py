@@ -107,7 +107,7 @@ class EncodedImages(Protocol):
     def will_not_come(self, identifier: str) -> None: ...
 
     def awaits(self, request: Request, at: int) -> bool:
-        """Whether the request's token `at` needs rows that are on their way."""
+        """Whether the request's token `at` needs rows that are on their way, or that are dropped before they are made again."""
         ...
 
     def forget(self, request_id: str) -> None:
@@ -118,7 +118,7 @@ class EncodedImages(Protocol):
 
     def cap(self, request: Request, start: int, num_new: int) -> int:
         """How many of the `num_new` tokens from `start` on can be computed: up to the first part that the step or the cache has no
-        room for, or whose rows are on their way."""
+        room for, whose rows are on their way, or whose rows others hold that are to be dropped."""
         ...
 
     def take(self, request: Request, start: int, num_new: int) -> None:

@@ -291,7 +291,10 @@ class NixlTransport(Transport):
                 self._prepared = newest.prepare(None, mine.memory_type, _blocks(mine))
         earlier, self._ways = self._ways[:-1], [newest]
         for agent in earlier:
-            agent.close()
+            try:
+                agent.close()
+            except TransferError as error:
+                logger.warning("closing %s: %s", agent.name, error)  # it has ended all the same
         return True
 
     def shuts_out(self, peer: ProcessIdentity) -> bool:

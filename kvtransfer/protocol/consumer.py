@@ -20,6 +20,7 @@ from tandem.kvtransfer.protocol.transport import Activity, Direction
 from tandem.wire.handoff import (
     CancelTransfer,
     DestinationRegistered,
+    Envelope,
     HandoffAccepted,
     HandoffNotice,
     KVArrived,
@@ -123,6 +124,14 @@ class Consumer:
 
     # ── messages of producers ──
 
+    def hear(self, envelope: Envelope) -> bool:
+        """Takes the generation that a message names, before the message. Returns whether it is news."""
+        if envelope.generation:
+            for receiving in self._incoming.with_peer(key_of(envelope)):
+                if receiving.arrived_of < envelope.generation:
+                    receiving.num_arrived = 0
+        return self.generations.hear(envelope)
+
     def on_welcome(self, message: Welcome) -> None:
         link = self._hear(message)
         if link is None:
@@ -190,6 +199,7 @@ class Consumer:
             return  # nothing more of this transfer is trusted
         if message.start <= receiving.num_arrived < message.count <= len(receiving.order):
             self.generations.took(receiving.command.peer, message.envelope.generation)  # used even if the rest fails
+            receiving.arrived_of = message.envelope.generation
             self._verify(receiving, message.start, message.count, message.checksums)
 
     def _verify(self, receiving: IncomingTransfer, start: int, count: int, packed: bytes) -> bool:
@@ -268,6 +278,8 @@ class Consumer:
         self._links.hear(key)
         self._declined.closed(message.transfer_id)
         receiving = self._mine(message.transfer_id, key)
+        if message.is_void and self._incoming.was_accepted(message.transfer_id):
+            self.generations.distrust(f"{key.node_id} says that KV is wrong which a request here has")
         if receiving is None:
             return
         if message.is_void:

@@ -206,7 +206,7 @@ class TransferEndpoint:
         if message.envelope.receiver_epoch != self._side.me.epoch:
             self._refuse_epoch(message)
             return
-        is_news = self.consumer.generations.hear(message.envelope)
+        is_news = self.consumer.hear(message.envelope)
         match message:
             case Hello():
                 self.producer.on_hello(message)

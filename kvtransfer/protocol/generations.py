@@ -60,9 +60,12 @@ class SourceGenerations:
         key = key_of(envelope)
         is_news = self._sources.hear(key, envelope.generation)
         if is_news:
-            self._sources.clear()  # the engine gives up everything
-            self._distrusted(f"{key.node_id} distrusts its own cache, from which KV was received")
+            self.distrust(f"{key.node_id} distrusts its own cache, from which KV was received")
         return is_news
+
+    def distrust(self, reason: str) -> None:
+        self._sources.clear()  # the engine gives up everything
+        self._distrusted(reason)
 
     @property
     def seconds_until_ask(self) -> float:

@@ -293,6 +293,8 @@ class IncomingTransfers:
 
     def _fail(self, receiving: IncomingTransfer, unsafe: frozenset[int]) -> None:
         self._side.recorder.ended(receiving.trace(self._side.clock(), None))
+        if receiving.num_arrived:  # in use from now on, also if our own cache has begun a new generation since
+            self._side.sources.handed_over.took(receiving.command.peer, receiving.arrived_of)
         self._failed(receiving.command.request_id, LoadFailure(receiving.reason, self._valid_tokens(receiving), unsafe))
 
     def _forget(self, receiving: IncomingTransfer, *, accepted: bool) -> None:
@@ -401,7 +403,12 @@ class Quarantine:
         earlier = [receiving for receiving in self._incoming if receiving.is_registered_before(generation)]
         if not all(receiving.is_left for receiving in earlier):
             return  # some transfers over that way may still end well
-        if not self._side.transport.close_earlier():
+        try:
+            if not self._side.transport.close_earlier():
+                return
+        except TransferError as error:
+            logger.warning("earlier ways to the KV cache were not closed, and are tried again: %s", error)
+            self._closing_before = None
             return
         self._closing_before = None
         for receiving in earlier:

@@ -172,6 +172,9 @@ class Producer:
         readers, self._readers = self._readers, OrderedDict()
         now, stamp = self._side.clock(), self._stamps.issue()
         self._untold |= {key: (endpoint, stamp, now + TELL_S) for key, endpoint in readers.items()}
+        for sending in self._ledger:
+            if sending.destination is not None and not sending.is_over:  # it will get KV of the new one
+                self._remember_reader(sending.destination.consumer, sending.destination.endpoint)
         self._tell(now)
 
     def _tell(self, now: float) -> None:

@@ -60,6 +60,7 @@ class IncomingTransfer:
     order: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     sample: ChecksumSample = _NOTHING
     num_arrived: int = 0  # leading grains that are here for good and were found right
+    arrived_of: int = 0  # the generation of the producer's cache whose KV they are
     unread: list[GrainPlace] = dataclasses.field(default_factory=list)  # in descending order
     # Pull: our reads, and their bytes.
     in_flight: dict[HandleId, int] = dataclasses.field(default_factory=dict)

@@ -211,7 +211,7 @@ class Transport(abc.ABC):
 
     def close_earlier(self) -> bool:
         """Closes every way to our KV cache but the newest: writes that peers have posted to the others arrive nowhere.
-        False: not now, because moves of our own still need one."""
+        False: not now, because moves of our own still need one. Raises TransferError, and then a later call closes them."""
         return False
 
     def shuts_out(self, peer: ProcessIdentity) -> bool:

@@ -18,7 +18,7 @@ from tandem.node.config import NodeConfig, NodeTimeouts
 from tandem.wire.embeds import PromptEmbeds
 from tandem.wire.encoding import Encode, EncodedRows, EncodingRefused, ToAsker, WantedPart
 from tandem.wire.images import digest_of_image
-from tandem.wire.nodes import Role
+from tandem.wire.nodes import NodeState, Role
 from tandem.wire.sockets import Inbox, Outbox
 
 PATIENCE_S = 10.0
@@ -78,12 +78,14 @@ class PausedEncoder:
         tower: Tower,
         trace: Trace | None = None,
         news: queue.SimpleQueue[str] | None = None,
+        cores: list[int] | None = None,
     ) -> None:
         self.news = news or queue.SimpleQueue()  # who is blocked, and what has happened
         self.answers: queue.SimpleQueue[ToAsker] = queue.SimpleQueue()
         self.inbox: Inbox[ToAsker] = Inbox("127.0.0.1", ToAsker, self._on_answer, name="asker")
         self.outbox = Outbox()
-        self.node = EncodeNode(NodeConfig("encode-0", Role.ENCODE, timeouts=NodeTimeouts(status_period_s=60.0)))
+        timeouts = NodeTimeouts(status_period_s=60.0)
+        self.node = EncodeNode(NodeConfig("encode-0", Role.ENCODE, timeouts=timeouts, cores=cores or []))
         with monkeypatch.context() as patched:
             patched.setattr("tandem.engine.model.vision.alone.load_tower", lambda *_: tower)
             for kind in ("Lock", "RLock"):
@@ -197,3 +199,12 @@ def test_a_question_that_comes_with_a_drain_is_answered_before_its_end_or_refuse
             answer = encoder.answers.get(timeout=PATIENCE_S)
             assert sent in ([], [int(isinstance(answer, EncodedRows))]), f"paused before line {number}"
     assert number > 3
+
+
+def test_a_node_that_cannot_have_its_cores_refuses_questions_and_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine's node: routers then ask another one, and the controller replaces it."""
+    monkeypatch.setattr("tandem.encode_node.service.core_quota", lambda: None)
+    with contextlib.closing(PausedEncoder(monkeypatch, Tower(), cores=[4095])) as encoder:
+        encoder.ask()
+        assert isinstance(encoder.answers.get(timeout=PATIENCE_S), EncodingRefused)
+        assert encoder.node.status().state is NodeState.FAILED

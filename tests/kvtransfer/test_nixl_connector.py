@@ -137,3 +137,19 @@ def test_an_idle_connector_costs_next_to_nothing() -> None:
     finally:
         producer.close()
         consumer.close()
+
+
+class StubbornAgent(NixlAgent):
+    """NIXL does not give its registration back."""
+
+    def close(self) -> None:
+        super().close()
+        raise TransferError("NIXL: giving back the KV cache's registration: nixlNotFoundError")
+
+
+def test_a_way_is_closed_although_its_registration_is_not_given_back() -> None:
+    transport = NixlTransport(StubbornAgent("here", NixlOptions()))
+    transport.register(memory())
+    assert transport.reopen() is not None
+    assert transport.close_earlier()
+    transport.close()

@@ -31,6 +31,7 @@ from tandem.kvtransfer.protocol.transport import Direction
 from tandem.kvtransfer.sources import ASK_S
 from tandem.wire.handoff import (
     Envelope,
+    HandoffAccepted,
     HandoffNotice,
     Hello,
     KVArrived,
@@ -478,6 +479,20 @@ def test_a_consumer_is_told_of_a_new_generation_until_it_has_heard(pair: Pair) -
     assert pair.producer.endpoint.shutdown()
 
 
+def test_a_consumer_that_registered_before_a_generation_began_is_told_of_its_end(pair: Pair) -> None:
+    """Its prompt was in line then, so what it has is of the later generation."""
+    receive = pair.receive()
+    pair.world.deliver_all()
+    pair.producer.endpoint.execute(BeginGeneration())
+    pair.world.settle(1.0)
+    pair.complete(pair.send(), 0.5)
+    assert receive.finished
+    assert not pair.consumer.distrusted
+    pair.producer.endpoint.execute(BeginGeneration())
+    pair.world.deliver_all()
+    assert pair.consumer.distrusted == ["p distrusts its own cache, from which KV was received"]
+
+
 def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> None:
     """Its first blocks had arrived and were told of before that was known."""
     receive, send = push.begin()
@@ -489,6 +504,57 @@ def test_nothing_is_right_of_a_prompt_whose_kv_turned_out_wrong(push: Pair) -> N
     push.world.settle(1.0)
     assert receive.valid_tokens == 0
     assert push.nothing_is_left()
+
+
+def test_a_prompt_whose_kv_turned_out_wrong_is_given_up_where_it_was_accepted(push: Pair) -> None:
+    """The acceptance and the news cross each other."""
+    receive, send = push.begin()
+    push.complete(send)
+    push.move_everything()
+    while not receive.finished:
+        push.world.deliver()
+    push.lose(HandoffAccepted)
+    push.producer.endpoint.execute(VoidSend("r1"))
+    push.world.deliver_all()
+    assert push.consumer.distrusted == ["p says that KV is wrong which a request here has"]
+    assert push.nothing_is_left()
+
+
+def some_has_arrived(push: Pair) -> tuple[Receive, Send]:
+    """A transfer of whose blocks the consumer was told that some are there."""
+    receive, send = push.begin()
+    for _ in range(2):
+        push.producer.compute(send, 8)
+        push.world.settle(0.5)
+    return receive, send
+
+
+def test_what_a_producer_distrusts_is_not_used_if_it_ends_before_it_closes_the_transfer(push: Pair) -> None:
+    """As a node does that fails its check: it says so, and ends."""
+    receive, send = some_has_arrived(push)
+    push.producer.compute(send, 4)
+    push.world.pump()
+    assert push.world.moves()
+    push.producer.endpoint.execute(BeginGeneration())
+    push.world.deliver_all()
+    assert push.consumer.distrusted
+    push.world.kill("p")
+    push.world.settle(SETTINGS.lease_s + 2.0)
+    assert receive.valid_tokens == 0
+
+
+def test_what_a_failed_transfer_left_is_given_up_when_its_producer_distrusts_it(push: Pair) -> None:
+    """Also if the consumer has begun a new generation of its own cache meanwhile."""
+    receive, send = some_has_arrived(push)
+    push.producer.compute(send, len(TOKENS))
+    push.world.settle(0.5)
+    push.consumer.endpoint.execute(BeginGeneration())
+    push.consumer.endpoint.execute(CancelReceive("r1"))
+    push.world.settle(1.0)
+    assert receive.valid_tokens
+    push.producer.endpoint.execute(BeginGeneration())
+    push.world.settle(ASK_S + 1.0)
+    assert push.consumer.distrusted
 
 
 def test_blocks_of_recurrent_states_are_never_safe_while_a_peer_may_write() -> None:
@@ -738,6 +804,22 @@ def test_a_refused_connection_frees_nothing(push: Pair) -> None:
     push.world.settle(2 * SETTINGS.renew_s)
     assert not receive.quarantined
     assert push.nothing_is_left()
+
+
+def test_ways_that_cannot_be_closed_now_are_closed_later(push: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise TransferError("NIXL: releasing descriptors")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(push.consumer.transport, "close_earlier", fail)
+        push.world.move_s = lambda: 1000.0
+        receive, _ = in_flight_write(push)
+        push.world.closed_addresses.add("tcp://p")
+        push.producer.frozen = True
+        push.world.advance(3 * SETTINGS.lease_s)
+        assert receive.quarantined
+    push.world.advance(2 * SETTINGS.lease_s)
+    assert not receive.quarantined
 
 
 @pytest.mark.parametrize("how", ["refuses", "does not answer"])

@@ -330,3 +330,9 @@ def test_a_url_may_be_written_in_the_usual_ways(url: str, authority: str, base_p
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError):
         Address.of_url(url)
+
+
+@pytest.mark.parametrize("url", ["http://a..b:8000", f"http://{'a' * 64}:8000", "http://localhost:8000/日本"])
+def test_an_address_that_no_request_can_name_is_refused_as_one(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="URL"):
+        Address.of_url(url)

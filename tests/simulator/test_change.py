@@ -15,6 +15,7 @@ from tandem.cluster.cli import main
 from tandem.loadgen.traces import TraceRow
 from tandem.simulator.change import change_of
 from tandem.simulator.costs import CostModel
+from tandem.simulator.simulation import simulate
 from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role
 from tests.simulator.test_what_if import measured, state
@@ -65,6 +66,14 @@ def test_a_node_more_is_said_to_bring_what_it_brings() -> None:
     assert first.low < first.then < first.high
     assert first.then < first.measured
     assert change.busy_then["prefill"] < change.busy_now["prefill"]
+
+
+def test_filling_the_caches_first_does_not_count_as_rest() -> None:
+    here = a_setup(rows(1))
+    accounts = [msgspec.structs.replace(one, cached_tokens=32) for one in measured(here)]
+    change = change_of(state(accounts, "prefill", "decode"), {Role.PREFILL: 2}, here.config, here.costs)
+    (busy,) = (load.busy for load in simulate(here).nodes if load.role == "decode")
+    assert change.busy_now["decode"] == pytest.approx(busy, rel=0.1)
 
 
 def test_costs_that_are_wrong_make_the_interval_wider() -> None:

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from tandem.cluster.cli import main
 from tandem.cluster.config import PoolConfig, PoolsConfig
+from tandem.loadgen.metrics import ServiceLevel
+from tandem.loadgen.traces import TraceRow
 from tandem.simulator.costs import Width
 from tandem.simulator.outcome import NodeLoad, SimulationReport
 from tandem.simulator.planner import Plan, Planner, PoolSizes, Widths
+from tandem.simulator.simulation import simulate
 from tandem.wire.nodes import Role
-from tests.simulator.worlds import node_costs
+from tests.simulator.worlds import a_setup, node_costs
 
 LEAST: dict[Role, dict[Width, int]] = {role: {Width(): 1} for role in Role}
 
@@ -254,3 +257,28 @@ def test_prices_are_numbers_above_0(folder: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["plan", "--costs", "node.json", *TRAFFIC, "--cost", prices])
     assert "costs in an hour, such as prefill=2.5" in capsys.readouterr().err
+
+
+def test_no_more_nodes_are_tried_than_were_allowed() -> None:
+    """Also where the work alone needs more of them."""
+    traffic = NeedyTraffic(20, 20, 20)
+    least = {role: {Width(): 20} for role in Role}
+    plan = Planner(traffic, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 8, least).plan()
+    assert max(max(layout.prefill, layout.decode, layout.aggregated) for layout in traffic.asked) == 8
+    assert plan.chosen is None
+    (why,) = plan.why
+    assert why.startswith("no cluster of up to 8 nodes of a role keeps the limits for 99% of the requests")
+
+
+def test_a_cluster_that_was_given_up_is_not_said_to_serve_at_most_what_it_had_served() -> None:
+    """The first prompts are too long, and all others would be within the limits."""
+    rows = [TraceRow(2.0 * index, 3000 if index < 3 else 100, 5) for index in range(30)]
+    setup = a_setup(rows, slo=ServiceLevel(ttft=0.1))
+    early, whole = simulate(msgspec.structs.replace(setup, give_up_below=0.99)), simulate(setup)
+    assert early.given_up
+    assert early.attainment is not None
+    assert whole.attainment is not None
+    assert early.attainment < whole.attainment == 0.9
+    plan = Planner(lambda *_: early, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 2, LEAST).plan()
+    (why,) = plan.why
+    assert f"{early.attainment:.1%} had kept them when it was given up" in why

@@ -59,8 +59,10 @@ def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.Capt
     ("given", "words"),
     [
         ([], "give the traffic by --trace FILE or by --rate R"),
-        (["--rate", "-1"], "--rate and --duration must be above 0, not -1"),
+        (["--rate", "-1"], "--rate and --duration must be above 0, and finite, not -1"),
         (["--rate", "1", "--duration", "0"], "--rate and --duration must be above 0"),
+        (["--rate", "nan"], "--rate and --duration must be above 0, and finite, not nan"),
+        (["--rate", "1", "--duration", "inf"], "--rate and --duration must be above 0, and finite, not 1"),
         (["--rate", "1", "--input", "0"], "at least 1 token"),
         (["--rate", "1", "--spread", "2"], "spread must be at least 0 and below 1"),
         (["--rate", "1", "--prefill", "0", "--decode", "0"], "node"),

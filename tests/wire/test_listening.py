@@ -46,6 +46,13 @@ def test_an_address_that_cannot_be_asked_without_waiting_is_not_called_dead(endp
     probe.close()
 
 
+def test_a_machine_to_which_no_route_leads_is_not_said_to_accept() -> None:
+    """The kernel says so at once, and the socket then tells of no error."""
+    probe = ListenerProbe()
+    assert ask(probe, endpoint_at(80, "255.255.255.255")) is Listener.DOES_NOT_ANSWER
+    probe.close()
+
+
 def test_an_address_is_asked_whatever_number_the_connection_gets() -> None:
     """A node with many connections has descriptors that select() does not take."""
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -57,4 +57,10 @@ def _update(read: PeftFolder, layer: str, shape: tuple[int, int], dtype: torch.d
             f"{inputs} and {outputs}"
         )
     scaled = up.float() * read.config.scale(layer)
-    return LayerUpdate(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
+    update = LayerUpdate(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
+    if not (torch.isfinite(update.down).all() and torch.isfinite(update.up).all()):
+        raise ConfigurationError(
+            f"{read.about} cannot be served: its update of {layer} has numbers that are infinite in "
+            f"{str(dtype).removeprefix('torch.')}, in which this model computes"
+        )
+    return update

@@ -59,7 +59,7 @@ class Checkpoint:
             for name in sorted(names or {"model.safetensors"}):
                 file: Any = safe_open(folder / name, framework="pt")
                 self._files.update((key, file) for key in file.keys())  # noqa: SIM118
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise ConfigurationError(f"the weights in {folder} cannot be read: {error}") from error
         self._left = set(self._files)
         # A model that was saved without its head has tensors without the prefix that stands for the model in a whole one.

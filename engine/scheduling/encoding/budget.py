@@ -89,9 +89,15 @@ class EncoderCache:
 
     def awaits(self, request: Request, at: int) -> bool:
         return any(
-            (coming := self._coming.get(feature.identifier)) is not None and coming.rows is None
+            ((coming := self._coming.get(feature.identifier)) is not None and coming.rows is None)
+            or self._leaves(feature.identifier, request)
             for feature in _features(request, at, 1)
         )
+
+    def _leaves(self, identifier: str, request: Request) -> bool:
+        """Whether other requests still hold the part, and this one needs it encoded again after them."""
+        entry = self._entries.get(identifier)
+        return entry is not None and entry.is_void and request.request_id not in entry.holders
 
     def forget(self, request_id: str) -> None:
         for identifier, coming in list(self._coming.items()):
@@ -110,6 +116,8 @@ class EncoderCache:
         encodes = any(one.rows is None for one in self._begun.values())
         for feature in _features(request, start, num_new):
             entry = self._entries.get(feature.identifier)
+            if self._leaves(feature.identifier, request):
+                return max(feature.offset - start, 0)
             if feature.identifier in taken or (entry is not None and entry.holders):
                 continue
             coming = self._coming.get(feature.identifier)

@@ -247,3 +247,21 @@ def test_a_part_that_is_dropped_is_made_again_once_no_request_holds_it(drop: Cal
     cache.begin_step(PER_STEP)
     cache.take(third, 0, 7)
     assert runner.step(cache) == LENGTHS["b"]
+
+
+def test_rows_that_are_in_doubt_are_not_taken_by_a_request_that_begins_now() -> None:
+    cache, reads, begins = EncoderCache(CAPACITY, PER_STEP), made("reads", "c"), made("begins", "c")
+    cache.begin_step(PER_STEP)
+    cache.take(reads, 0, 4)  # its step ends in the middle of the part
+    cache.take_step()
+    reads.num_computed_tokens = 4
+    cache.passed(reads)
+    cache.drop_all()
+    cache.begin_step(PER_STEP)
+    assert cache.cap(begins, 0, 9) == 2, "up to the part"
+    assert cache.cap(reads, 4, 5) == 5, "it goes on with what it has"
+    cache.release("reads")
+    assert cache.cap(begins, 0, 9) == 9
+    cache.take(begins, 0, 9)
+    begun, forgotten = cache.take_step()
+    assert ([one.identifier for one in begun], forgotten) == (["c"], ["c"])

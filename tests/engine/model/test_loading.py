@@ -273,6 +273,24 @@ def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> N
     assert "bart cannot be served: it counts positions by itself" in refusal(tmp_path / "bart")
 
 
+@pytest.mark.parametrize("ids", ["</s>", [2, None], [2, "</s>"], 2.5])
+def test_an_end_that_is_no_token_is_refused(llama: Path, ids: Any) -> None:
+    """It would fail the first step with `min_tokens`, and the first grammar."""
+    edit(llama, "generation_config.json", eos_token_id=ids)
+    assert "eos_token_id" in refusal(llama)
+
+
+def test_an_end_below_zero_is_none(llama: Path) -> None:
+    edit(llama, "generation_config.json", eos_token_id=-1)
+    assert load(llama).info.eos_token_ids == {2}
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": []}, {"weight_map": None}, {"weight_map": {"a": 3}}])
+def test_an_index_of_another_form_is_named(llama: Path, index: Any) -> None:
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert str(llama) in refusal(llama)
+
+
 def test_a_configuration_that_names_no_end_is_no_reason_to_fail() -> None:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(eos_token_id=[3, 4]))
     assert eos_tokens(ModelSource(Path("nowhere"), None, "x"), config) == {3, 4}

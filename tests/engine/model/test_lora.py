@@ -230,8 +230,26 @@ def test_an_adapter_whose_tensors_are_missing_is_refused(llama: Case, tmp_path: 
     assert "it holds base_model.model.lm_head.weight" in refusal(llama, folder)
     save_file({key: value * float("nan") for key, value in tensors.items()}, file)
     assert "infinite numbers or NaN" in refusal(llama, folder)
+    save_file({key: (value * float("nan")).to(torch.float8_e4m3fn) for key, value in tensors.items()}, file)
+    assert "infinite numbers or NaN" in refusal(llama, folder)
     save_file({}, file)
     assert "holds no updates" in refusal(llama, folder)
+
+
+def test_an_adapter_of_eight_bit_numbers_is_read(llama: Case, tmp_path: Path) -> None:
+    folder = changed(llama, tmp_path)
+    file = folder / "adapter_model.safetensors"
+    save_file({key: value.to(torch.float8_e4m3fn) for key, value in load_file(file).items()}, file)
+    assert llama.runner.adapters is not None
+    llama.runner.adapters.read("small", folder)
+
+
+@pytest.mark.parametrize("config", [{"lora_alpha": 1e41}, {"alpha_pattern": {"q_proj": 1e300}}])
+def test_an_adapter_that_its_scale_makes_infinite_is_refused(
+    llama: Case, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Each request with it would fail, and the model's output would be blamed."""
+    assert "infinite in float32, in which this model computes" in refusal(llama, changed(llama, tmp_path, **config))
 
 
 def test_a_folder_that_is_no_adapter_is_refused(llama: Case, tmp_path: Path) -> None:

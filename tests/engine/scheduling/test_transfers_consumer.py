@@ -9,7 +9,7 @@ from tandem.engine.request import RequestStatus
 from tandem.kvtransfer.base import ConnectorOutput, Handoff
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
-from tandem.wire.sampling import FinishReason
+from tandem.wire.sampling import FinishReason, SamplingParams
 from tests.engine.scheduling.driving import Driver, FakeConnector, consume, failed, received
 from tests.engine.scheduling.model import alone, next_token
 
@@ -132,6 +132,34 @@ def test_what_is_right_of_a_failed_load_is_kept():
     driver.run()
     assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
     assert driver.scheduler.stats().prompt_tokens_received == 6
+
+
+@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"hidden_states": "file"}])
+def test_of_a_failed_load_nothing_is_used_by_a_request_that_reports_its_whole_prompt(asked):
+    """Log-probabilities and hidden states of the tokens that came would be missing."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    connector.offers["a"] = (10, True)
+    request = driver.add("a", 10, sampling=SamplingParams(max_tokens=5, **asked), transfer=consume())
+    driver.step()
+    driver.arrive(request, 0, 8)
+    driver.step(failed("a", valid_tokens=8))
+    assert driver.step()[0].num_scheduled_tokens == {"a": 10}
+    driver.run()
+    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+
+
+def test_a_request_that_goes_on_with_its_answer_uses_what_came_of_a_failed_load():
+    """Its prompt was reported where the answer began."""
+    connector = FakeConnector()
+    driver = Driver(connector=connector)
+    connector.offers["a"] = (10, True)
+    sampling = SamplingParams(max_tokens=5, prompt_logprobs=0)
+    request = driver.add("a", 10, sampling=sampling, transfer=consume(), output_token_ids=[1])
+    driver.step()
+    driver.arrive(request, 0, 8)
+    driver.step(failed("a", valid_tokens=8))
+    assert driver.step()[0].num_scheduled_tokens == {"a": 3}
 
 
 def test_a_request_goes_on_without_the_blocks_that_a_peer_may_still_write_to():
