@@ -423,8 +423,8 @@ def decide(
                 prefill, prefill_why = near[0], why
             if near[1] is not decode:
                 decode, chosen = near[1], f"decode {near[1].node_id} ({why})"
-        if handover_s := pairs.expected_s(prefill.info, decode.info, request.prompt_tokens):
-            pools = msgspec.structs.replace(pools, handover_s=handover_s)
+        if longer_s := pairs.longer_s(prefill.info, decode.info, request.prompt_tokens):
+            pools = msgspec.structs.replace(pools, handover_s=max(longer_s, pools.handover_s or 0.0))
     away = f"prefill {prefill.node_id} ({prefill_why})"
     if local_prefill is LocalPrefill.AUTO and request.is_measured:
         reason = reason_to_prefill_locally(pools, request, prefill, decode)

@@ -1,12 +1,13 @@
 """Which machines are far from each other: how long answers waited for the handover between two of them, and a nearer pair for a request.
 
-A pair that was never used counts as near, and so does one that has not been used for long: that is how another link is found, and one
-that was slow for a while.
+Far is what takes noticeably longer than it does between the nearest. A pair that was never used counts as near, and so does one that has
+not been used for long: that is how another link is found, and one that was slow for a while.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from tandem.wire.nodes import NodeInfo, Role
 
 MOST_PAIRS = 10_000
 HALVES_S = 60.0  # what was measured counts half after this time
-NOTICED_S = 0.02  # a handover that takes no longer is near, and so little is not worth a change
+NOTICED_S = 0.02  # less is not worth a change
 MOST_LOOKS = 32  # nodes of each role among which a nearer one is sought
 _WEIGHT = 0.3
+_FORGETS = 1.005  # with each handover, by how much a shorter one before it counts less
 _TIMES = 4.0  # no prompt is taken for more often as long, or as short, as those that were measured
 
 
@@ -35,10 +37,12 @@ class PairTimes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pairs: OrderedDict[tuple[str, str], _Measured] = OrderedDict()
+        self._near_s = math.inf  # what a handover between near machines takes
 
     def observe(self, prefill: NodeInfo, decode: NodeInfo, tokens: int, waited_s: float) -> None:
         """An answer to a prompt of so many tokens waited between its first token and its decode node's beginning."""
         pair, now = _pair(prefill, decode), self._clock()
+        self._near_s = min(waited_s, self._near_s * _FORGETS)
         known = self._pairs.get(pair)
         if known is None:
             self._pairs[pair] = _Measured(waited_s, tokens, now)
@@ -50,14 +54,14 @@ class PairTimes:
         known.at = now
         self._pairs.move_to_end(pair)
 
-    def expected_s(self, prefill: NodeInfo, decode: NodeInfo, tokens: int) -> float:
-        """How much longer than elsewhere an answer is likely to wait for this handover; 0 between nodes that are near."""
+    def longer_s(self, prefill: NodeInfo, decode: NodeInfo, tokens: int) -> float:
+        """How much longer than between near machines an answer is likely to wait for this handover; 0 between those."""
         known = self._pairs.get(_pair(prefill, decode))
         if known is None:
             return 0.0
         likely_s = known.waited_s * min(_TIMES, max(1 / _TIMES, tokens / max(1.0, known.tokens)))
-        likely_s *= 0.5 ** ((self._clock() - known.at) / HALVES_S)
-        return likely_s if likely_s > NOTICED_S else 0.0
+        longer_s = likely_s * 0.5 ** ((self._clock() - known.at) / HALVES_S) - self._near_s
+        return longer_s if longer_s > max(NOTICED_S, self._near_s) else 0.0
 
     def nearer(
         self,
@@ -70,18 +74,18 @@ class PairTimes:
         included. One node of it is the chosen one."""
         tokens = request.prompt_tokens
 
-        def handover_s(pair: tuple[NodeView, NodeView]) -> float:
-            return self.expected_s(pair[0].info, pair[1].info, tokens)
+        def longer_s(pair: tuple[NodeView, NodeView]) -> float:
+            return self.longer_s(pair[0].info, pair[1].info, tokens)
 
-        far_s = handover_s(chosen)
+        far_s = longer_s(chosen)
         if not far_s:
             return None
-        near = [pair for pair in _pairs_with(chosen, prefill, decode) if handover_s(pair) + NOTICED_S < far_s]
+        near = [pair for pair in _pairs_with(chosen, prefill, decode) if longer_s(pair) + NOTICED_S < far_s]
         reads = _costs((pair[0] for pair in (chosen, *near)), request)
         assumed = best_prefill_rate(decode)
 
         def cost_s(pair: tuple[NodeView, NodeView]) -> float:
-            return reads[pair[0].node_id] + decode_wait_s(pair[1], request, assumed) + handover_s(pair)
+            return reads[pair[0].node_id] + decode_wait_s(pair[1], request, assumed) + longer_s(pair)
 
         best = min(near, key=cost_s, default=chosen)
         return best if cost_s(best) + NOTICED_S < cost_s(chosen) else None
