@@ -115,8 +115,15 @@ def test_what_is_filed_is_what_is_there(views: list[NodeView], data: st.DataObje
 
 @given(VIEWS, st.integers(1, 4000), st.integers(0, 7))
 def test_the_least_wait_is_on_it(views: list[NodeView], tokens: int, turn: int) -> None:
+    """Once every node's rate is measured, or while none is: one without is filed by a rate that it may not have."""
+    measured = any(each.rates.prefill_tokens_per_s for each in views)
     views = [
-        msgspec.structs.replace(each, status=msgspec.structs.replace(each.status, free_blocks=10**6)) for each in views
+        msgspec.structs.replace(
+            each,
+            status=msgspec.structs.replace(each.status, free_blocks=10**6),
+            rates=NodeRates(each.rates.prefill_tokens_per_s or 1000.0 if measured else None, each.rates.step_s),
+        )
+        for each in views
     ]
     shortlist, last = filed(views)
     request = RoutingRequest(tokens, 100, turn=turn)
