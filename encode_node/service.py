@@ -127,6 +127,7 @@ class EncodeService(NodeLifecycle):
         self._questions: queue.Queue[_QueuedQuestion | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, name="encoder", daemon=True)
         self._at_rest = threading.Condition()
+        self._started = 0  # questions that came
         self._ended: Counter[str] = Counter()  # ended questions by outcome
         self._unanswered = 0  # questions that wait or are being answered
         self._begun: float | None = None  # when the current question was begun
@@ -155,7 +156,7 @@ class EncodeService(NodeLifecycle):
             transfers=0,
             step_age_s=now - begun if begun is not None else 0.0,
             counters=NodeCounters(
-                requests_started=sum(self._ended.values()) + unanswered,
+                requests_started=self._started,
                 requests_finished=dict(self._ended),
                 encoder_tokens=self._made,
                 encoder_tokens_reused=self._found,
@@ -202,6 +203,7 @@ class EncodeService(NodeLifecycle):
     def _on_question(self, question: Encode) -> None:
         # A drain that waits for what is unanswered must not miss a question that was taken before it.
         with self._at_rest:
+            self._started += 1
             why = self._refusal(question)
             if why is None:
                 self._unanswered += 1

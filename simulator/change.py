@@ -85,7 +85,7 @@ def change_of(
         now=str(there),
         then=str(other),
         requests=len(played),
-        seconds=accounts[-1].ended_at - accounts[0].ended_at + accounts[0].total_s,
+        seconds=max(account.ended_at for account in accounts) - accounts[0].began_at,
         expected=[_expected(what, played, TIMES.index(field), percent) for what, (field, percent) in FIGURES.items()],
         busy_now=_busy(report_now),
         busy_then=_busy(report_then),

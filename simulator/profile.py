@@ -195,7 +195,12 @@ class Profiler:
     # --- writing
 
     async def _measure_decode(self, room: int, prefill: CostTable) -> tuple[CostTable, FitError]:
-        contexts = [context for context in self._grid.contexts if context + STEPS + 8 <= self._longest]
+        most = min(self._longest - STEPS - 8, 0.8 * room - 2 * STEPS)
+        contexts = [context for context in self._grid.contexts if context <= most]
+        if not contexts:
+            raise ConfigurationError(
+                f"requests of {self._longest} tokens, in a cache of {room}, are too short to measure what writing answers takes"
+            )
         batches = [batch for batch in self._grid.batches if batch * (contexts[-1] + 2 * STEPS) <= 0.8 * room]
         between = [(batch, contexts[len(contexts) // 2]) for batch in self._grid.batches_between if batch < batches[-1]]
         points = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import errno
 import logging
+import os
 import select
 import socket
 import time
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 AGAIN_S = 1.0  # an address that has accepted is tried again after this long
 ANSWER_S = 1.2  # a kernel answers at once; it sends a lost first packet again after a second
 PATIENCE_S = 10.0  # an attempt is dropped after this long
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 class Listener(enum.Enum):
@@ -75,6 +77,10 @@ class ListenerProbe:
             return None
         connection.setblocking(False)
         code = connection.connect_ex(where)
+        if code not in (0, errno.EINPROGRESS, errno.ECONNREFUSED, *_NO_WAY):  # as when no local port is left
+            connection.close()
+            logger.warning("whether a process listens at %s could not be asked: %s", endpoint, os.strerror(code))
+            return None
         return _Attempt(connection, self._clock(), 0 if code == errno.EINPROGRESS else code)
 
     def _drop_what_is_old(self) -> None:

@@ -23,8 +23,9 @@ class SourceGenerations:
         self._asked_at = side.clock() - ASK_S
         # Producers that have not confirmed yet that KV of theirs was found wrong, and how often it was.
         self.accused: dict[PeerKey, tuple[PeerAddress, int]] = {}
+        # For longer than a producer remembers what it has heard late: else it would take the next time for one that it knows.
         self._found_wrong: BoundedMemory[int] = BoundedMemory(
-            side.settings.max_remembered, side.settings.keep_link_s, side.clock
+            side.settings.max_remembered, 2 * side.settings.keep_link_s, side.clock
         )
 
     @property

@@ -208,3 +208,25 @@ def test_a_node_that_cannot_have_its_cores_refuses_questions_and_has_failed(monk
         encoder.ask()
         assert isinstance(encoder.answers.get(timeout=PATIENCE_S), EncodingRefused)
         assert encoder.node.status().state is NodeState.FAILED
+
+
+def test_a_question_is_counted_once_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter that falls looks like a node that was started again, and all it has ever counted is counted once more."""
+    started: list[int] = []
+    asked: list[PausedEncoder] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if threading.current_thread().name != "encoder" or "node/" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and asked:
+            started.append(asked[0].node.status().counters.requests_started)
+        return trace
+
+    with contextlib.closing(PausedEncoder(monkeypatch, Tower(), trace)) as encoder:
+        asked.append(encoder)
+        for _ in range(3):
+            encoder.ask()
+            assert isinstance(encoder.answers.get(timeout=PATIENCE_S), EncodedRows)
+        assert encoder.node.drain(PATIENCE_S)
+    assert started == sorted(started)
+    assert started[-1] == 3

@@ -444,6 +444,23 @@ def test_a_producer_confirms_that_its_kv_was_wrong_once_no_disk_would_bring_it_b
     assert len(pair.producer.distrusted) == 1
 
 
+def test_kv_that_is_wrong_again_much_later_is_distrusted_again(push: Pair) -> None:
+    """The first time the producer heard of it late, and so remembers it for longer than the consumer did."""
+    receive, send = push.begin()
+    push.complete(send, 0.5)
+    assert receive.finished
+    push.consumer.endpoint.execute(FoundWrong(push.producer.address))
+    push.lose(RenewLease)
+    push.world.settle(ASK_S + 1.0)
+    push.producer.endpoint.execute(BeginGeneration())
+    push.world.settle(ASK_S + 1.0)
+    assert len(push.producer.distrusted) == 1
+    push.world.now += SETTINGS.keep_link_s - ASK_S - 5.0
+    push.consumer.endpoint.execute(FoundWrong(push.producer.address))
+    push.world.settle(ASK_S + 1.0)
+    assert len(push.producer.distrusted) == 2
+
+
 def test_a_consumer_whose_link_is_gone_hears_at_once_that_its_kv_was_wrong(push: Pair) -> None:
     """A node that is restarted right after a reset answers no question any more."""
     receive, send = push.receive(), push.send()

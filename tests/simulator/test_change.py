@@ -76,6 +76,18 @@ def test_filling_the_caches_first_does_not_count_as_rest() -> None:
     assert change.busy_now["decode"] == pytest.approx(busy, rel=0.1)
 
 
+def test_the_time_of_the_requests_ends_with_the_last_of_them() -> None:
+    """One of the first may be answered after all others."""
+    here = a_setup(rows(1))
+    accounts = measured(here)
+    long = msgspec.structs.replace(
+        accounts[0], ended_at=accounts[0].ended_at + 100.0, decode_s=accounts[0].decode_s + 100.0
+    )
+    accounts = [*accounts[1:], long]
+    change = change_of(state(accounts, "prefill", "decode"), {Role.PREFILL: 2}, here.config, here.costs)
+    assert change.seconds == pytest.approx(long.ended_at - min(one.began_at for one in accounts))
+
+
 def test_costs_that_are_wrong_make_the_interval_wider() -> None:
     widths = []
     for off in (1.0, 1.2):

@@ -32,8 +32,10 @@ PIECE = 100  # of a prompt that is read beside an answer
 class TracedCluster:
     """Answers as a router does, with traces of steps that take what `TRUE` says."""
 
-    def __init__(self, *roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> None:
+    def __init__(self, *roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1), tokens: int = 0) -> None:
+        """`tokens`: of the longest request, which its cache just holds."""
         self.roles = roles
+        self.tokens = tokens
         self.widths = widths
         self.alone = alone  # steps of an answer before the rest of its batch has begun
         # prompts, tokens that are cached, tokens of an answer, whether another answer is written meanwhile, and when the request comes
@@ -51,9 +53,9 @@ class TracedCluster:
             nodes = [
                 {
                     "role": role,
-                    "max_model_len": TRUE.max_model_len,
+                    "max_model_len": self.tokens or TRUE.max_model_len,
                     "block_size": 16,
-                    "total_blocks": TRUE.blocks - 1,
+                    "total_blocks": self.tokens // 16 or TRUE.blocks - 1,
                     "tensor_parallel": width,
                     "start_s": 4.0 + index,
                 }
@@ -181,6 +183,25 @@ def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minu
     for batch in (1, 8, 16, 32):
         expected = TRUE.step_s([], batch, batch * 3092)
         assert costs.decode.at(batch, 3092) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [320, 1200, 3600])
+def test_a_cache_that_holds_one_long_request_is_profiled_with_shorter_ones(tokens: int) -> None:
+    async def measured_with() -> CostModel:
+        async with a_profiler(TracedCluster("aggregated", tokens=tokens), random.Random(0)) as profiler:
+            return await profiler.measure("small")
+
+    costs = asyncio.run(measured_with())
+    assert costs.decode.at(1, 84) == pytest.approx(TRUE.step_s([], 1, 84), rel=0.01)
+
+
+def test_requests_that_are_too_short_to_measure_are_said_to_be_so() -> None:
+    async def measured_with() -> CostModel:
+        async with a_profiler(TracedCluster("aggregated", tokens=96), random.Random(0)) as profiler:
+            return await profiler.measure("tiny")
+
+    with pytest.raises(ConfigurationError, match="requests of 96 tokens, in a cache of 96, are too short"):
+        asyncio.run(measured_with())
 
 
 def test_a_cluster_can_be_profiled_again() -> None:

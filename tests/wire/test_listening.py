@@ -53,6 +53,13 @@ def test_a_machine_to_which_no_route_leads_is_not_said_to_accept() -> None:
     probe.close()
 
 
+def test_what_cannot_be_asked_from_here_is_not_called_dead() -> None:
+    """A link-local address without its interface: the kernel begins no attempt."""
+    probe = ListenerProbe()
+    assert {probe.look(endpoint_at(80, "fe80::1")) for _ in range(10)} == {Listener.UNKNOWN}
+    probe.close()
+
+
 def test_an_address_is_asked_whatever_number_the_connection_gets() -> None:
     """A node with many connections has descriptors that select() does not take."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
