@@ -28,6 +28,7 @@ from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, RowScale
 from tandem.engine.model.source import find_source
 from tandem.kernels import library
 from tests.engine.model import quantized_files as files
+from tests.engine.model import tiny
 from tests.engine.model.driver import Driver, load
 from tests.engine.model.test_plain_config import LOAD_WITHOUT_TRANSFORMERS
 from tests.engine.native.batches import Sequences
@@ -111,6 +112,32 @@ def test_what_would_be_computed_wrong_is_refused_by_name(
         return
     with pytest.raises(ConfigurationError, match=f"quantized cannot be served: {complaint}"):
         tokens_of(path, native=False)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        {"quant_method": "compressed-tensors", "sparsity_config": "dense"},
+    ],
+)
+def test_settings_of_another_form_are_refused_in_a_sentence(written: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": written}))
+    with pytest.raises(ConfigurationError, match="llama cannot be loaded: "):
+        load(path)
+
+
+def test_a_file_that_was_not_written_to_its_end_is_named(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigurationError, match="llama cannot be loaded: "):
+        load(path)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
