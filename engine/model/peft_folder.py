@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])\.weight")
 ALL_LINEAR = "all-linear"
 # These initialisations change the base model's own weights, and the adapter is correct only with the changed ones.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class PeftConfig(msgspec.Struct, frozen=True):

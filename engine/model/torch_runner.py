@@ -264,6 +264,8 @@ class TorchRunner:
                 continue
             if length > 1:
                 of_request = of_request[: self._accepted(row, of_request) + 1]
+                if of_request[-1] < 0 and len(of_request) > 1 and self._table.constrained[row]:
+                    of_request.pop()  # the next step computes it without drafts before it, and says what the grammar lacks
             if of_request[-1] < 0:
                 output.errors[req_id] = InvalidLogits(
                     "the model's output is no number: infinite, undefined, or nothing may follow"

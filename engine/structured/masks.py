@@ -53,22 +53,29 @@ class GrammarMasks(RunnerPart):
     ) -> None:
         """Masks the constrained rows. If logit biases or bans have excluded every token that the grammar allows, the allowed ones
         get their logits back, because one must be chosen. Rows after a draft that the grammar forbids are left alone, because the
-        rejected draft makes them void."""
+        rejected draft makes them void. Of a row after drafts that cost too much to follow no token can be chosen."""
         self.failed = {}
         which: list[int] = []
         masks: list[BitMask] = []
+        lost: dict[int, int] = {}  # the first such index of each row
         for index in np.flatnonzero(table.constrained[rows]).tolist():
-            row = int(rows[index])
-            if row in self.failed:
+            row, position = int(rows[index]), int(positions[index])
+            if row in self.failed or row in lost:
                 continue
             try:
-                mask = self._mask(row, int(positions[index]), requests, table)
+                mask = self._mask(row, position, requests, table)
             except TandemError as error:
-                self.failed[row] = error
+                self.clear(row)  # the library's error would last
+                if position <= int(requests.num_tokens[row]):
+                    self.failed[row] = error
+                else:
+                    lost[row] = index
                 continue
             if mask is not None:
                 which.append(index)
                 masks.append(mask)
+        if lost:
+            scores[to_device(np.array(list(lost.values())), scores.device)] = _BANNED
         if not which:
             return
         refused = unpacked(to_device(np.stack(masks).view(np.uint8), scores.device), scores.shape[1]).logical_not_()
@@ -87,6 +94,7 @@ class GrammarMasks(RunnerPart):
             allowed = found.follow(drafts)
             found.go_back(found.num_certain)
         except TandemError:
+            self.clear(row)  # the error may be the drafts', and would last; the next step reports the answer's own
             return 0
         return allowed
 

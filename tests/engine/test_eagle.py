@@ -156,3 +156,6 @@ def test_what_does_not_fit_is_refused(llama: Path, tmp_path: Path) -> None:
     config = (wider / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 64')
     (wider / "config.json").write_text(config)
     assert "lacks model.layers.0.mlp" in refused(llama, wider)
+    weights = wider / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "head cannot be loaded: " in refused(llama, wider)

@@ -25,7 +25,10 @@ def read_config(source: ModelSource) -> Any:
 def weight_format(source: ModelSource, config: Any) -> WeightFormat | None:
     if source.gguf_file is not None:
         return None
-    found = read_checkpoint(source.name, source.folder, config)
+    from tandem.engine.model.checkpoint import translated_errors  # which looks for formats itself
+
+    with translated_errors(source):
+        found = read_checkpoint(source.name, source.folder, config)
     return QuantizedMatrices(source, found) if found is not None else None
 
 

@@ -247,9 +247,11 @@ def codes_of(
             for part in ("qweight", "qzeros")
         )
         return codes.t(), zeros.t(), tensors["scales"].t(), None
-    codes = _unpacked(tensors["qweight"].t(), bits)
-    zeros = _unpacked(tensors["qzeros"], bits).t()
-    return codes, zeros + 1 if zeros_less_one else zeros, tensors["scales"].t(), tensors.get("g_idx")
+    codes, packed = _unpacked(tensors["qweight"].t(), bits), tensors["qzeros"]
+    if zeros_less_one:
+        # The one was subtracted from the packed numbers, so that a zero point of 0 has borrowed from the next.
+        packed = packed + sum(1 << shift for shift in range(0, 32, bits))
+    return codes, _unpacked(packed, bits).t(), tensors["scales"].t(), tensors.get("g_idx")
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:

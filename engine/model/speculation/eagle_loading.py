@@ -21,6 +21,7 @@ from tandem.base.errors import ConfigurationError
 from tandem.engine.cache.group_manager import KVCacheGroup
 from tandem.engine.model.attention.interface import PAGED
 from tandem.engine.model.attention.layers import CachePlan, plan_cache
+from tandem.engine.model.checkpoint import translated_errors
 from tandem.engine.model.compressed import gathering
 from tandem.engine.model.content import weight_files
 from tandem.engine.model.general import keep_rotary_constant
@@ -41,7 +42,7 @@ def tensors_of(source: ModelSource) -> Iterator[tuple[str, Any, str]]:
     if source.gguf_file is not None:
         return
     for file in weight_files(source):
-        with safe_open(file, framework="pt") as tensors:
+        with translated_errors(source), safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dictionary)
                 yield name.removeprefix("model."), tensors, name
 

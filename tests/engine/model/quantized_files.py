@@ -47,7 +47,7 @@ def _by_group(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor
     parts = weight.float().view(weight.shape[0], -1, group)
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     scales = ((high - low) / ((1 << bits) - 1)).half().float()
-    zeros = (-low / scales).round().clamp(1, (1 << bits) - 1)
+    zeros = (-low / scales).round().clamp(0, (1 << bits) - 1)
     codes = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, (1 << bits) - 1)
     return codes.flatten(1).int(), zeros.int(), scales
 

@@ -204,6 +204,7 @@ def refusal(case: Case, folder: Path) -> str:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: lm_head"),
         ({"peft_type": "IA3"}, "only LORA is served"),
         ({"init_lora_weights": "pissa"}, "changed weights"),
+        ({"init_lora_weights": "lora_ga"}, "changed weights"),
         ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
         ({"r": 17}, "rank 17, and model.max_lora_rank is 16: raise it to 17"),
         ({"r": 0}, "at least 1"),

@@ -23,10 +23,12 @@ from tandem.engine.model.kernel_linear import KernelLinear, widen_left
 from tandem.engine.model.native.forward import NativeLlamaForward
 from tandem.engine.model.quantized import loading
 from tandem.engine.model.quantized.blocks import BlockLinear
+from tandem.engine.model.quantized.formats import QuantizedCheckpoint, dense
 from tandem.engine.model.quantized.kernels import BlockScaled, FourBit, RowScaled
 from tandem.engine.model.source import find_source
 from tandem.kernels import library
 from tests.engine.model import quantized_files as files
+from tests.engine.model import tiny
 from tests.engine.model.driver import Driver, load
 from tests.engine.model.test_plain_config import LOAD_WITHOUT_TRANSFORMERS
 from tests.engine.native.batches import Sequences
@@ -110,6 +112,43 @@ def test_what_would_be_computed_wrong_is_refused_by_name(
         return
     with pytest.raises(ConfigurationError, match=f"quantized cannot be served: {complaint}"):
         tokens_of(path, native=False)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "compressed-tensors", "config_groups": [1]},
+        {"quant_method": "compressed-tensors", "sparsity_config": "dense"},
+    ],
+)
+def test_settings_of_another_form_are_refused_in_a_sentence(written: dict[str, Any], tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": written}))
+    with pytest.raises(ConfigurationError, match="llama cannot be loaded: "):
+        load(path)
+
+
+def test_a_file_that_was_not_written_to_its_end_is_named(tmp_path: Path) -> None:
+    path = tiny.save("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigurationError, match="llama cannot be loaded: "):
+        load(path)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("first_format", [True, False])
+def test_a_zero_point_of_0_changes_no_other(bits: int, first_format: bool) -> None:
+    """The group has no negative weight. Zero points that are stored minus one lie in one number, in which one of 0 borrows."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(bits))
+    weight[::3] = weight[::3].abs()
+    parts, right = files.gptq(weight, bits, 32, first_format=first_format)
+    checkpoint = QuantizedCheckpoint("gptq", bits, first_format, (128, 128), {})
+    assert torch.allclose(dense(parts, checkpoint), right, atol=1e-3)
 
 
 def test_tensors_of_an_unknown_kind_are_refused_by_name(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def decode(token_ids: list[int]) -> str:
     return text
 
 
+def costly_after(text: str) -> str:
+    """What follows `text` costs more than a grammar may. The other answer, yes, costs little."""
+    rules = [f'r{i}: "a" "{i}" "c"' for i in range(6000)]
+    return "\n".join([f'start: "yes" | "{text}" costly', f"costly: {' | '.join(f'r{i}' for i in range(6000))}", *rules])
+
+
 @functools.cache
 def leaning() -> torch.Tensor:
     lean = torch.zeros(vocabulary())

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tandem.base.errors import InvalidRequest
 from tandem.engine.config import SchedulerConfig
 from tandem.engine.model import torch_runner
 from tandem.engine.structured import masks
 from tandem.engine.structured.masks import MOST_IN_VAIN, MOST_SLOW
 from tandem.wire.sampling import SamplingParams
-from tests.engine.structured.grammar_walks import Model, decode, encode
+from tests.engine.model import tiny
+from tests.engine.model.driver import Driver, load
+from tests.engine.structured.grammar_walks import PROMPT, Model, backend, costly_after, decode, encode
 from tests.integration.one_engine import OneEngine
 
 PERSON = {
@@ -75,6 +78,18 @@ def test_a_grammar_that_forces_a_very_long_text_is_left_alone(monkeypatch: pytes
         model.sample()
     assert found == [8] * MOST_SLOW + [0] * (4 - MOST_SLOW)
     assert model.failure is None
+
+
+def test_what_is_forced_up_to_a_place_that_costs_too_much_is_said_first(tmp_path: Path) -> None:
+    """With drafts a step comes near that place earlier than without."""
+    path = tiny.save("llama", tmp_path)
+    backend().save(str(path / "tokenizer.json"))
+    said = encode("xqxqxqxqxqxq")
+    driver = Driver(load(path))
+    driver.add("r", PROMPT, SamplingParams(temperature=0, grammar=costly_after(decode(said)), bad_words=[encode("y")]))
+    assert driver.generate(len(said))["r"] == said
+    driver.failing.add("r")
+    assert isinstance(driver.step({"r": 1}).errors["r"], InvalidRequest)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tests.engine.structured.grammar_walks import (
     PROMPT,
     Model,
     backend,
+    costly_after,
     decode,
     encode,
     grammars,
@@ -189,6 +190,28 @@ def test_a_grammar_that_costs_more_than_it_may_is_refused_where_it_does() -> Non
     with pytest.raises(InvalidRequest, match="grammar failed"):
         go_on()
     assert position.num_tokens > 3
+
+
+COSTLY = costly_after("xqxqxqxqxqxq")
+SAYS_YES = SamplingParams(temperature=0, grammar=COSTLY, logit_bias={encode("y")[0]: 100.0})
+
+
+def test_drafts_that_cost_too_much_to_follow_fail_no_answer() -> None:
+    guessed = Model(SAYS_YES)
+    drafts = encode("xqxqxqxqxqxqa1c")
+    assert guessed.masks.num_allowed(guessed.row, drafts, guessed.requests, guessed.table) == 0
+    assert guessed.finish() == "yes"
+    verified = Model(SAYS_YES)
+    verified.sample(drafts)
+    assert verified.finish() == "yes"
+
+
+def test_no_token_follows_drafts_that_cost_too_much() -> None:
+    params = replace(SAYS_YES, logit_bias={}, bad_words=[encode("y")])
+    model, drafts = Model(params), encode("xqxqxqxqxqxq")
+    *chosen, last = model.sample(drafts)
+    assert chosen
+    assert (chosen, last, model.failure) == (drafts[: len(chosen)], -1, None)
 
 
 def test_a_grammar_that_breaks_while_it_is_followed_is_the_clients_own() -> None:
