@@ -196,7 +196,9 @@ def _compile(compiler: str, library: Path, without: frozenset[str], report: Repo
         _run_all(commands, finished, say)
         linked = Path(work) / _NAME
         run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
-        linked.replace(library)  # atomic
+        with linked.open("rb") as file:
+            os.fsync(file.fileno())  # after a power cut a name without its bytes would be taken for the library for ever
+        linked.replace(library)
     shutil.rmtree(finished, ignore_errors=True)
     log.info("compiled the native library in %.1f s: %s", time.monotonic() - started, library)
 
