@@ -197,7 +197,9 @@ def _compile(compiler: str, library: Path, without: frozenset[str], report: Repo
         linked = Path(work) / _NAME
         run([compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
         with linked.open("rb") as file:
-            os.fsync(file.fileno())  # after a power cut a name without its bytes would be taken for the library for ever
+            os.fsync(
+                file.fileno()
+            )  # after a power cut a name without its bytes would be taken for the library for ever
         linked.replace(library)
     shutil.rmtree(finished, ignore_errors=True)
     log.info("compiled the native library in %.1f s: %s", time.monotonic() - started, library)

