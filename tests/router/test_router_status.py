@@ -77,7 +77,7 @@ def test_it_says_since_when_its_nodes_are_these(start_router: StartRouter) -> No
     assert page["now"] - page["nodes_since"] == pytest.approx(100.0, abs=20.0)
     router.add("d1", Role.DECODE)
     assert pool.nodes_since > long_ago + 50.0
-    router.remove("d1")
+    router.remove("d1").kill()
     assert router.client.get("/ui/state").json()["nodes_since"] > page["nodes_since"] + 50.0
 
 
