@@ -22,7 +22,7 @@ from tandem.wire.forecasts import Forecast
 from tandem.wire.nodes import ENGINE_ROLES, Role
 
 SIMULATING_S = 4.0
-ANSWER_S = 2.0  # of a router
+ANSWER_S = 2.0  # until a router has answered
 ASKED_AT_ONCE = 16
 
 

@@ -44,7 +44,7 @@ class TokensDiffer(TransferError):
 # Looked up once instead of with every token.
 _NEWS, _DIFFERS = MergedChunk.NEWS, MergedChunk.DIFFERS
 
-_LOOK_AGAIN_S = 1.0  # for a node with room, while the request's own has none
+_LOOK_AGAIN_S = 1.0  # until the next look for a node with room
 
 
 def _hears_nothing(life: RequestLife, computed: int = 0) -> None:

@@ -65,9 +65,7 @@ class Attempt:
         self.asked_at: float | None = None  # when its nodes were last asked whether they have it
         self.unanswered: set[NodeInfo] = set()  # nodes that were asked and have not answered
         self.prompt_tokens = 0  # that its nodes read, output that it brought included
-        self.found_no_room_at: float | None = (
-            None  # when it last would have left its decode node, and no other had room
-        )
+        self.found_no_room_at: float | None = None  # when it last found no other decode node with room
 
     def node(self, source: TokenSource) -> NodeInfo | None:
         return self.decode if source is TokenSource.DECODE else self.prefill

@@ -10,27 +10,33 @@ import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from urllib.parse import urlsplit
 
-from tandem.router.policy.views import NodeView, RoutingRequest, best_prefill_rate, decode_wait_s, prefill_costs_s
+from tandem.router.policy.views import (
+    Average,
+    NodeView,
+    RoutingRequest,
+    best_prefill_rate,
+    decode_wait_s,
+    prefill_costs_s,
+)
+from tandem.wire.endpoints import parse_endpoint
 from tandem.wire.nodes import NodeInfo, Role
 
 MOST_PAIRS = 10_000
 HALVES_S = 60.0  # what was measured counts half after this time
 NOTICED_S = 0.02  # less is not worth a change
 MOST_LOOKS = 32  # nodes of each role among which a nearer one is sought
-_WEIGHT = 0.3
 _FORGETS = 1.005  # with each handover, by how much a shorter one before it counts less
 _TIMES = 4.0  # no prompt is taken for more often as long, or as short, as those that were measured
 
 
 @dataclass(slots=True)
 class _Measured:
-    waited_s: float
-    tokens: float
     at: float
+    waited_s: Average = field(default_factory=Average)
+    tokens: Average = field(default_factory=Average)
 
 
 class PairTimes:
@@ -43,23 +49,20 @@ class PairTimes:
         """An answer to a prompt of so many tokens waited between its first token and its decode node's beginning."""
         pair, now = _pair(prefill, decode), self._clock()
         self._near_s = min(waited_s, self._near_s * _FORGETS)
-        known = self._pairs.get(pair)
-        if known is None:
-            self._pairs[pair] = _Measured(waited_s, tokens, now)
-            if len(self._pairs) > MOST_PAIRS:
-                self._pairs.popitem(last=False)
-            return
-        known.waited_s += _WEIGHT * (waited_s - known.waited_s)
-        known.tokens += _WEIGHT * (tokens - known.tokens)
+        known = self._pairs.setdefault(pair, _Measured(now))
         known.at = now
+        known.waited_s.observe(waited_s)
+        known.tokens.observe(tokens)
         self._pairs.move_to_end(pair)
+        if len(self._pairs) > MOST_PAIRS:
+            self._pairs.popitem(last=False)
 
     def longer_s(self, prefill: NodeInfo, decode: NodeInfo, tokens: int) -> float:
         """How much longer than between near machines an answer is likely to wait for this handover; 0 between those."""
         known = self._pairs.get(_pair(prefill, decode))
-        if known is None:
+        if known is None or known.waited_s.value is None or known.tokens.value is None:
             return 0.0
-        likely_s = known.waited_s * min(_TIMES, max(1 / _TIMES, tokens / max(1.0, known.tokens)))
+        likely_s = known.waited_s.value * min(_TIMES, max(1 / _TIMES, tokens / max(1.0, known.tokens.value)))
         longer_s = likely_s * 0.5 ** ((self._clock() - known.at) / HALVES_S) - self._near_s
         return longer_s if longer_s > max(NOTICED_S, self._near_s) else 0.0
 
@@ -112,4 +115,5 @@ def _pair(prefill: NodeInfo, decode: NodeInfo) -> tuple[str, str]:
 
 @functools.lru_cache(MOST_PAIRS)
 def _machine(endpoint: str) -> str:
-    return urlsplit(endpoint).hostname or ""
+    parsed = parse_endpoint(endpoint)
+    return parsed.host if parsed is not None else ""

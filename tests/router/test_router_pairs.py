@@ -9,6 +9,7 @@ from tandem.router.policy.choose import make_policy
 from tandem.router.policy.pairs import HALVES_S, MOST_PAIRS, PairTimes
 from tandem.router.policy.views import NodeView, RoutingDecision, RoutingRequest
 from tests.router.test_router_policy import ask, names, node, pools
+from tests.wire.members import endpoint_at
 
 
 class Clock:
@@ -19,7 +20,7 @@ class Clock:
 
 
 def at(view: NodeView, machine: str) -> NodeView:
-    info = msgspec.structs.replace(view.info, peer_endpoint=f"tcp://key@{machine}:4000")
+    info = msgspec.structs.replace(view.info, peer_endpoint=endpoint_at(4000, machine))
     return msgspec.structs.replace(view, info=info)
 
 

@@ -29,7 +29,7 @@ NAME = "foresight"
 LOOK_S = 2.0
 SETTLE_S = 60.0  # from when the sizes serve; longer where requests take longer
 LIMIT_S = 600.0  # for requests to come after that
-REACH_S = 3600.0  # for the sizes to serve
+REACH_S = 3600.0  # until the new sizes serve
 KEPT = 100  # graded forecasts, which the score is of
 SHOWN = 10
 
