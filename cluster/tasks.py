@@ -78,7 +78,7 @@ async def first_of(work: Awaitable[T], other: Awaitable[S]) -> tuple[asyncio.Fut
     return futures
 
 
-async def saying_if_slow(work: Coroutine[Any, Any, T], say: Callable[[], None]) -> T:
+async def saying_if_slow(work: Awaitable[T], say: Callable[[], None]) -> T:
     """Awaits `work`. Calls `say` once if it takes so long that an operator would wonder."""
     task = asyncio.ensure_future(work)
     done, _ = await asyncio.wait({task}, timeout=_SAY_AFTER_S)

@@ -13,7 +13,7 @@ from tandem.base.errors import TandemError, Unavailable
 from tandem.cluster.control import ClusterView
 from tandem.cluster.describe import format_seconds
 from tandem.cluster.orders import ConfigurationOrder, ForecastOrder, OperatedCluster, ViewOrder
-from tandem.cluster.tasks import saying_if_slow
+from tandem.cluster.tasks import in_own_thread, saying_if_slow
 from tandem.cluster.wings import ForesightWing, foresight
 from tandem.wire.forecasts import ExpectedFigure, Forecast
 from tandem.wire.nodes import Role
@@ -85,7 +85,7 @@ async def _ask(
     if url is not None and len(urls) == 1:
         urls = [url]  # the one that this machine reaches it by
     config = await cluster.ask(ConfigurationOrder())
-    work = asyncio.to_thread(wing.foretell, urls, sizes, config)
+    work = asyncio.wrap_future(in_own_thread("foretell", lambda: wing.foretell(urls, sizes, config)))
     return await saying_if_slow(work, lambda: say("simulating what it will bring: a few seconds, then the change"))
 
 
