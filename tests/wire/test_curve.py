@@ -196,8 +196,14 @@ def test_strangers_by_the_hundred_keep_no_member_waiting(
     until(lambda: len(authenticator._held) == 8)
 
 
+@pytest.fixture
+def own_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be named before `inbox`: what ends with them takes no later test of this process along."""
+    monkeypatch.setattr(sockets, "shared", sockets.ProcessSockets())
+
+
 def test_an_authenticator_that_died_is_told_by_every_inbox(
-    inbox: Inbox[Any], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+    own_sockets: None, inbox: Inbox[Any], outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Any, frames: list[bytes]) -> None:
         raise OSError("out of luck")
