@@ -37,3 +37,6 @@ FOUND_IN_CONTROL = {
     1714867158: "the world's: what a new controller records of what it read is no order that may have to be taken back",
     901151483: "the world's: a node that had started again, and was not announced yet, counted as one that served",
 }
+
+# Found, and not mended yet, so no test plays it: 1294892991, of the cluster. After all had healed, and while one prefill node stayed away, a
+# client of before went on waiting.
