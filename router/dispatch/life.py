@@ -259,16 +259,12 @@ class RequestLife:
         attempt.found_no_room_at = None
         if not self._placement.waits_for_silent_peers(node):
             return
-        if self._has_another(node):
+        if self._nodes.has_room_besides(node):
             why = f"{node.node_id} keeps its blocks until a silent peer can no longer write to them"
             self._fail_over(Overloaded(why), {node.node_id}, for_now=True)
         else:
             attempt.found_no_room_at = self._clock()
             self._arm()
-
-    def _has_another(self, node: NodeInfo) -> bool:
-        """Whether another node has room for the request now, and it may move once more."""
-        return self.failovers < self._placement.config.max_failovers and self._nodes.has_room_besides(node)
 
     def _handed_over(self, attempt: Attempt) -> bool:
         """Whether the decode node has all the KV and this router has every token reported so far: the prefill
@@ -309,17 +305,17 @@ class RequestLife:
         return isinstance(error, Unavailable | TransferError) and not isinstance(error, KVLoadFailed)
 
     def _fail_over(self, error: TandemError, avoid: Iterable[str], *, for_now: bool = False) -> None:
-        """`for_now`: see `NodeChoice.failed`."""
+        """`for_now`: see `NodeChoice.failed`. No node has failed then, so it does not count as a failover."""
         self._nodes.failed(self.attempt, avoid, for_now=for_now)
         self._abandon_attempt()
         self._last_failure = error
         if len(self.ledger.tokens) >= self.spec.facts.sampling.max_tokens:
             self._end(FinishReason.LENGTH, None)  # all tokens are here; only the report of the end was lost
             return
-        if self.failovers >= self._placement.config.max_failovers:
+        if not for_now and self.failovers >= self._placement.config.max_failovers:
             self.fail(error)
             return
-        self.failovers += 1
+        self.failovers += not for_now
         self._metrics.failovers.labels(reason=error.code).inc()
         logger.warning(
             "%s: %s; going on elsewhere after %d tokens (failover %d of %d)",

@@ -329,16 +329,13 @@ class Placement(Generic[L]):
         return status is not None and 0 < status.step_age_s < self.config.heartbeat.wedged
 
     def waits_for_silent_peers(self, node: NodeInfo) -> bool:
-        """Whether nothing runs on the node whose end would free blocks, and it keeps blocks to which a peer may still
-        write. That may last until the peer goes on."""
+        """Whether no other request runs on the node, whose end would free blocks, and it keeps blocks to which a peer may
+        still write. That may last until the peer goes on. A request that is there alone begins again and again."""
         member = self._pool.member(node.node_id)
         status = member.reported if member is not None and member.info == node else None
-        return (
-            status is not None
-            and status.waiting > 0
-            and status.running == status.loading == 0
-            and status.quarantined_blocks + status.held_blocks > 0
-        )
+        if status is None or status.loading or not status.quarantined_blocks + status.held_blocks:
+            return False
+        return status.running == 0 < status.waiting or status.running + status.waiting == 1
 
     # --- what a life tells of its course
 

@@ -386,6 +386,21 @@ def test_a_request_leaves_a_node_whose_blocks_wait_for_a_silent_peer(start_route
 BLOCKED = {"running": 0, "waiting": 1, "free_blocks": 4, "quarantined_blocks": 60}
 
 
+@pytest.mark.parametrize("alone", [BLOCKED, {**BLOCKED, "running": 1, "waiting": 0}], ids=["waits", "begins again"])
+def test_a_request_that_has_moved_often_leaves_such_a_node_too(
+    start_router: StartRouter, alone: dict[str, int]
+) -> None:
+    """No node has failed it. One that is alone there, and gets no further, may look as if it ran."""
+    router = start_router(decode=2, timeouts=Timeouts(token_idle=0.5), max_failovers=0)
+    for name in ("d0", "d1"):
+        router.nodes[name].set(pause_at=3)
+    with undisturbed(router, after=3):
+        blocked = serving(router)
+        other(router, blocked).resume()
+        blocked.set(status_fields=alone)
+    assert len(blocked.cancels) == len(other(router, blocked).submits) == 1
+
+
 def test_a_request_without_room_anywhere_leaves_when_another_node_has_some(start_router: StartRouter) -> None:
     """It looks for itself, long before its node is asked again."""
     router = start_router(decode=2, timeouts=Timeouts(token_idle=4.0))

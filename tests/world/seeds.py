@@ -14,6 +14,8 @@ FOUND = {
     3025149909: "a request went on from such a block, and a token was wrong",
     2000252: "a preempted request stayed on such a node, though another had room",
     1647009301: "the world's: a time of day jumped while no process lived",
+    362652607: "a request that was alone on a node, and began again and again for want of blocks, counted as one that runs",
+    1294892991: "a request that had moved as often as it may stayed on a node whose blocks waited for a silent peer",
     3949098454: "a request looked once for a node with room, and its last token, which a prefill node gives, waited for a decode node",
     3987915351: "two nodes admitted four requests in different orders, and each waited for blocks that the other kept",
 }
@@ -37,6 +39,3 @@ FOUND_IN_CONTROL = {
     1714867158: "the world's: what a new controller records of what it read is no order that may have to be taken back",
     901151483: "the world's: a node that had started again, and was not announced yet, counted as one that served",
 }
-
-# Found, and not mended yet, so no test plays it: 1294892991, of the cluster. After all had healed, and while one prefill node stayed away, a
-# client of before went on waiting.
