@@ -87,6 +87,30 @@ inline void put_scales(const Group& from, Dtype dtype, int output, char* block, 
   if (kind.steps && kind.least) group[kind.steps * kPanel + output] = static_cast<char>(from.least_step);
 }
 
+template <Dtype dtype>
+struct Form {};
+
+// Calls f(Form<dtype>). Forms whose groups lie alike share their code.
+template <typename F>
+auto with_form(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::q4_0: return f(Form<Dtype::q4_0>{});
+    case Dtype::q4_1: return f(Form<Dtype::q4_1>{});
+    case Dtype::q5_0: return f(Form<Dtype::q5_0>{});
+    case Dtype::q5_1: return f(Form<Dtype::q5_1>{});
+    case Dtype::q4_k: return f(Form<Dtype::q4_k>{});
+    case Dtype::q5_k: return f(Form<Dtype::q5_k>{});
+    case Dtype::q6_k: return f(Form<Dtype::q6_k>{});
+    case Dtype::i4_32:
+    case Dtype::i4_64:
+    case Dtype::i4_128: return f(Form<Dtype::i4_128>{});
+    case Dtype::i8_32:
+    case Dtype::i8_64:
+    case Dtype::i8_128: return f(Form<Dtype::i8_128>{});
+    default: return f(Form<Dtype::q8_0>{});
+  }
+}
+
 // W zeros.
 TANDEM_INLINE vf load_zeros(const char* p) {
   typedef int16_t shorts __attribute__((vector_size(W * 2)));

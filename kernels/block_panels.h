@@ -86,22 +86,7 @@ void expand_pair(const char* block, const char* group, char* out) {
 using ExpandPair = void (*)(const char* block, const char* group, char* out);
 
 ExpandPair pair_expander(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::q4_0: return expand_pair<Dtype::q4_0>;
-    case Dtype::q4_1: return expand_pair<Dtype::q4_1>;
-    case Dtype::q5_0: return expand_pair<Dtype::q5_0>;
-    case Dtype::q5_1: return expand_pair<Dtype::q5_1>;
-    case Dtype::q4_k: return expand_pair<Dtype::q4_k>;
-    case Dtype::q5_k: return expand_pair<Dtype::q5_k>;
-    case Dtype::q6_k: return expand_pair<Dtype::q6_k>;
-    case Dtype::i4_32:
-    case Dtype::i4_64:
-    case Dtype::i4_128: return expand_pair<Dtype::i4_128>;
-    case Dtype::i8_32:
-    case Dtype::i8_64:
-    case Dtype::i8_128: return expand_pair<Dtype::i8_128>;
-    default: return expand_pair<Dtype::q8_0>;
-  }
+  return with_form(dtype, []<Dtype form>(Form<form>) -> ExpandPair { return expand_pair<form>; });
 }
 
 // The panel's memory is zeroed.

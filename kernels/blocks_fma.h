@@ -56,46 +56,45 @@ TANDEM_INLINE vf weight_of(vf quant, const Scales& s) {
   return block_kind(dtype).zero ? (quant - s.least) * s.scale : quant * s.scale + s.least;
 }
 
-template <Dtype dtype>
-void expand_group(const char* block, const char* group, float* out) {
+// Reads a group of P panels that lie `apart` from each other: use(input, p, a, b) takes the weights of an input.
+template <Dtype dtype, int P, typename F>
+TANDEM_INLINE void read_group(const char* block, const char* group, int64_t apart, F&& use) {
   constexpr BlockKind kind = block_kind(dtype);
   constexpr BlockLayout layout = layout_of(dtype);
   constexpr int kParts = kind.steps == 2 ? 2 : 1, kTogether = 16;  // whole words of every field
 #pragma GCC unroll 2
   for (int part = 0; part < kParts; part++) {
-    const Scales a = read_scales<dtype>(block, group, part, 0), b = read_scales<dtype>(block, group, part, 1);
+    Scales scales[P][2];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++)
+      for (int half = 0; half < 2; half++)
+        scales[p][half] = read_scales<dtype>(block + p * apart, group + p * apart, part, half);
     for (int from = part * kTogether; from < kGroup; from += kParts * kTogether) {
       const char* low = group + layout.low + from * kPanel * kind.low / 8;
       const char* high = group + layout.high + from * kPanel * kind.high / 8;
-      float* to = out + from * kPanel;
 #pragma GCC unroll 16
-      for (int i = 0; i < kTogether; i++, to += kPanel) {
-        store(to, weight_of<dtype>(quants<dtype>(low, high, 2 * i), a));
-        store(to + W, weight_of<dtype>(quants<dtype>(low, high, 2 * i + 1), b));
+      for (int i = 0; i < kTogether; i++) {
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++)
+          use(from + i, p, weight_of<dtype>(quants<dtype>(low + p * apart, high + p * apart, 2 * i), scales[p][0]),
+              weight_of<dtype>(quants<dtype>(low + p * apart, high + p * apart, 2 * i + 1), scales[p][1]));
       }
     }
   }
 }
 
+template <Dtype dtype>
+void expand_group(const char* block, const char* group, float* out) {
+  read_group<dtype, 1>(block, group, 0, [=](int input, int, vf a, vf b) __attribute__((always_inline)) {
+    store(out + input * kPanel, a);
+    store(out + input * kPanel + W, b);
+  });
+}
+
 using ExpandGroup = void (*)(const char* block, const char* group, float* out);
 
 ExpandGroup group_expander(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::q4_0: return expand_group<Dtype::q4_0>;
-    case Dtype::q4_1: return expand_group<Dtype::q4_1>;
-    case Dtype::q5_0: return expand_group<Dtype::q5_0>;
-    case Dtype::q5_1: return expand_group<Dtype::q5_1>;
-    case Dtype::q4_k: return expand_group<Dtype::q4_k>;
-    case Dtype::q5_k: return expand_group<Dtype::q5_k>;
-    case Dtype::q6_k: return expand_group<Dtype::q6_k>;
-    case Dtype::i4_32:
-    case Dtype::i4_64:
-    case Dtype::i4_128: return expand_group<Dtype::i4_128>;
-    case Dtype::i8_32:
-    case Dtype::i8_64:
-    case Dtype::i8_128: return expand_group<Dtype::i8_128>;
-    default: return expand_group<Dtype::q8_0>;
-  }
+  return with_form(dtype, []<Dtype form>(Form<form>) -> ExpandGroup { return expand_group<form>; });
 }
 
 // The panel's memory is zeroed.

@@ -22,8 +22,8 @@ int64_t panel_bytes(const Linear& w) {
   return static_cast<int64_t>(kPanel) * w.k * static_cast<int64_t>(sizeof(T));
 }
 
-// A panel of blocks, or a group of two, expanded.
-size_t gemm_scratch(int k) { return static_cast<size_t>(max_int(k, 2 * kGroup)) * kPanel * sizeof(float); }
+// A panel of blocks, expanded.
+size_t gemm_scratch(int k) { return static_cast<size_t>(max_int(k, kGroup)) * kPanel * sizeof(float); }
 
 TANDEM_INLINE void put_weight(float* row, int j, float x) { row[j] = x; }
 TANDEM_INLINE void put_weight(uint16_t* row, int j, float x) { row[j % W * 2 + j / W] = float_to_bf16(x); }
@@ -84,38 +84,42 @@ class PlainWeights {
   int count_ = 0;
 };
 
-template <int P>
+// What comes this much later in a panel of blocks is fetched.
+constexpr int kAhead = 2048;
+
 class BlockWeights {
  public:
-  // `space` has room for a group of P panels, expanded.
+  // `space` has room for an expanded group.
   BlockWeights(const Linear& w, const char* panel, float* space)
-      : walk_(panel, w.form), end_(panel + w.panel_bytes), panel_bytes_(w.panel_bytes),
-        expand_(group_expander(w.form)), space_(space) {}
+      : walk_(panel, w.form), expand_(group_expander(w.form)), space_(space) {}
 
   TANDEM_INLINE const float* next() {
     walk_.next();
-    const char *block = walk_.block(), *group = walk_.group(), *fetched = group + kAhead;
-    if (P > 1 && fetched >= end_) fetched += (P - 1) * panel_bytes_;
-    for (int p = 0; p < P; p++) {
-      const int64_t panel = p * panel_bytes_;
-      for (int i = 0; i < walk_.bytes(); i += 64) __builtin_prefetch(fetched + panel + i, 0, 3);
-      expand_(block + panel, group + panel, space_ + p * apart());
-    }
+    for (int i = 0; i < walk_.bytes(); i += 64) __builtin_prefetch(walk_.group() + kAhead + i, 0, 3);
+    expand_(walk_.block(), walk_.group(), space_);
     return space_;
   }
   TANDEM_INLINE int count() const { return kGroup; }
-  TANDEM_INLINE int64_t apart() const { return kGroup * kPanel; }
+  TANDEM_INLINE int64_t apart() const { return 0; }
   TANDEM_INLINE void fetch(int, int) const {}
 
  private:
-  static constexpr int kAhead = 2048;
-
   BlockWalk walk_;
-  const char* const end_;
-  const int64_t panel_bytes_;
   const ExpandGroup expand_;
-  float* space_;
+  float* const space_;
 };
+
+template <int R, int P>
+TANDEM_INLINE void finish_sums(const Gemm& g, int row0, int n0, const vf (&sums)[R][P][2]) {
+  for (int p = 0; p < P; p++) {
+    float block[R * kPanel];
+    for (int r = 0; r < R; r++) {
+      store(block + r * kPanel, sums[r][p][0]);
+      store(block + r * kPanel + W, sums[r][p][1]);
+    }
+    finish_product(g, row0, R, n0 + p * kPanel, block, kPanel);
+  }
+}
 
 // R rows by P panels.
 template <int R, int P, typename Weights>
@@ -142,14 +146,7 @@ void multiply_rows(const Gemm& g, int row0, int n0, Weights weights) {
       }
     }
   }
-  for (int p = 0; p < P; p++) {
-    float block[R * kPanel];
-    for (int r = 0; r < R; r++) {
-      store(block + r * kPanel, sums[r][p][0]);
-      store(block + r * kPanel + W, sums[r][p][1]);
-    }
-    finish_product(g, row0, R, n0 + p * kPanel, block, kPanel);
-  }
+  finish_sums(g, row0, n0, sums);
 }
 
 template <int R, int P, typename Weights>
@@ -173,7 +170,7 @@ void multiply_plain(const Gemm& g, int row, int row_end, int n0, const T* panel)
 void multiply_blocks(const Gemm& g, int row, int row_end, int n0, const char* panel) {
   float* const space = reinterpret_cast<float*>(g.scratch);
   if (row_end - row <= kRows)
-    return multiply_rest<kRows, 1>(g, row, row_end - row, n0, BlockWeights<1>(g.w, panel, space));
+    return multiply_rest<kRows, 1>(g, row, row_end - row, n0, BlockWeights(g.w, panel, space));
   BlockWalk walk(panel, g.w.form);
   const ExpandGroup expand = group_expander(g.w.form);
   for (int from = 0; from < g.w.k; from += kGroup) {
@@ -183,13 +180,41 @@ void multiply_blocks(const Gemm& g, int row, int row_end, int n0, const char* pa
   multiply_plain(g, row, row_end, n0, space);
 }
 
+// R rows by two panels of blocks, whose weights never leave the registers.
+template <int R, Dtype dtype>
+void multiply_unexpanded(const Gemm& g, int row0, int n0, const char* panel) {
+  const int64_t stride = activation_stride(g.w.k), apart = g.w.panel_bytes;
+  const float* x = static_cast<const float*>(g.x) + row0 * stride;
+  const char* const end = panel + apart;
+  BlockWalk walk(panel, g.w.form);
+  vf sums[R][2][2] = {};
+  for (int from = 0; from < g.w.k; from += kGroup) {
+    walk.next();
+    const char* fetched = walk.group() + kAhead;
+    if (fetched >= end) fetched += apart;
+    for (int i = 0; i < walk.bytes(); i += 64) {
+      __builtin_prefetch(fetched + i, 0, 3);
+      __builtin_prefetch(fetched + apart + i, 0, 3);
+    }
+    read_group<dtype, 2>(walk.block(), walk.group(), apart, [&](int input, int p, vf a, vf b) __attribute__((always_inline)) {
+      for (int r = 0; r < R; r++) {
+        const vf v = splat(x[r * stride + from + input]);
+        sums[r][p][0] += v * a;
+        sums[r][p][1] += v * b;
+      }
+    });
+  }
+  finish_sums(g, row0, n0, sums);
+}
+
 // One or two rows by two panels: a sum waits for itself, so more sums at once keep the processor busy.
 template <typename T>
 void multiply_two(const Gemm& g, int row, int rows, int n0, const char* panel) {
-  if (is_blocks(g.w.form))
-    multiply_rest<kFewRows, 2>(g, row, rows, n0, BlockWeights<2>(g.w, panel, reinterpret_cast<float*>(g.scratch)));
-  else
-    multiply_rest<kFewRows, 2>(g, row, rows, n0, PlainWeights<T, 2>(reinterpret_cast<const T*>(panel), g.w.k));
+  if (!is_blocks(g.w.form))
+    return multiply_rest<kFewRows, 2>(g, row, rows, n0, PlainWeights<T, 2>(reinterpret_cast<const T*>(panel), g.w.k));
+  with_form(g.w.form, [&]<Dtype form>(Form<form>) {
+    rows == 1 ? multiply_unexpanded<1, form>(g, row, n0, panel) : multiply_unexpanded<2, form>(g, row, n0, panel);
+  });
 }
 
 int panels_per_task(const Gemm& g) { return panels(g.w.n) >= 16 * g.threads ? 4 : 1; }

@@ -51,6 +51,12 @@ def computed(folder: Path) -> tuple[torch.Tensor, int]:
     return logits, size
 
 
+def divergence(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest KL divergence of a token. A matrix that is wrong by half gives 0.18."""
+    mine, theirs = (each.float().log_softmax(-1) for each in (logits, expected))
+    return float((theirs.exp() * (theirs - mine)).sum(-1).max())
+
+
 def test_the_blocks_take_less_memory_and_compute_the_same_model(folder: Path) -> None:
     logits, size = computed(folder)
     (folder / BLOCKS_FILE).unlink()
@@ -59,7 +65,7 @@ def test_the_blocks_take_less_memory_and_compute_the_same_model(folder: Path) ->
     if library.instruction_set(torch.bfloat16) in ("amx", "avx512bf16"):
         assert torch.equal(logits, expected)
     else:  # such units compute with float32's values of the blocks
-        torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+        assert divergence(logits, expected) < 0.005
 
 
 def test_blocks_of_other_weights_are_not_used(folder: Path) -> None:
@@ -71,7 +77,7 @@ def test_blocks_of_other_weights_are_not_used(folder: Path) -> None:
     assert larger > size
     (folder / BLOCKS_FILE).unlink()
     expected, _ = computed(folder)
-    torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.05)
+    assert divergence(logits, expected) < 0.005
 
 
 def test_blocks_that_cannot_be_read_are_named(folder: Path) -> None:
