@@ -144,6 +144,46 @@ def test_an_answer_that_is_cancelled_ends_on_the_nodes(router: RunningRouter, cl
     router.wait_for(lambda: router.server.services.dispatcher.running == 0, "its end")
 
 
+def _events(*kinds: str) -> bytes:
+    """Frames that arrive together."""
+    frames = Connection(ConnectionType.CLIENT)
+    return b"".join(frames.send(TextMessage(data=f'{{"type": "{kind}"}}')) for kind in kinds)
+
+
+def test_an_answer_that_is_cancelled_at_once_begins_and_ends(client: RealtimeClient) -> None:
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.send_bytes(_events("response.create", "response.cancel"))
+    begun = client.hear("response.created")["response"]["id"]
+    done = client.hear("response.done")["response"]
+    assert (done["id"], done["status"]) == (begun, "cancelled")
+
+
+def test_an_answer_that_is_cancelled_twice_ends_once(router: RunningRouter, client: RealtimeClient) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=1)
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.say("response.create")
+    client.hear("response.output_item.added")
+    client.send_bytes(_events("response.cancel", "response.cancel"))
+    assert client.hear("response.done")["response"]["status"] == "cancelled"
+
+
+def test_another_answer_than_the_one_that_is_named_is_not_cancelled(
+    router: RunningRouter, client: RealtimeClient
+) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=1)
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.say("response.create", response={"max_output_tokens": 3})
+    client.hear("response.output_item.added")
+    client.say("response.cancel", response_id="resp_before")
+    with pytest.raises(AssertionError, match="resp_before"):
+        client.hear("response.done")
+    for node in router.nodes.values():
+        node.resume()
+    assert client.hear("response.done")["response"]["status"] == "incomplete"
+
+
 @pytest.mark.parametrize(
     "event",
     [
