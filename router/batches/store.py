@@ -205,15 +205,16 @@ class BatchStore:
 
     def take_job(self) -> Job | None:
         """Takes a job that needs work as a whole: to be read, or to have its files written. A cancelled job's lines that are
-        under way are dropped, so nothing is waited for."""
+        under way are dropped, so nothing is waited for. One whose work failed comes again after the others."""
         with transaction(self._db) as db:
             row = db.execute(
                 "SELECT * FROM jobs WHERE worker IS NULL AND (status IN ('validating', 'cancelling', 'finalizing') OR (status = "
-                "'in_progress' AND completed + failed >= total)) ORDER BY serial LIMIT 1"
+                "'in_progress' AND completed + failed >= total)) ORDER BY served, serial LIMIT 1"
             ).fetchone()
             if row is None:
                 return None
             self._sign_in(db)
+            db.execute("UPDATE jobs SET served = ? WHERE id = ?", (self._clock(), row["id"]))
             if row["status"] == "in_progress":
                 self._move(db, row["id"], "finalizing", ends_as="completed", worker=self.worker)
             else:

@@ -38,7 +38,7 @@ async def upload(thread: StoreThread, services: Services, exchange: HttpExchange
         raise BodyTooLarge(f"the body has {int(declared)} bytes; a file may have {MOST_FILE_BYTES}")
     form = _Form(FormReader((exchange.header(b"content-type") or b"").decode("latin-1")))
     owner = exchange.owner
-    file_id, path = await thread.ask(lambda store: _room(store, owner))
+    file_id, path = await thread.ask(lambda store: room(store, owner))
     try:
         with services.bodies.share() as share:
             share.take(owner, 2 * WRITE_BYTES)
@@ -50,7 +50,7 @@ async def upload(thread: StoreThread, services: Services, exchange: HttpExchange
         raise
 
 
-def _room(store: BatchStore, owner: str) -> tuple[str, Path]:
+def room(store: BatchStore, owner: str) -> tuple[str, Path]:
     """Returns a new file's id and path. Raises when there is no room for the largest one."""
     made = store.files.new_path()
     stored, own, files = store.files.stored_bytes(owner)
