@@ -269,14 +269,17 @@ class BatchStore:
     def claim(self, most: int) -> list[tuple[ClaimedLine, bytes]]:
         """Takes up to `most` lines of the job that was served least recently, so that all go on: fewer of long ones, because
         their texts are read into memory. Returns each with its text."""
-        now = self._clock()
         with transaction(self._db) as db:
+            # For itself, so that a job whose texts cannot be read comes after the others.
             job = db.execute(
-                "SELECT * FROM jobs WHERE status = 'in_progress' AND EXISTS (SELECT 1 FROM lines WHERE lines.job = jobs.id AND "
-                "lines.worker IS NULL AND lines.done = 0) ORDER BY served, serial LIMIT 1"
+                "UPDATE jobs SET served = ? WHERE id = (SELECT id FROM jobs WHERE status = 'in_progress' AND EXISTS (SELECT 1 FROM "
+                "lines WHERE lines.job = jobs.id AND lines.worker IS NULL AND lines.done = 0) ORDER BY served, serial LIMIT 1) "
+                "RETURNING *",
+                (self._clock(),),
             ).fetchone()
-            if job is None:
-                return []
+        if job is None:
+            return []
+        with transaction(self._db) as db:
             self._sign_in(db)
             numbers: list[int] = []
             size = 0
@@ -295,7 +298,6 @@ class BatchStore:
                 ).fetchone()
                 for number in numbers
             ]
-            db.execute("UPDATE jobs SET served = ? WHERE id = ?", (now, job["id"]))
             try:
                 # Inside, so that lines whose texts cannot be read are not claimed.
                 with self.files.path_of(job["input_file"]).open("rb") as file:

@@ -447,6 +447,9 @@ def test_lines_that_cannot_be_read_for_a_while_are_answered_later(
     file.mkdir()  # it is there and cannot be read
     node.resume()
     until(lambda: "cannot be used" in caplog.text, 15)
+    assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed", (
+        "another batch does not wait for it"
+    )
     file.rmdir()
     away.rename(file)
     assert ended(router, batch)["request_counts"] == {"total": 400, "completed": 400, "failed": 0}
