@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -155,7 +156,7 @@ class _Form:
         anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")
         if anchor is None and seconds is None:
             return None
-        if seconds is None or not seconds.isdigit() or len(seconds) > 9:
+        if seconds is None or re.fullmatch("[0-9]{1,9}", seconds) is None:
             raise InvalidRequest("expires_after.seconds: must be a number of seconds", "expires_after")
         expiry = ExpiresAfter(anchor or "", int(seconds))
         check_expiry(expiry, "expires_after", "created_at")

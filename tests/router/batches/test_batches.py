@@ -171,7 +171,10 @@ def test_what_is_asked_wrongly_is_refused_by_name(router: RunningRouter) -> None
     assert put(router, b"").status_code == 400
     assert put(router, b"{}", purpose="mischief").json()["error"]["param"] == "purpose"
     assert post("/v1/files", json={}).json()["error"]["message"].startswith("content-type")
-    assert router.client.get("/v1/files?limit=0").status_code == 400
+    for limit in ("0", "\N{SUPERSCRIPT TWO}", "many"):
+        assert router.client.get(f"/v1/files?limit={limit}").json()["error"]["param"] == "limit"
+    expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "\N{SUPERSCRIPT TWO}"}
+    assert put(router, b"{}", **expiry).json()["error"]["param"] == "expires_after"
     assert router.client.get("/v1/batches/batch_none").status_code == 404
 
 
