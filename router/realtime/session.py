@@ -151,12 +151,17 @@ class RealtimeSession:
         elif isinstance(event, TextCommit):
             await self._add(_new_id("item"), "user", conversation.take_buffer())
         elif isinstance(event, TextClear):
+            self._forget(*conversation.buffer)
             conversation.buffer.clear()
             await self._socket.send(self.event("input_text_buffer.cleared"))
         elif isinstance(event, ItemCreate):
             text = "".join(part.text for part in event.item.content)
             self._grow(text)
-            await self._add(event.item.id or _new_id("item"), event.item.role, text)
+            try:
+                await self._add(event.item.id or _new_id("item"), event.item.role, text)
+            except InvalidRequest:
+                self._forget(text)
+                raise
             self._look_ahead()
         elif isinstance(event, SessionUpdate):
             await self._update(event)
@@ -172,6 +177,12 @@ class RealtimeSession:
         self._share.grow(sys.getsizeof(text))
         self._came += len(text)
 
+    def _forget(self, *texts: str) -> None:
+        for text in texts:
+            self._share.shrink(sys.getsizeof(text))
+            self._came -= len(text)
+        self._read_at = min(self._read_at, self._came)
+
     async def _update(self, event: SessionUpdate) -> None:
         session = event.session
         try:
@@ -184,6 +195,8 @@ class RealtimeSession:
         self._model = session.model or self._model
         if session.instructions is not None:
             self._grow(session.instructions)
+            if self._instructions is not None:
+                self._forget(self._instructions)
             self._instructions = session.instructions
         if session.max_output_tokens is not None:
             self._most_tokens = None if session.max_output_tokens == "inf" else session.max_output_tokens

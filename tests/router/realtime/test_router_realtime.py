@@ -238,6 +238,25 @@ def test_an_event_that_is_too_large_ends_it(start_router: StartRouter) -> None:
         assert closed(client) == 1009
 
 
+def test_text_that_is_dropped_takes_no_room(start_router: StartRouter) -> None:
+    router = start_router(limits=Limits(body_bytes=2000))
+    item = {"role": "user", "content": [{"type": "input_text", "text": "x" * 600}], "id": "mine"}
+    with closing(RealtimeClient(router.url)) as client:
+        client.hear("session.created")
+        client.say("conversation.item.create", item=item)
+        client.hear("conversation.item.done")
+        for _ in range(4):
+            client.say("input_text_buffer.append", text="x" * 600)
+            client.say("input_text_buffer.clear")
+            client.hear("input_text_buffer.cleared")
+            client.say("session.update", session={"instructions": "x" * 600})
+            client.hear("session.updated")
+            client.say("conversation.item.create", item=item)
+            assert "'mine' is taken" in client.hear("error")["error"]["message"]
+        client.say("input_text_buffer.append", text="x" * 900)
+        assert "at most 2000 characters" in client.hear("error")["error"]["message"]
+
+
 def test_a_client_that_says_nothing_is_cut_off(start_router: StartRouter) -> None:
     timeouts = Timeouts(realtime_ping=0.1, realtime_idle=0.1)
     with closing(RealtimeClient(start_router(timeouts=timeouts).url)) as client:
