@@ -144,7 +144,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
         model=request.model,
         messages=messages,
         tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())] or None,
-        tool_choice=_tool_choice(choice) if request.tools else None,
+        tool_choice=_tool_choice(choice) if request.tools or _must_call(choice) else None,
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         thinking=request.thinking,
         reasoning_effort=config.effort,
@@ -167,6 +167,10 @@ def _tool(tool: ToolDefinition, at: int) -> Tool:
             f"tools[{at}].type",
         )
     return Tool("function", FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict))
+
+
+def _must_call(choice: ToolChoice | None) -> bool:
+    return choice is not None and choice.type in ("any", "tool")
 
 
 def _tool_choice(choice: ToolChoice | None) -> Any:

@@ -9,6 +9,7 @@ import msgspec
 from tandem.api.batches.answer_types import BatchMistake
 
 LONGEST_CUSTOM_ID = 512
+MOST_DEPTH = 100  # more than any body may have, and less than what the decoder can read wherever it is called
 
 
 class _InputLine(msgspec.Struct, frozen=True):
@@ -45,6 +46,10 @@ def check_line(data: bytes, endpoint: str) -> str:
         raise LineMistake("invalid_request", f"must have custom_id, method, url and body: {error}") from None
     except msgspec.DecodeError as error:
         raise LineMistake("invalid_json_line", f"this line is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if data.count(b"[") + data.count(b"{") > MOST_DEPTH and _is_deep(line.body):
+        raise _too_deep()
     if not 1 <= len(line.custom_id) <= LONGEST_CUSTOM_ID:
         raise LineMistake("invalid_custom_id", f"custom_id: must have 1 to {LONGEST_CUSTOM_ID} characters", "custom_id")
     if line.method != "POST":
@@ -54,6 +59,20 @@ def check_line(data: bytes, endpoint: str) -> str:
             "mismatched_url", f"url: must be the batch's endpoint, {endpoint}, not {line.url[:100]!r}", "url"
         )
     return line.custom_id
+
+
+def _too_deep() -> LineMistake:
+    return LineMistake("invalid_json_line", f"this line is nested deeper than {MOST_DEPTH} levels")
+
+
+def _is_deep(body: dict[str, Any]) -> bool:
+    level: list[Any] = [body]
+    for _ in range(MOST_DEPTH):
+        inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def body_of_line(data: bytes) -> bytes:

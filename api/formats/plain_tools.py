@@ -30,8 +30,12 @@ def told_in_words(messages: Messages, tools: Sequence[Mapping[str, Any]], *, has
     first = plain[0] if plain and plain[0]["role"] == role else None
     if first is None:
         return [{"role": role, "content": words}, *plain]
-    order = (first["content"], words) if has_system else (words, first["content"])
-    return [{**first, "content": "\n\n".join(order)}, *plain[1:]]
+    content = first["content"]
+    if isinstance(content, str):
+        told: Any = "\n\n".join((content, words) if has_system else (words, content))
+    else:  # the parts of a message with images
+        told = [{"type": "text", "text": f"{words}\n\n"}, *content]
+    return [{**first, "content": told}, *plain[1:]]
 
 
 def _without_calls(messages: Messages) -> list[Mapping[str, Any]]:

@@ -8,7 +8,8 @@ prompts        texts and token ids, checked and tokenized
 chat_prompt
                a chat's messages, as the model's template takes them, and their prompt
 sampling, grammars
-               from a request to sampling parameters, and to the one grammar that its fields make
+               from a request to sampling parameters, and to the one grammar that its fields make; grammar_check: the process that
+               checks grammars
 plan           from a checked request to a generation_plan: what is generated, how it is read, and what it used
 answer         one choice as its tokens arrive, and what all answers share; reading: a generation read to its end
 chat_answer, completion_answer, logprobs

@@ -17,7 +17,7 @@ from tandem.api.openai.chat_request import ChatMessage, ChatRequest, ContentPart
 from tandem.api.openai.prompts import too_many_characters
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.text_request import TokenizeRequest
-from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard
+from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard, in_parts
 from tandem.api.text.tokenizer import Tokenizer
 from tandem.base.errors import InvalidRequest
 
@@ -252,7 +252,7 @@ def _render(template: ChatTemplate, guard: SpecialTextGuard, chat: TemplateInput
     if offered and not template.mentions_tools:
         plain, offered = wings.told_in_words(plain, offered, has_system=template.takes_system), []
     if not template.takes_text:
-        plain = [_in_parts(message) for message in plain]
+        plain = [in_parts(message) for message in plain]
     return template.render(
         plain,
         tools=offered or None,
@@ -261,11 +261,6 @@ def _render(template: ChatTemplate, guard: SpecialTextGuard, chat: TemplateInput
         add_generation_prompt=chat.add_generation_prompt,
         continue_final_message=chat.continue_final_message,
     )
-
-
-def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message["content"]
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def template_variables(request: ChatRequest) -> JsonObject:

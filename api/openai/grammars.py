@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import operator
-import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import msgspec
-from llguidance import LLMatcher, regex_to_lark
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem.api.answer_format import CallsAsked, OfferedTool
@@ -17,6 +17,7 @@ from tandem.api.lark import ANY_TEXT, MAX_GRAMMAR, JsonObject, json_schema, quot
 from tandem.api.openai.chat_prompt import texts_are_short
 from tandem.api.openai.chat_request import ChatRequest, NamedToolChoice, Tool
 from tandem.api.openai.fields import ResponseFormat, SamplingFields, StructuredOutputs
+from tandem.api.openai.grammar_check import GrammarChecker
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.text.tenant_cache import CacheOwner, TenantCache
 from tandem.api.text.tokenizer import Tokenizer
@@ -25,13 +26,12 @@ from tandem.base.shares import OneAtATime
 
 FREE_TEXT = f"start: {ANY_TEXT}"
 _REMEMBERED = 256
-# Checked grammars with their problem, "" for none. New grammars are checked in a thread, even short ones: a
-# schema of a few hundred characters can take a tenth of a second.
+# Checked grammars with their problem, "" for none.
 _checked: TenantCache[str, str] = TenantCache(_REMEMBERED)
 _checking = OneAtATime()
-
-_SOURCE_LINES = re.compile(r"\n\s+\d+ \|.*", re.DOTALL)
-_PLACE = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+_checker = GrammarChecker()
+# Not one of the threads that all requests share: a schema of a few hundred characters can take a tenth of a second.
+_thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
 
 async def grammar_of_format(wanted: ResponseFormat | None, owner: CacheOwner) -> str | None:
@@ -86,7 +86,7 @@ async def check_grammar(grammar: str, param: str, owner: CacheOwner) -> None:
     problem = _checked.get(owner, grammar)
     if problem is None:
         async with _checking.turn(owner.tenant):
-            problem = await asyncio.to_thread(_problem, grammar) or ""
+            problem = await asyncio.get_running_loop().run_in_executor(_thread, _checker.problem, grammar)
         _checked.put(owner, grammar, problem, 1)
     if problem:
         raise InvalidRequest(f"{param}: {problem}", param)
@@ -95,14 +95,6 @@ async def check_grammar(grammar: str, param: str, owner: CacheOwner) -> None:
 def _check_length(characters: int, param: str) -> None:
     if characters > MAX_GRAMMAR:
         raise InvalidRequest(f"{param}: must be at most {MAX_GRAMMAR} characters long", param)
-
-
-def _problem(grammar: str) -> str | None:
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
-    if not is_error:
-        return None
-    plain = _PLACE.sub("", _SOURCE_LINES.sub("", messages[0] if messages else "is no grammar"))
-    return _PLACE.sub("", " ".join(plain.split()))[:500]
 
 
 async def completion_grammar(request: SamplingFields, owner: CacheOwner) -> str | None:

@@ -174,7 +174,7 @@ def _facts(
         )
     facts: list[RequestFacts] = []
     sampling: SamplingParams | None = None
-    for prompt in prompts:
+    for at, prompt in enumerate(prompts):
         most = _most_tokens(request, model, len(prompt), asked.max_tokens)
         if sampling is None or sampling.max_tokens != most:
             if allowed is not None:
@@ -184,7 +184,8 @@ def _facts(
         facts.append(
             RequestFacts(
                 prompt_token_ids=prompt,
-                sampling=sampling,
+                # Without a seed, the same prompt twice is two samples; a seed is each prompt's.
+                sampling=sampling if request.seed is not None else of_choice(sampling, at * asked.choices),
                 priority=caller.priority(request.priority),
                 cache_salt=caller.cache_salt(request.cache_salt),
                 lora=model.adapter_of(request.model),

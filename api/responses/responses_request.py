@@ -143,12 +143,18 @@ FIELDS = (
 )  # fmt: skip
 
 
+# The rest of what OpenAI lets clients include is of tools that this server does not have, or encrypted.
+_LOGPROBS = "message.output_text.logprobs"
+
+
 def check(request: ResponsesRequest) -> None:
     for name, instead in (("conversation", "use previous_response_id"), ("prompt", "send the input itself")):
         if getattr(request, name) is not None:
             raise InvalidRequest(f"{name}: this server keeps none; {instead}", name)
     if request.background and request.store is False:
         raise InvalidRequest("background: needs store, because the answer is asked for later", "background")
+    if _LOGPROBS in (request.include or ()):
+        raise InvalidRequest(f"include: {_LOGPROBS} is only in chats here (logprobs, top_logprobs)", "include")
     if request.truncation == "auto":
         raise InvalidRequest(
             "truncation: must be 'disabled', because this server drops no part of a chat", "truncation"
@@ -193,7 +199,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[InputItem]) -> ChatReque
         tool_choice=NamedToolChoice("function", NamedFunction(choice.name))
         if isinstance(choice, NamedChoice)
         else choice
-        if request.tools
+        if request.tools or choice == "required"  # which is refused without tools
         else None,
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(form) if form is not None else None,

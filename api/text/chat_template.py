@@ -195,7 +195,12 @@ class ChatTemplate:
     def takes_system(self) -> bool:
         """Whether it renders a system message. Some templates refuse one, and some leave it out."""
         words = "Take care."
-        messages = [{"role": "system", "content": words}, {"role": "user", "content": "Hello."}]
+        messages: list[Mapping[str, Any]] = [
+            {"role": "system", "content": words},
+            {"role": "user", "content": "Hello."},
+        ]
+        if not self.takes_text:
+            messages = [in_parts(message) for message in messages]
         try:
             return words in self.render(messages)
         except InvalidRequest:
@@ -252,6 +257,12 @@ class ChatTemplate:
                 f"messages: the model's chat template cannot render them ({type(error).__name__}: {error})", "messages"
             ) from error
         return _cut_at(text, mark) if mark else text
+
+
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the message as templates read it that know parts alone."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def template_source(own: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import parse_qs
 
 from tandem.api.batches import batch_request, messages
@@ -51,6 +52,6 @@ class Query:
         text = self.text(name)
         if text is None:
             return usual
-        if not text.isdigit() or len(text) > 6 or not 1 <= int(text) <= most:
+        if re.fullmatch("[0-9]{1,6}", text) is None or not 1 <= int(text) <= most:
             raise InvalidRequest(f"{name}: must be from 1 to {most}, not {text[:40]!r}", name)
         return int(text)

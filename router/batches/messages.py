@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from tandem.api.batches.batch_request import BatchRequest
 from tandem.api.batches.messages import ENDPOINT, MessageBatchDeleted, MessageBatchList, MessageBatchRequest, shown
 from tandem.base.errors import InvalidRequest
@@ -10,6 +12,7 @@ from tandem.router.batches.job_files import MOST_LINES
 from tandem.router.batches.runner import BatchRunner
 from tandem.router.batches.store import BatchStore, Form
 from tandem.router.batches.store_thread import StoreThread
+from tandem.router.batches.uploads import room
 from tandem.router.http.body import read_body
 from tandem.router.http.exchange import HttpExchange, send_json
 from tandem.router.http.services import Services
@@ -45,10 +48,18 @@ async def batches(thread: StoreThread, runner: BatchRunner, services: Services, 
 
 
 def _add(store: BatchStore, owner: str, lines: bytes, count: int) -> object:
-    file_id, path = store.files.new_path()
-    path.write_bytes(lines)
-    store.files.add(file_id, owner, "messages.jsonl", INPUT_PURPOSE, len(lines), None)
-    return shown(store.add_job(owner, BatchRequest(file_id, ENDPOINT), FORM, count))
+    """A batch that is refused leaves no file."""
+    file_id, path = room(store, owner)
+    try:
+        with path.open("xb") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        store.files.add(file_id, owner, "messages.jsonl", INPUT_PURPOSE, len(lines), None)
+        return shown(store.add_job(owner, BatchRequest(file_id, ENDPOINT), FORM, count))
+    except BaseException:
+        store.files.drop(file_id)
+        raise
 
 
 async def one_batch(thread: StoreThread, services: Services, exchange: HttpExchange) -> None:

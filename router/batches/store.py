@@ -205,15 +205,16 @@ class BatchStore:
 
     def take_job(self) -> Job | None:
         """Takes a job that needs work as a whole: to be read, or to have its files written. A cancelled job's lines that are
-        under way are dropped, so nothing is waited for."""
+        under way are dropped, so nothing is waited for. One whose work failed comes again after the others."""
         with transaction(self._db) as db:
             row = db.execute(
                 "SELECT * FROM jobs WHERE worker IS NULL AND (status IN ('validating', 'cancelling', 'finalizing') OR (status = "
-                "'in_progress' AND completed + failed >= total)) ORDER BY serial LIMIT 1"
+                "'in_progress' AND completed + failed >= total)) ORDER BY served, serial LIMIT 1"
             ).fetchone()
             if row is None:
                 return None
             self._sign_in(db)
+            db.execute("UPDATE jobs SET served = ? WHERE id = ?", (self._clock(), row["id"]))
             if row["status"] == "in_progress":
                 self._move(db, row["id"], "finalizing", ends_as="completed", worker=self.worker)
             else:
@@ -268,14 +269,17 @@ class BatchStore:
     def claim(self, most: int) -> list[tuple[ClaimedLine, bytes]]:
         """Takes up to `most` lines of the job that was served least recently, so that all go on: fewer of long ones, because
         their texts are read into memory. Returns each with its text."""
-        now = self._clock()
         with transaction(self._db) as db:
+            # For itself, so that a job whose texts cannot be read comes after the others.
             job = db.execute(
-                "SELECT * FROM jobs WHERE status = 'in_progress' AND EXISTS (SELECT 1 FROM lines WHERE lines.job = jobs.id AND "
-                "lines.worker IS NULL AND lines.done = 0) ORDER BY served, serial LIMIT 1"
+                "UPDATE jobs SET served = ? WHERE id = (SELECT id FROM jobs WHERE status = 'in_progress' AND EXISTS (SELECT 1 FROM "
+                "lines WHERE lines.job = jobs.id AND lines.worker IS NULL AND lines.done = 0) ORDER BY served, serial LIMIT 1) "
+                "RETURNING *",
+                (self._clock(),),
             ).fetchone()
-            if job is None:
-                return []
+        if job is None:
+            return []
+        with transaction(self._db) as db:
             self._sign_in(db)
             numbers: list[int] = []
             size = 0
@@ -294,7 +298,6 @@ class BatchStore:
                 ).fetchone()
                 for number in numbers
             ]
-            db.execute("UPDATE jobs SET served = ? WHERE id = ?", (now, job["id"]))
             try:
                 # Inside, so that lines whose texts cannot be read are not claimed.
                 with self.files.path_of(job["input_file"]).open("rb") as file:

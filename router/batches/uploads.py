@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ async def upload(thread: StoreThread, services: Services, exchange: HttpExchange
         raise BodyTooLarge(f"the body has {int(declared)} bytes; a file may have {MOST_FILE_BYTES}")
     form = _Form(FormReader((exchange.header(b"content-type") or b"").decode("latin-1")))
     owner = exchange.owner
-    file_id, path = await thread.ask(lambda store: _room(store, owner))
+    file_id, path = await thread.ask(lambda store: room(store, owner))
     try:
         with services.bodies.share() as share:
             share.take(owner, 2 * WRITE_BYTES)
@@ -50,7 +51,7 @@ async def upload(thread: StoreThread, services: Services, exchange: HttpExchange
         raise
 
 
-def _room(store: BatchStore, owner: str) -> tuple[str, Path]:
+def room(store: BatchStore, owner: str) -> tuple[str, Path]:
     """Returns a new file's id and path. Raises when there is no room for the largest one."""
     made = store.files.new_path()
     stored, own, files = store.files.stored_bytes(owner)
@@ -155,7 +156,7 @@ class _Form:
         anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")
         if anchor is None and seconds is None:
             return None
-        if seconds is None or not seconds.isdigit() or len(seconds) > 9:
+        if seconds is None or re.fullmatch("[0-9]{1,9}", seconds) is None:
             raise InvalidRequest("expires_after.seconds: must be a number of seconds", "expires_after")
         expiry = ExpiresAfter(anchor or "", int(seconds))
         check_expiry(expiry, "expires_after", "created_at")

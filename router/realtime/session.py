@@ -8,7 +8,6 @@ a node, and the answer comes from an ordinary request for the whole prompt.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import sys
@@ -66,10 +65,12 @@ MOST_NOTES = 2000
 # Appended as a possible continuation. Tokens that it changes are not settled yet.
 _MORE = " and so on"
 
+_Made = tuple[str, str, dict[str, Any]]  # an answer's text, its status and its usage
+
 
 class RealtimeSession:
-    """One connection. The handler's task reads events, one task makes the answer, and one reads ahead. Both
-    of these end with the session."""
+    """One connection. The handler's task reads events. One task generates the answer, and is all that a client cancels; one tells
+    of it to its end; and one reads ahead. All three end with the session."""
 
     def __init__(
         self, services: Services, exchange: HttpExchange, socket: WebSocket, share: KeptShare, model: str | None
@@ -83,6 +84,7 @@ class RealtimeSession:
         self._model = model
         self._instructions: str | None = None
         self._most_tokens: int | None = None
+        self._making: asyncio.Task[_Made] | None = None
         self._answer: asyncio.Task[None] | None = None
         self._answer_id = ""
         self._ahead: asyncio.Task[None] | None = None
@@ -113,7 +115,7 @@ class RealtimeSession:
             if self._socket.stopped and self._answer is not None:
                 await self._answer
         finally:
-            for task in (self._answer, self._ahead):
+            for task in (self._making, self._answer, self._ahead):
                 await _ended(task)
             await self._socket.goodbye(GOING_AWAY, "the router stops or the client is gone")
 
@@ -149,21 +151,24 @@ class RealtimeSession:
         elif isinstance(event, TextCommit):
             await self._add(_new_id("item"), "user", conversation.take_buffer())
         elif isinstance(event, TextClear):
+            self._forget(*conversation.buffer)
             conversation.buffer.clear()
             await self._socket.send(self.event("input_text_buffer.cleared"))
         elif isinstance(event, ItemCreate):
             text = "".join(part.text for part in event.item.content)
             self._grow(text)
-            await self._add(event.item.id or _new_id("item"), event.item.role, text)
+            try:
+                await self._add(event.item.id or _new_id("item"), event.item.role, text)
+            except InvalidRequest:
+                self._forget(text)
+                raise
             self._look_ahead()
         elif isinstance(event, SessionUpdate):
             await self._update(event)
         elif isinstance(event, ResponseCreate):
             await self._begin(event.response)
         elif isinstance(event, ResponseCancel):
-            if self._answer is None or self._answer.done():
-                raise InvalidRequest("response.cancel: no response is being made")
-            self._answer.cancel()
+            self._cancel(event.response_id)
 
     def _grow(self, text: str) -> None:
         if self._came + len(text) > self._services.config.limits.body_bytes:
@@ -171,6 +176,12 @@ class RealtimeSession:
             raise BodyTooLarge(f"a conversation has at most {most} characters; begin another")
         self._share.grow(sys.getsizeof(text))
         self._came += len(text)
+
+    def _forget(self, *texts: str) -> None:
+        for text in texts:
+            self._share.shrink(sys.getsizeof(text))
+            self._came -= len(text)
+        self._read_at = min(self._read_at, self._came)
 
     async def _update(self, event: SessionUpdate) -> None:
         session = event.session
@@ -184,6 +195,8 @@ class RealtimeSession:
         self._model = session.model or self._model
         if session.instructions is not None:
             self._grow(session.instructions)
+            if self._instructions is not None:
+                self._forget(self._instructions)
             self._instructions = session.instructions
         if session.max_output_tokens is not None:
             self._most_tokens = None if session.max_output_tokens == "inf" else session.max_output_tokens
@@ -297,16 +310,25 @@ class RealtimeSession:
         self._conversation.check_room()  # for the answer
         request = self._request(asked, with_buffer=False)
         await _ended(self._ahead)
-        self._answer_id = _new_id("resp")
-        self._answer = asyncio.create_task(self._respond(request))
+        self._answer_id, item_id = _new_id("resp"), _new_id("item")
+        await self._say_response("response.created", "in_progress", [])
+        self._making = asyncio.create_task(self._generate(request, item_id))
+        self._answer = asyncio.create_task(self._respond(self._making, item_id))
 
-    async def _respond(self, request: ChatRequest) -> None:
-        status, error = "completed", None
-        item_id, text = _new_id("item"), ""
+    def _cancel(self, response_id: str | None) -> None:
+        if self._making is None or self._answer is None or self._answer.done():
+            raise InvalidRequest("response.cancel: no response is being made")
+        if response_id not in (None, self._answer_id):
+            raise InvalidRequest(
+                f"response_id: {response_id!r} is not being made; {self._answer_id!r} is", "response_id"
+            )
+        self._making.cancel()
+
+    async def _respond(self, making: asyncio.Task[_Made], item_id: str) -> None:
+        status, error, text = "completed", None, ""
         usage: dict[str, Any] | None = None
         try:
-            await self._say_response("response.created", "in_progress", [])
-            text, status, usage = await self._generate(request, item_id)
+            text, status, usage = await making
         except asyncio.CancelledError:
             status = "cancelled"
         except TandemError as failure:
@@ -334,13 +356,11 @@ class RealtimeSession:
         response = {"id": self._answer_id, "object": "realtime.response", "status": status, "output": output}
         await self._socket.send(self.event(kind, response={**response, **more}))
 
-    async def _generate(self, request: ChatRequest, item_id: str) -> tuple[str, str, dict[str, Any]]:
+    async def _generate(self, request: ChatRequest, item_id: str) -> _Made:
         with self._in_its_place() as reservation:
             return await self._generate_counted(request, item_id, reservation)
 
-    async def _generate_counted(
-        self, request: ChatRequest, item_id: str, reservation: Reservation | None
-    ) -> tuple[str, str, dict[str, Any]]:
+    async def _generate_counted(self, request: ChatRequest, item_id: str, reservation: Reservation | None) -> _Made:
         services, exchange = self._services, self._exchange
         arrived = time.monotonic()
         generation: Generation | None = None
@@ -439,8 +459,7 @@ def _item(item_id: str, role: str, content: list[dict[str, str]], status: str) -
     }
 
 
-async def _ended(task: asyncio.Task[None] | None) -> None:
+async def _ended(task: asyncio.Task[Any] | None) -> None:
     if task is not None and not task.done():
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])

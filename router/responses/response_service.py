@@ -325,7 +325,7 @@ def _kept(plan: GenerationPlan, response_id: str, note: AnswerNote) -> Generatio
 def conversation(response: StoredResponse) -> list[InputItem]:
     """Returns the items that a following request continues. Raises InvalidRequest unless the response is
     complete."""
-    if not response.ended or response.error is not None:
+    if response.body["status"] not in ("completed", "incomplete"):
         raise InvalidRequest(
             f"previous_response_id: {response.id} is {response.body['status']}; only a completed response can be continued",
             "previous_response_id",

@@ -2,26 +2,32 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem.api.answer_format import CallsAsked, PlainText
+from tandem.api.lark import json_schema
 from tandem.api.openai import grammars
 from tandem.api.openai.chat_request import ChatMessage, ChatRequest, FunctionDefinition, Tool
+from tandem.api.openai.grammar_check import TOO_COSTLY, GrammarChecker
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
 
 
 def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks run in threads: while one is under way, the event loop goes on. What was checked is not checked again."""
+    """Checks do not run on the event loop: it goes on while one is under way. What was checked is not checked again."""
     checked: list[str] = []
     loop_went_on = threading.Event()
 
-    def slow(text: str) -> None:
+    def slow(checker: GrammarChecker, text: str) -> str:
         checked.append(text)
         assert loop_went_on.wait(10), "the event loop waited for it"
+        return ""
 
     owner = CacheOwner("alice", "alice")
 
@@ -32,11 +38,42 @@ def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytes
         await check
         await grammars.check_grammar("start: /once/", "p", owner)
 
-    monkeypatch.setattr(grammars, "_problem", slow)
+    monkeypatch.setattr(GrammarChecker, "problem", slow)
     asyncio.run(scenario())
     assert checked == ["start: /once/"]
     asyncio.run(grammars.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
     assert len(checked) == 2, "another tenant's check tells nothing"
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    with closing(GrammarChecker(cpu_s=1)) as made:
+        yield made
+
+
+def test_a_grammar_that_would_be_checked_for_hours_is_refused(checker: GrammarChecker) -> None:
+    patterns = {f"^{at:05}.*$": {"type": "string"} for at in range(1000)}
+    costly = f"start: %json {json_schema({'type': 'object', 'patternProperties': patterns})}"
+    assert checker.problem("start: /once/") == ""
+    for _ in range(2):
+        assert checker.problem(costly) == TOO_COSTLY
+        assert checker.problem("start: /once/") == "", "others go on"
+    assert "unclosed" in checker.problem("start: /(/")
+
+
+def test_a_chain_of_references_is_checked_however_long(checker: GrammarChecker) -> None:
+    rules = [f'r{at}: "a" r{at + 1}' for at in range(4000)]
+    assert checker.problem("\n".join([*rules, 'r4000: "b"', "start: r0"])) == ""
+
+
+def test_a_checker_that_was_ended_begins_anew(checker: GrammarChecker) -> None:
+    assert checker.problem("start: /once/") == ""
+    (process,) = psutil.Process().children()
+    process.kill()
+    process.wait(10)
+    assert checker.problem("start: /once/") == ""
+    checker.close()
+    assert not psutil.Process().children()
 
 
 def test_a_grammar_of_many_tools_is_written_beside_everything_else(tokenizer: Tokenizer) -> None:

@@ -105,6 +105,18 @@ def test_unseeded_requests_differ_and_seeded_ones_do_not(start_router: StartRout
     assert seeded[0] == seeded[1]
 
 
+def test_the_same_prompt_several_times_is_several_samples_unless_it_has_a_seed(start_router: StartRouter) -> None:
+    router = start_router()
+
+    def texts(**fields: object) -> list[str]:
+        answer = router.complete(prompt=["the fox"] * 3, n=2, max_tokens=12, **fields).json()
+        return [choice["text"] for choice in answer["choices"]]
+
+    assert len(set(texts())) == 6
+    seeded = texts(seed=5)
+    assert seeded[:2] == seeded[2:4] == seeded[4:]
+
+
 def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(start_router: StartRouter) -> None:
     router = start_router(decode=2)
     body = router.complete(prompt=["the fox", "a dog"], n=2, max_tokens=4, seed=10).json()

@@ -99,6 +99,37 @@ def test_text_alone_reaches_a_template_that_knows_parts_alone(router: RunningRou
     assert not submit.media
 
 
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "weather somewhere", "parameters": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("first", ["image", "words"])
+def test_tools_are_told_beside_an_image(router: RunningRouter, first: str) -> None:
+    file = picture(1)
+    parts = [image(data_url(file)), "What is it?"]
+    answer = ask(router, *(parts if first == "image" else reversed(parts)), tools=[WEATHER])
+    assert answer.status_code == 200, answer.text
+    (submit,) = router.nodes["d0"].submits[-1:]
+    prompt = tokenizer().decode(submit.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.startswith("<|im_start|>System:")
+    assert prompt.index("weather somewhere") < min(prompt.index("<image>"), prompt.index("What is it?"))
+    assert submit.images == [file]
+
+
+def test_without_a_system_message_the_users_first_tells_the_tools(start_router: StartRouter, image_folder: str) -> None:
+    template = (
+        "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+        "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endfor %}"
+    )
+    router = start_router(prefill=0, tokenizer_path=image_folder, chat_template=template)
+    assert ask(router, image(data_url(picture(1))), "What is it?", tools=[WEATHER]).status_code == 200
+    (submit,) = router.nodes["d0"].submits
+    prompt = tokenizer().decode(submit.prompt_token_ids, skip_special_tokens=False)
+    assert prompt.index("weather somewhere") < prompt.index("<image>") < prompt.index("What is it?")
+
+
 def test_words_that_look_like_placeholders_are_words(router: RunningRouter) -> None:
     answer = ask(router, "I write <image> and <fake_token_around_image>", image(data_url(picture(1))))
     assert answer.status_code == 200, answer.text

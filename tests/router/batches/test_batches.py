@@ -8,12 +8,13 @@ import sqlite3
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 
-from tandem.router.batches import runner, store_thread, uploads
+from tandem.router.batches import runner, store, store_thread, uploads
 from tandem.router.batches.database import StoreFolder
 from tandem.router.batches.line_exchange import LineConnection
 from tandem.router.batches.store import BatchStore
@@ -141,6 +142,8 @@ def test_chats_and_vectors_are_answered_too(start_router: StartRouter, tmp_path:
         (b'{"custom_id": "a"}\n', "invalid_request", 1),
         (jsonl([line("a")]) + b"\nno json\n", "invalid_json_line", 2),
         (jsonl([line("a", url=CHAT)]), "mismatched_url", 1),
+        (jsonl([line("a", x=0)]).replace(b"0}", b"[" * 300 + b"]" * 300 + b"}"), "invalid_json_line", 1),
+        (jsonl([line("a", x=0)]).replace(b"0}", b"[" * 5000 + b"]" * 5000 + b"}"), "invalid_json_line", 1),
         (b"\n \n", "empty_file", None),
     ],
 )
@@ -168,7 +171,10 @@ def test_what_is_asked_wrongly_is_refused_by_name(router: RunningRouter) -> None
     assert put(router, b"").status_code == 400
     assert put(router, b"{}", purpose="mischief").json()["error"]["param"] == "purpose"
     assert post("/v1/files", json={}).json()["error"]["message"].startswith("content-type")
-    assert router.client.get("/v1/files?limit=0").status_code == 400
+    for limit in ("0", "\N{SUPERSCRIPT TWO}", "many"):
+        assert router.client.get(f"/v1/files?limit={limit}").json()["error"]["param"] == "limit"
+    expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "\N{SUPERSCRIPT TWO}"}
+    assert put(router, b"{}", **expiry).json()["error"]["param"] == "expires_after"
     assert router.client.get("/v1/batches/batch_none").status_code == 404
 
 
@@ -417,6 +423,20 @@ def test_a_batch_whose_file_was_taken_away_fails_and_says_so(router: RunningRout
     assert [each["code"] for each in batch["errors"]["data"]] == ["input_file_lost"]
 
 
+def test_a_batch_that_cannot_be_read_stops_no_other(
+    router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "AFTER_FAILURE_S", 0.1)
+    file = put(router, jsonl([line("a")])).json()["id"]
+    path = tmp_path / "batches/files" / file
+    path.unlink()
+    path.mkdir()  # it is there and cannot be read
+    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    stuck = router.client.post("/v1/batches", json=asked).json()
+    assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed"
+    assert look(router, stuck)["status"] == "validating"
+
+
 def test_lines_that_cannot_be_read_for_a_while_are_answered_later(
     router: RunningRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,6 +450,9 @@ def test_lines_that_cannot_be_read_for_a_while_are_answered_later(
     file.mkdir()  # it is there and cannot be read
     node.resume()
     until(lambda: "cannot be used" in caplog.text, 15)
+    assert ended(router, begin(router, jsonl([line("a")])))["status"] == "completed", (
+        "another batch does not wait for it"
+    )
     file.rmdir()
     away.rename(file)
     assert ended(router, batch)["request_counts"] == {"total": 400, "completed": 400, "failed": 0}
@@ -498,6 +521,26 @@ def test_batches_of_messages_are_asked_for_over_http(router: RunningRouter) -> N
     router.nodes["p0"].set(pause_at=0)
     late = http.post(path, json={"requests": [{"custom_id": "a", "params": params}]}).json()
     assert http.post(f"{path}/{late['id']}/cancel").json()["processing_status"] == "canceling"
+
+
+@pytest.mark.parametrize(
+    ("module", "limit", "most", "status"), [(store, "MOST_UNFINISHED", 0, 503), (uploads, "SPARE_BYTES", 1 << 62, 507)]
+)
+def test_messages_that_there_is_no_room_for_leave_no_file(
+    router: RunningRouter,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    limit: str,
+    most: int,
+    status: int,
+) -> None:
+    monkeypatch.setattr(module, limit, most)
+    params = {"model": "fake", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    refused = router.client.post("/v1/messages/batches", json={"requests": [{"custom_id": "a", "params": params}]})
+    assert refused.status_code == status, refused.text
+    assert router.client.get("/v1/files").json()["data"] == []
+    assert not list((tmp_path / "batches/files").iterdir())
 
 
 def test_a_store_that_could_not_be_opened_is_opened_again(tmp_path: Path) -> None:

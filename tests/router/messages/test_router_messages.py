@@ -145,6 +145,7 @@ def test_tokens_are_counted_without_an_answer(router: RunningRouter) -> None:
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),

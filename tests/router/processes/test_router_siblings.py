@@ -220,6 +220,22 @@ def test_a_stored_response_is_gone_on_with_and_deleted_by_either(pair: Pair) -> 
     assert second.idle()
 
 
+def test_a_response_that_was_cancelled_is_gone_on_with_by_neither(pair: Pair) -> None:
+    first, _ = pair
+    first.nodes["d0"].set(pause_at=2)
+    with first.new_client() as client:
+        name = client.post("/v1/responses", json={"model": "fake", "input": "hi", "background": True}).json()["id"]
+        assert client.post(f"/v1/responses/{name}/cancel").json()["status"] == "cancelled"
+    first.nodes["d0"].resume()
+    for router in pair:
+        router.wait_for(router.idle, "nothing is left of it")
+    again = {"model": "fake", "input": "and?", "max_output_tokens": 3, "previous_response_id": name}
+    for _ in range(8):
+        with first.new_client() as client:
+            answer = client.post("/v1/responses", json=again)
+            assert (answer.status_code, "cancelled" in answer.text) == (400, True)
+
+
 async def find(router: RunningRouter, name: str) -> dict[str, object]:
     async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
         answer: dict[str, object] = (await client.get(f"/v1/responses/{name}")).json()

@@ -144,6 +144,46 @@ def test_an_answer_that_is_cancelled_ends_on_the_nodes(router: RunningRouter, cl
     router.wait_for(lambda: router.server.services.dispatcher.running == 0, "its end")
 
 
+def _events(*kinds: str) -> bytes:
+    """Frames that arrive together."""
+    frames = Connection(ConnectionType.CLIENT)
+    return b"".join(frames.send(TextMessage(data=f'{{"type": "{kind}"}}')) for kind in kinds)
+
+
+def test_an_answer_that_is_cancelled_at_once_begins_and_ends(client: RealtimeClient) -> None:
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.send_bytes(_events("response.create", "response.cancel"))
+    begun = client.hear("response.created")["response"]["id"]
+    done = client.hear("response.done")["response"]
+    assert (done["id"], done["status"]) == (begun, "cancelled")
+
+
+def test_an_answer_that_is_cancelled_twice_ends_once(router: RunningRouter, client: RealtimeClient) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=1)
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.say("response.create")
+    client.hear("response.output_item.added")
+    client.send_bytes(_events("response.cancel", "response.cancel"))
+    assert client.hear("response.done")["response"]["status"] == "cancelled"
+
+
+def test_another_answer_than_the_one_that_is_named_is_not_cancelled(
+    router: RunningRouter, client: RealtimeClient
+) -> None:
+    for node in router.nodes.values():
+        node.set(pause_at=1)
+    client.say("conversation.item.create", item={"role": "user", "content": [{"type": "input_text", "text": "hi"}]})
+    client.say("response.create", response={"max_output_tokens": 3})
+    client.hear("response.output_item.added")
+    client.say("response.cancel", response_id="resp_before")
+    with pytest.raises(AssertionError, match="resp_before"):
+        client.hear("response.done")
+    for node in router.nodes.values():
+        node.resume()
+    assert client.hear("response.done")["response"]["status"] == "incomplete"
+
+
 @pytest.mark.parametrize(
     "event",
     [
@@ -196,6 +236,25 @@ def test_an_event_that_is_too_large_ends_it(start_router: StartRouter) -> None:
     with closing(RealtimeClient(start_router(limits=Limits(body_bytes=2000)).url)) as client:
         client.say("input_text_buffer.append", text="x" * 3000)
         assert closed(client) == 1009
+
+
+def test_text_that_is_dropped_takes_no_room(start_router: StartRouter) -> None:
+    router = start_router(limits=Limits(body_bytes=2000))
+    item = {"role": "user", "content": [{"type": "input_text", "text": "x" * 600}], "id": "mine"}
+    with closing(RealtimeClient(router.url)) as client:
+        client.hear("session.created")
+        client.say("conversation.item.create", item=item)
+        client.hear("conversation.item.done")
+        for _ in range(4):
+            client.say("input_text_buffer.append", text="x" * 600)
+            client.say("input_text_buffer.clear")
+            client.hear("input_text_buffer.cleared")
+            client.say("session.update", session={"instructions": "x" * 600})
+            client.hear("session.updated")
+            client.say("conversation.item.create", item=item)
+            assert "'mine' is taken" in client.hear("error")["error"]["message"]
+        client.say("input_text_buffer.append", text="x" * 900)
+        assert "at most 2000 characters" in client.hear("error")["error"]["message"]
 
 
 def test_a_client_that_says_nothing_is_cut_off(start_router: StartRouter) -> None:

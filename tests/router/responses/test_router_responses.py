@@ -229,6 +229,8 @@ def test_what_is_kept_is_bounded_and_each_keys_own(start_router: StartRouter) ->
         ({"conversation": "conv_1"}, "conversation"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
     ],
 )
