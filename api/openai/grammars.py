@@ -20,6 +20,7 @@ from tandem.api.openai.fields import ResponseFormat, SamplingFields, StructuredO
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.text.tenant_cache import CacheOwner, TenantCache
 from tandem.api.text.tokenizer import Tokenizer
+from tandem.base.deep_stack import in_deep_stack
 from tandem.base.errors import InvalidRequest
 from tandem.base.shares import OneAtATime
 
@@ -86,7 +87,7 @@ async def check_grammar(grammar: str, param: str, owner: CacheOwner) -> None:
     problem = _checked.get(owner, grammar)
     if problem is None:
         async with _checking.turn(owner.tenant):
-            problem = await asyncio.to_thread(_problem, grammar) or ""
+            problem = await asyncio.to_thread(in_deep_stack, partial(_problem, grammar)) or ""
         _checked.put(owner, grammar, problem, 1)
     if problem:
         raise InvalidRequest(f"{param}: {problem}", param)

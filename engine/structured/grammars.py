@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.base.deep_stack import in_deep_stack
 from tandem.base.errors import ConfigurationError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -134,6 +135,14 @@ class TokenizerGrammars:
             if (found := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return found
+        matcher = in_deep_stack(lambda: self._compile(grammar))
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _compile(self, grammar: str) -> LLMatcher:
         library = _library()
         limits = self._limits or library.LLParserLimits(**_LIMITS)
         matcher: LLMatcher = library.LLMatcher(
@@ -141,10 +150,6 @@ class TokenizerGrammars:
         )
         # The first mask computes what the library computes lazily. All copies share it then.
         GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
-        with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
         return matcher
 
     def _loaded(self) -> LLTokenizer:

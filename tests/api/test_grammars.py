@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.api.answer_format import CallsAsked, PlainText
+from tandem.api.lark import json_schema
 from tandem.api.openai import grammars
 from tandem.api.openai.chat_request import ChatMessage, ChatRequest, FunctionDefinition, Tool
 from tandem.api.text.tenant_cache import CacheOwner
@@ -58,3 +59,15 @@ def test_a_grammar_of_many_tools_is_written_beside_everything_else(tokenizer: To
         return await grammars.chat_grammar(request, tools, model, CacheOwner())
 
     assert asyncio.run(ask()) is None
+
+
+def test_a_chain_of_references_is_checked_however_long() -> None:
+    """It ended the router's process: the library follows each reference on the stack."""
+    links = 4000
+    schema = {
+        "$ref": "#/$defs/d0",
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(links)} | {f"d{links}": {"type": "null"}},
+    }
+    rules = [f'r{i}: "a" r{i + 1}' for i in range(links)]
+    for grammar in (f"start: %json {json_schema(schema)}", "\n".join([*rules, f'r{links}: "b"', "start: r0"])):
+        asyncio.run(grammars.check_grammar(grammar, "p", CacheOwner("bob", "bob")))

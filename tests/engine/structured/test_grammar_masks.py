@@ -238,3 +238,12 @@ def test_a_schema_as_large_as_people_write_them_is_within_the_limits() -> None:
     }
     params = SamplingParams(temperature=1.0, seed=2, grammar=grammar_of(schema))
     jsonschema.validate(json.loads(Model(params).finish()), schema)
+
+
+def test_a_chain_of_rules_is_compiled_however_long() -> None:
+    """It ended the node's process: the library follows each reference on the stack."""
+    rules = [f'r{i}: "a" r{i + 1}' for i in range(4000)]
+    position = grammars().begin("\n".join([*rules, 'r4000: "b"', "start: r0"]))
+    for _ in range(50):
+        position.fill(grammars().empty_masks(1)[0])
+        assert position.follow(encode("a")) == 1
