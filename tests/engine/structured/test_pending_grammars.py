@@ -94,6 +94,16 @@ def test_a_tenant_with_many_grammars_does_not_delay_another_one(slow: tuple[Slow
     assert 'start: "o"' in [of.begun.get(timeout=PATIENCE_S) for _ in range(2)]
 
 
+def test_grammars_of_one_tenant_that_never_end_leave_threads_for_others(slow: tuple[Slow, Pending]) -> None:
+    of, pending = slow
+    for number in range(9):
+        pending.begin(f"greedy {number}", f'start: "{number}"', now=0.0, tenant="greedy")
+    for number in range(2):
+        assert of.begun.get(timeout=PATIENCE_S) == f'start: "{number}"'
+    pending.begin("other", 'start: "o"', now=0.0, tenant="other")
+    assert of.begun.get(timeout=PATIENCE_S) == 'start: "o"'
+
+
 def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Pending]) -> None:
     of, pending = slow
     for number in range(2):
