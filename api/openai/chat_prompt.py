@@ -203,7 +203,7 @@ class TemplateInput(msgspec.Struct, frozen=True):
 
 
 async def chat_prompt(
-    model: ServedModel, chat: TemplateInput, context: int | None
+    model: ServedModel, chat: TemplateInput, context: int | None, tenant: str
 ) -> tuple[str, wings.PromptImages | None]:
     """Renders a chat with the model's template, and expands its images' placeholders. Raises InvalidRequest.
     `context`: None when any length is allowed."""
@@ -218,7 +218,7 @@ async def chat_prompt(
     text = await render_chat(model.template, model.guard, model.tokenizer, chat, context)
     if not parts or model.images is None:
         return text, None
-    images = await model.images.read(parts)
+    images = await model.images.read(parts, tenant)
     return images.expanded(text), images
 
 

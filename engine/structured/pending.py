@@ -11,7 +11,10 @@ import msgspec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.engine.model.runner import Grammars
 
-_THREADS, _OF_ONE_TENANT = 4, 2  # so that one costly grammar does not delay all others, nor two of one tenant those of others
+_THREADS, _OF_ONE_TENANT = (
+    4,
+    2,
+)  # so that one costly grammar does not delay all others, nor two of one tenant those of others
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
