@@ -11,6 +11,7 @@ from tandem.api.answer_format import CallsAsked, PlainText
 from tandem.api.lark import json_schema
 from tandem.api.openai import grammars
 from tandem.api.openai.chat_request import ChatMessage, ChatRequest, FunctionDefinition, Tool
+from tandem.api.openai.fields import SamplingFields
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
 
@@ -38,6 +39,30 @@ def test_a_short_schema_that_is_hard_to_check_holds_nobody_up(monkeypatch: pytes
     assert checked == ["start: /once/"]
     asyncio.run(grammars.check_grammar("start: /once/", "p", CacheOwner("bob", "bob")))
     assert len(checked) == 2, "another tenant's check tells nothing"
+
+
+async def test_one_keys_grammars_in_ebnf_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one of 256 kB takes seconds, and the interpreter with them."""
+    begun: asyncio.Queue[str] = asyncio.Queue()
+    loop, go = asyncio.get_running_loop(), threading.Event()
+
+    def slow(text: str) -> str:
+        loop.call_soon_threadsafe(begun.put_nowait, text)
+        assert go.wait(20)
+        return "start: /a/"
+
+    monkeypatch.setattr(grammars, "gbnf_to_lark", slow)
+    asked = [
+        asyncio.create_task(grammars.outputs_wanted(SamplingFields(ebnf=text), CacheOwner(tenant, tenant)))
+        for tenant, text in (("greedy", "first"), ("greedy", "second"), ("greedy", "third"), ("other", "other's"))
+    ]
+    try:
+        assert [await begun.get() for _ in range(2)] == ["first", "other's"]
+        await asyncio.sleep(0)
+        assert begun.empty()
+    finally:
+        go.set()
+        await asyncio.gather(*asked)
 
 
 def test_a_grammar_of_many_tools_is_written_beside_everything_else(tokenizer: Tokenizer) -> None:
