@@ -81,9 +81,6 @@ class PendingGrammars:
         for index in range(_THREADS):
             threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True).start()
 
-    def must_wait(self, grammar: str) -> bool:
-        return not self._grammars.is_prepared(grammar)
-
     def begin(self, request_id: str, grammar: str, now: float, tenant: str = "") -> None:
         self._deadlines[request_id] = now + self._timeout_s
         self._work.put(tenant, request_id, grammar)

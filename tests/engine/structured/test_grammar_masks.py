@@ -247,3 +247,16 @@ def test_a_chain_of_rules_is_compiled_however_long() -> None:
     for _ in range(50):
         position.fill(grammars().empty_masks(1)[0])
         assert position.follow(encode("a")) == 1
+
+
+def test_a_compiled_grammar_stays_while_anyone_has_it() -> None:
+    made = TokenizerGrammars(backend().to_str, vocabulary(), frozenset({END}))
+    made.prepare('start: "a"')
+    kept = made.prepared('start: "a"')
+    assert kept is not None
+    for number in range(300):
+        made.prepare(f'start: "{number}"')
+    assert made.prepared('start: "a"') is kept
+    assert made.prepared('start: "0"') is None
+    del kept
+    assert made.prepared('start: "a"') is None

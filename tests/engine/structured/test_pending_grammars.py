@@ -55,12 +55,12 @@ def slow() -> Iterator[tuple[Slow, Pending]]:
 
 def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Pending]) -> None:
     of, pending = slow
-    assert pending.must_wait('start: "a"')
+    assert of.prepared('start: "a"') is None
     pending.begin("r", 'start: "a"', now=0.0)
     of.go.set()
     assert pending.told.get(timeout=PATIENCE_S) == GrammarReady("r", None)
     assert pending.forget("r")
-    assert not pending.must_wait('start: "a"')
+    assert of.prepared('start: "a"') is not None
 
 
 def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow: tuple[Slow, Pending]) -> None:
