@@ -99,7 +99,8 @@ def _addresses(host: str, port: int, until: Deadline) -> list[tuple[str, int]]:
 
     def resolve() -> None:
         try:
-            found.set_result([at[:2] for *_, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found.set_result([(str(at[0]), int(at[1])) for *_, at in answers])
         except Exception as error:
             found.set_exception(error)
 
