@@ -49,8 +49,8 @@ class PromptImages(Protocol):
 
 
 class ImageReader(Protocol):
-    async def read(self, parts: Sequence[ImagePart]) -> PromptImages:
-        """Decodes the images. Raises InvalidImage for the first that cannot be read."""
+    async def read(self, parts: Sequence[ImagePart], tenant: str) -> PromptImages:
+        """Decodes the images, those of one key in turn. Raises InvalidImage for the first that cannot be read."""
 
 
 class ImagesWing(Protocol):

@@ -90,6 +90,7 @@ class Request:
         "drafts_are_forced",
         "eos_token_ids",
         "facts",
+        "grammar",
         "image_parts",
         "is_distrusted",
         "length_limit",
@@ -128,6 +129,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.facts = facts
+        self.grammar: object = None  # keeps its compiled grammar: a step must never have to compile one
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.sort_key = (facts.priority, self.arrival_time, request_id)
         # The images' parts under the names of their rows; empty without images.

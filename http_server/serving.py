@@ -21,6 +21,7 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -46,6 +47,7 @@ WAIT_S, LONGEST_WAIT_S = 0.002, 0.01
 EXHAUSTED_S = 1.0
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 ACCEPTS_AT_ONCE = 16  # streams go on after so many
+HANDSHAKES = 64  # as many may be under way however many connections are open
 BACKLOG = 2048
 _LOCK = struct.Struct("hhqqi4x")  # the kernel's struct flock
 # A router that leaves closes connections that are idle for longer than this.
@@ -115,7 +117,7 @@ class Tally:
 
 class Acceptor:
     """Accepts connections and passes each to `open_one`, on the event loop that makes it. `connections`: how
-    many open connections this process has."""
+    many open connections this process has, of at most `most`."""
 
     def __init__(
         self,
@@ -123,13 +125,15 @@ class Acceptor:
         tally: Tally,
         open_one: Callable[[socket.socket], Awaitable[object]],
         connections: Callable[[], int],
+        most: int,
     ) -> None:
         self._listener = listener
         self._tally = tally
         self._open_one = open_one
         self._connections = connections
+        self._most = most
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], None] = {}  # in the order in which they came
         self._pause: asyncio.TimerHandle | None = None
         self._stamp: asyncio.TimerHandle | None = None
         self._closed = False
@@ -175,9 +179,17 @@ class Acceptor:
                 break
             connection.setblocking(False)
             task = self._loop.create_task(self._begin(connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._opening[task] = None
+            task.add_done_callback(self._opening.pop)
+        self._limit_opening()
         self._tally.set(self.count)
+
+    def _limit_opening(self) -> None:
+        """Ends the connections that have been longest in their handshake where there are too many: clients that never finish one must not
+        take the descriptors that nodes and files need."""
+        surplus = len(self._opening) - max(HANDSHAKES, self._most - self._connections())
+        for task in list(islice(self._opening, max(0, surplus))):
+            task.cancel()
 
     async def _begin(self, connection: socket.socket) -> None:
         try:
@@ -323,8 +335,11 @@ class HttpServer:
         async def open_one(connection: socket.socket) -> None:
             await loop.connect_accepted_socket(lambda: HttpConnection(self, loop), connection, **tls)
 
-        self._acceptor = Acceptor(listener, tally, open_one, lambda: len(self.connections))
-        self._former = [Acceptor(*each, open_one, lambda: len(self.connections)) for each in former]
+        def accept(at: socket.socket, counted: Tally) -> Acceptor:
+            return Acceptor(at, counted, open_one, lambda: len(self.connections), self.limits.connections)
+
+        self._acceptor = accept(listener, tally)
+        self._former = [accept(*each) for each in former]
         if former:
             loop.call_later(FORMER_ADDRESS_S, self._give_up_former, on_former_closed)
 

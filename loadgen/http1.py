@@ -110,6 +110,8 @@ class ResponseParser:
         while (line_end := self._buffer.find(b"\r\n")) >= 0:
             try:
                 size = int(self._buffer[:line_end].split(b";", 1)[0], 16)
+                if size < 0:
+                    raise ValueError
             except ValueError:
                 raise MalformedResponse(f"not a chunk size: {self._buffer[:line_end][:80]!r}") from None
             if size == 0:

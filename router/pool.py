@@ -98,6 +98,7 @@ class NodePool:
                 logger.error("node %s gets no requests: %s", info.node_id, why)
         for member in self._members.values():
             member.foreign = self._foreign(member)
+        self._count_accusers()
         self.block_sizes = tuple(
             {each.info.block_size for each in self._members.values() if each.info.role.runs_requests}
         )
@@ -182,12 +183,15 @@ class NodePool:
             if latest.left_out
             else "takes KV from all again",
         )
+        self._count_accusers()
+        for member in self._members.values():
+            self._look_at(member)
+
+    def _count_accusers(self) -> None:
         self._accusers = {}
         for member in self._members.values():
             for accused in member.status.left_out:
                 self._accusers.setdefault(accused, []).append(member.info.node_id)
-        for member in self._members.values():
-            self._look_at(member)
 
     def heard(self, node_id: str, epoch: int) -> bool:
         """A message shows that the node lives. Returns False when its sender is not a member: the message is counted,

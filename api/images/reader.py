@@ -16,6 +16,7 @@ from tandem.api.openai.chat_request import ImagePart
 from tandem.api.settings import RequestLimits
 from tandem.api.text.tokenizer import Tokenizer, read_json
 from tandem.base.errors import ConfigurationError, InvalidImage, InvalidRequest
+from tandem.base.shares import OneAtATime
 from tandem.wire.images import (
     ImageRules,
     MediaFeature,
@@ -25,7 +26,7 @@ from tandem.wire.images import (
     processor_settings,
 )
 
-# How many files are decoded at once: each takes memory for its pixels, and a core.
+# How many files are decoded at once, of one key one: each takes memory for its pixels, and a core.
 _AT_ONCE = 2
 # The most bytes of one request's images: they are sent to a node in one frame, whose size is bounded.
 _MOST_BYTES = 48 << 20
@@ -74,12 +75,13 @@ class FileImageReader:
         self._limits = limits
         # Threads of its own: a file whose client has gone is still decoded to its end, and must still count.
         self._decoders = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="images")
+        self._of_tenant = OneAtATime()
         placeholder = tokenizer.text_of(rules.token_id)
         if placeholder is None or tokenizer.token_id(placeholder) != rules.token_id:
             raise ConfigurationError(f"the tokenizer has no placeholder for images: token {rules.token_id} is none")
         self._placeholder = placeholder
 
-    async def read(self, parts: Sequence[ImagePart]) -> ExpandedImages:
+    async def read(self, parts: Sequence[ImagePart], tenant: str) -> ExpandedImages:
         if len(parts) > self._limits.images_per_request:
             raise InvalidRequest(
                 f"messages: at most {self._limits.images_per_request} images in one request "
@@ -88,7 +90,8 @@ class FileImageReader:
             )
         found = ExpandedImages(self._rules, self._placeholder)
         for part in parts:
-            found.add(*await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, part))
+            async with self._of_tenant.turn(tenant):
+                found.add(*await asyncio.get_running_loop().run_in_executor(self._decoders, self._read, part))
             if sum(map(len, found.files)) > _MOST_BYTES:
                 raise InvalidImage(
                     f"{part.where}: the images have more than the {_MOST_BYTES} bytes together that nodes take",

@@ -14,7 +14,7 @@ import msgspec
 from tandem.api import wings
 from tandem.api.lark import JsonObject
 from tandem.api.openai.chat_request import ChatMessage, ChatRequest, ContentPart, ImagePart, Tool, ToolCall, thinks
-from tandem.api.openai.prompts import too_many_characters
+from tandem.api.openai.prompts import long_texts, too_many_characters
 from tandem.api.openai.served_model import ServedModel
 from tandem.api.openai.text_request import TokenizeRequest
 from tandem.api.text.chat_template import ChatTemplate, SpecialTextGuard, in_parts
@@ -203,7 +203,7 @@ class TemplateInput(msgspec.Struct, frozen=True):
 
 
 async def chat_prompt(
-    model: ServedModel, chat: TemplateInput, context: int | None
+    model: ServedModel, chat: TemplateInput, context: int | None, tenant: str
 ) -> tuple[str, wings.PromptImages | None]:
     """Renders a chat with the model's template, and expands its images' placeholders. Raises InvalidRequest.
     `context`: None when any length is allowed."""
@@ -215,10 +215,10 @@ async def chat_prompt(
         )
     if model.template is None:
         raise InvalidRequest("messages: this model has no chat template; send a prompt to /v1/completions", "messages")
-    text = await render_chat(model.template, model.guard, model.tokenizer, chat, context)
+    text = await render_chat(model.template, model.guard, model.tokenizer, chat, context, tenant)
     if not parts or model.images is None:
         return text, None
-    images = await model.images.read(parts)
+    images = await model.images.read(parts, tenant)
     return images.expanded(text), images
 
 
@@ -228,9 +228,14 @@ def tools_to_call(request: ChatRequest) -> list[Tool] | None:
 
 
 async def render_chat(
-    template: ChatTemplate, guard: SpecialTextGuard, tokenizer: Tokenizer, chat: TemplateInput, context: int | None
+    template: ChatTemplate,
+    guard: SpecialTextGuard,
+    tokenizer: Tokenizer,
+    chat: TemplateInput,
+    context: int | None,
+    tenant: str,
 ) -> str:
-    """Renders a chat, a long one in a thread, so that other streams go on. A chat whose texts certainly do not fit
+    """Renders a chat, a long one in a thread, so that other streams go on, and those of one key in turn. A chat whose texts certainly do not fit
     into the context is refused before anything looks into them. `context`: None when any length is allowed."""
 
     given = (chat.messages, chat.tools, chat.documents, chat.variables)
@@ -243,7 +248,10 @@ async def render_chat(
             _check_characters(tokenizer, context, *given)
         return _render(template, guard, chat)
 
-    return render() if is_short else await asyncio.to_thread(render)
+    if is_short:
+        return render()
+    async with long_texts.turn(tenant):
+        return await asyncio.to_thread(render)
 
 
 def _render(template: ChatTemplate, guard: SpecialTextGuard, chat: TemplateInput) -> str:

@@ -105,7 +105,7 @@ async def completion_grammar(request: SamplingFields, owner: CacheOwner) -> str 
 async def _answers_grammar(request: SamplingFields, owner: CacheOwner) -> tuple[str | None, str | None]:
     """Returns the grammar of an answer, and the name of the field that it comes from unless that is response_format."""
     grammar = await grammar_of_format(request.response_format, owner)
-    wanted, param = await outputs_wanted(request)
+    wanted, param = await outputs_wanted(request, owner)
     other = await grammar_of_structured_outputs(wanted, param, owner)
     if other is None:
         return grammar, None
@@ -135,7 +135,11 @@ async def chat_grammar(
     asked = _calls_asked(request, tools, any_answer=any_answer)
     # Of tools with thousands of parameters it takes long, and only then is known whether it is too long.
     make = partial(written.calls_grammar, asked, answer, model.tokenizer)
-    grammar = make() if texts_are_short((), tools) else await asyncio.to_thread(make)
+    if texts_are_short((), tools):
+        grammar = make()
+    else:
+        async with _checking.turn(owner.tenant):
+            grammar = await asyncio.to_thread(make)
     if grammar is not None:
         await check_grammar(grammar, "tools", owner)
     return grammar
@@ -179,7 +183,7 @@ _others_of = operator.attrgetter(*_OTHER_NAMES)
 _NO_OTHERS = (None,) * len(_OTHER_NAMES)
 
 
-async def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | None, str]:
+async def outputs_wanted(request: SamplingFields, owner: CacheOwner) -> tuple[StructuredOutputs | None, str]:
     """Returns `structured_outputs`, also from the single fields of other clients, and the name of the field that was used."""
     if _others_of(request) == _NO_OTHERS:
         return request.structured_outputs, "structured_outputs"
@@ -191,7 +195,9 @@ async def outputs_wanted(request: SamplingFields) -> tuple[StructuredOutputs | N
     if _OTHER_NAMES[name] == "json" and isinstance(value, str):
         value = _object_in(value, name)
     elif name == "ebnf":
-        value = await asyncio.to_thread(_lark_of, value)
+        _check_length(len(value), name)
+        async with _checking.turn(owner.tenant):
+            value = await asyncio.to_thread(_lark_of, value)
     return msgspec.convert({_OTHER_NAMES[name]: value}, StructuredOutputs), name
 
 
@@ -199,7 +205,6 @@ _NO_OPTIONS = "%llguidance {}\n"  # stands at the head of a whole grammar alone,
 
 
 def _lark_of(ebnf: str) -> str:
-    _check_length(len(ebnf), "ebnf")
     try:
         return gbnf_to_lark(ebnf).removeprefix(_NO_OPTIONS)
     except Exception as error:  # the library's parser raises whatever its text leads it to

@@ -93,8 +93,8 @@ async def plan_chat(request: ChatRequest, model: ServedModel, caller: Caller) ->
     _check_tools(request, model)
     # First, because it refuses what is too long before anything looks into it.
     chat = TemplateInput.of(request, tools, template_variables(request))
-    text, images = await chat_prompt(model, chat, _context_for(request, model))
     owner = caller.cache_owner(request.cache_salt)
+    text, images = await chat_prompt(model, chat, _context_for(request, model), owner.tenant)
     budget = _reasoning_budget(request, text, model)
     grammar = await chat_grammar(request, tools, model, owner, any_answer=budget is not None)
     if images is not None and request.truncate_prompt_tokens is not None:

@@ -115,7 +115,9 @@ class FinishedStep:
 class Grammars(Protocol):
     """Compiles grammars for one model's tokenizer, and keeps them. Several threads use it."""
 
-    def is_prepared(self, grammar: str) -> bool: ...
+    def prepared(self, grammar: str) -> object | None:
+        """What keeps the compiled grammar for as long as anyone has it; None if it must be compiled first."""
+
     def prepare(self, grammar: str) -> None:
         """Compiles the grammar unless it is kept, which may take long. Raises an InvalidRequest for a text that is not a grammar."""
 

@@ -9,10 +9,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from tandem.base.deep_stack import in_deep_stack
 from tandem.base.errors import ConfigurationError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -93,9 +95,14 @@ class GrammarPosition:
         return _PLAIN.get(lines[0], lines[0][:300])
 
 
+class _Compiled:
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+
 class TokenizerGrammars:
     """Compiles and keeps the grammars used last. Several threads use it. `prepare` may take long; a prepared grammar is available at
-    once until newer ones replace it."""
+    once until newer ones replace it, and for as long as anyone has what `prepared` returned."""
 
     def __init__(
         self,
@@ -110,7 +117,10 @@ class TokenizerGrammars:
         self._limits = limits
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._in_use: WeakValueDictionary[str, _Compiled] = (
+            WeakValueDictionary()
+        )  # those that newer ones have replaced, too
         self._lock = threading.Lock()
 
     def empty_masks(self, count: int) -> BitMask:
@@ -118,22 +128,31 @@ class TokenizerGrammars:
         known = max(self.vocab_size, self._loaded().vocab_size)
         return np.zeros((count, -(-known // _WORD)), np.uint32)
 
-    def is_prepared(self, grammar: str) -> bool:
+    def prepared(self, grammar: str) -> object | None:
+        """The compiled grammar, which is kept for as long as anyone has it; None if it must be compiled first."""
         with self._lock:
-            return grammar in self._compiled
+            return self._in_use.get(grammar)
 
     def prepare(self, grammar: str) -> None:
         """Compiles the grammar unless it is kept. Raises an InvalidRequest for a text that is not a grammar."""
         self._find(grammar)
 
     def begin(self, grammar: str) -> GrammarPosition:
-        return GrammarPosition(self._find(grammar).deep_copy(), self._loaded().vocab_size)
+        return GrammarPosition(self._find(grammar).matcher.deep_copy(), self._loaded().vocab_size)
 
-    def _find(self, grammar: str) -> LLMatcher:
+    def _find(self, grammar: str) -> _Compiled:
         with self._lock:
-            if (found := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return found
+            found = self._in_use.get(grammar)
+        if found is None:
+            found = _Compiled(in_deep_stack(lambda: self._compile(grammar)))
+        with self._lock:
+            self._compiled[grammar] = self._in_use[grammar] = found
+            self._compiled.move_to_end(grammar)
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _compile(self, grammar: str) -> LLMatcher:
         library = _library()
         limits = self._limits or library.LLParserLimits(**_LIMITS)
         matcher: LLMatcher = library.LLMatcher(
@@ -141,10 +160,6 @@ class TokenizerGrammars:
         )
         # The first mask computes what the library computes lazily. All copies share it then.
         GrammarPosition(matcher, 0).fill(self.empty_masks(1)[0])
-        with self._lock:
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
         return matcher
 
     def _loaded(self) -> LLTokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
@@ -11,7 +11,10 @@ import msgspec
 from tandem.base.errors import DeadlineExceeded, InternalError, TandemError
 from tandem.engine.model.runner import Grammars
 
-_THREADS = 2  # so that one costly grammar does not delay all others
+_THREADS, _OF_ONE_TENANT = (
+    4,
+    2,
+)  # so that one costly grammar does not delay all others, nor two of one tenant those of others
 
 
 class GrammarReady(msgspec.Struct, frozen=True):
@@ -22,11 +25,13 @@ class GrammarReady(msgspec.Struct, frozen=True):
 
 
 class _Work:
-    """What is to be compiled: one tenant's after another's, so that none waits for all of another's."""
+    """What is to be compiled: one tenant's after another's, so that none waits for all of another's. A tenant has at most `_OF_ONE_TENANT`
+    threads: some grammars take a minute, and no thread can be told to stop."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._lines: OrderedDict[str, deque[tuple[str, str]]] = OrderedDict()  # by tenant, in the order of their turns
+        self._under_way: Counter[str] = Counter()  # by tenant
         self._closed = False
 
     def put(self, tenant: str, request_id: str, grammar: str) -> None:
@@ -34,17 +39,27 @@ class _Work:
             self._lines.setdefault(tenant, deque()).append((request_id, grammar))
             self._changed.notify()
 
-    def take(self) -> tuple[str, str] | None:
-        """Waits for work. None when there will be no more."""
+    def take(self) -> tuple[str, str, str] | None:
+        """Waits for work: the tenant, the request and its grammar. The caller tells `done`. None when there will be no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lines or self._closed)
-            if self._closed:
+            self._changed.wait_for(lambda: self._closed or self._next() is not None)
+            tenant = self._next()
+            if self._closed or tenant is None:
                 return None
-            tenant, line = self._lines.popitem(last=False)
-            work = line.popleft()
+            line = self._lines.pop(tenant)
+            request_id, grammar = line.popleft()
             if line:
                 self._lines[tenant] = line  # for its next turn
-            return work
+            self._under_way[tenant] += 1
+            return tenant, request_id, grammar
+
+    def _next(self) -> str | None:
+        return next((tenant for tenant in self._lines if self._under_way[tenant] < _OF_ONE_TENANT), None)
+
+    def done(self, tenant: str) -> None:
+        with self._changed:
+            self._under_way -= Counter([tenant])
+            self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:
@@ -65,9 +80,6 @@ class PendingGrammars:
         self._work = _Work()
         for index in range(_THREADS):
             threading.Thread(target=self._compile, name=f"grammar-{index}", daemon=True).start()
-
-    def must_wait(self, grammar: str) -> bool:
-        return not self._grammars.is_prepared(grammar)
 
     def begin(self, request_id: str, grammar: str, now: float, tenant: str = "") -> None:
         self._deadlines[request_id] = now + self._timeout_s
@@ -97,10 +109,12 @@ class PendingGrammars:
 
     def _compile(self) -> None:
         while (work := self._work.take()) is not None:
-            request_id, grammar = work
-            if request_id not in self._deadlines:
-                continue  # the request has ended or is overdue
-            self._tell(GrammarReady(request_id, self._attempt(grammar)))
+            tenant, request_id, grammar = work
+            try:
+                if request_id in self._deadlines:  # otherwise it has ended or is overdue
+                    self._tell(GrammarReady(request_id, self._attempt(grammar)))
+            finally:
+                self._work.done(tenant)
 
     def _attempt(self, grammar: str) -> TandemError | None:
         try:

@@ -16,6 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
@@ -92,6 +93,29 @@ class _TimedSocket:
         self._sock.close()
 
 
+def _addresses(host: str, port: int, until: Deadline) -> list[tuple[str, int]]:
+    """Resolves a name in a thread of its own: the system's resolver takes no deadline, and asks for half a minute."""
+    found: Future[list[tuple[str, int]]] = Future()
+
+    def resolve() -> None:
+        try:
+            answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found.set_result([(str(at[0]), int(at[1])) for *_, at in answers])
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=resolve, name="object-names", daemon=True).start()
+    return found.result(until.left())
+
+
+def _opened(addresses: Sequence[tuple[str, int]], until: Deadline) -> socket.socket:
+    """Connects to the first of them that takes it."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(address, until.left())
+    return socket.create_connection(addresses[-1], until.left())
+
+
 class StoreConnection:
     """One connection, for one thread. It is made when it is needed, and again when the store has closed it."""
 
@@ -128,17 +152,20 @@ class StoreConnection:
         return self._http.getresponse()
 
     def _connected(self) -> http.client.HTTPConnection:
-        host, port, left = self._parts.hostname or "", self._parts.port, self._until.left()
-        if self._parts.scheme == "https":
-            made: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, port, timeout=left, context=self._context
-            )
-        else:
-            made = http.client.HTTPConnection(host, port, timeout=left)
-        made.connect()
+        host, is_tls = self._parts.hostname or "", self._parts.scheme == "https"
+        port = self._parts.port or (443 if is_tls else 80)
+        sock: socket.socket = _opened(_addresses(host, port, self._until), self._until)
+        try:
+            if self._context is not None:
+                sock.settimeout(self._until.left())
+                sock = self._context.wrap_socket(sock, server_hostname=host)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            sock.close()
+            raise
+        made = http.client.HTTPConnection(host, port)
         made.auto_open = 0  # a connection that http.client made again by itself would know no deadline
-        made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.sock = _TimedSocket(made.sock, self._until)
+        made.sock = _TimedSocket(sock, self._until)
         return made
 
     def close(self) -> None:

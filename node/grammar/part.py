@@ -25,6 +25,7 @@ class GrammarPart(ServicePart):
         self._wake = wake
         self._grammars = grammars
         self._desk: PendingGrammars | None = None  # made for the first request with a grammar
+        self._waiting: dict[str, Request] = {}
 
     def prepare(self, request: Request) -> None:
         if (grammar := request.facts.sampling.grammar) is None:
@@ -36,7 +37,8 @@ class GrammarPart(ServicePart):
                 context.config.timeouts.grammar_s,
                 lambda ready: context.in_step(lambda: self._ready(ready)),
             )
-        if self._desk.must_wait(grammar):
+        request.grammar = self._grammars.prepared(grammar)
+        if request.grammar is None:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
 
     def admitted(self, request: Request, submit: Submit, now: float) -> None:
@@ -45,14 +47,17 @@ class GrammarPart(ServicePart):
             return
         # A router's salts begin with what is the key's own.
         tenant = (request.cache_salt or "").partition("/")[0]
+        self._waiting[request.request_id] = request
         self._desk.begin(request.request_id, grammar, now, tenant)
 
     def forget(self, request_id: str) -> None:
         if self._desk is not None:
             self._desk.forget(request_id)
+            self._waiting.pop(request_id, None)
 
     def before_step(self, now: float) -> None:
         for request_id, error in self._desk.overdue(now) if self._desk is not None else ():
+            self._waiting.pop(request_id, None)
             self._context.fail(request_id, error)
 
     def seconds_until_due(self, now: float) -> float | None:
@@ -65,6 +70,8 @@ class GrammarPart(ServicePart):
     def _ready(self, ready: GrammarReady) -> None:
         if self._desk is None or not self._desk.forget(ready.request_id):
             return  # the request has ended, or was overdue
+        request = self._waiting.pop(ready.request_id)
+        request.grammar = self._grammars.prepared(request.facts.sampling.grammar or "")
         if ready.error is None:
             self._wake(ready.request_id)
         else:

@@ -214,6 +214,7 @@ class Admission:
             return
         self._line.leave(slots, count)
         self._accounts.leave(slots.account)
+        self.on_sent()  # those behind it may have waited for its blocks
         self._on_release()
 
     def give_back(self, slots: Slots, count: int) -> None:

@@ -86,7 +86,7 @@ async def _token_ids(model: ServedModel, request: TokenizeRequest, owner: CacheO
         special = request.add_special_tokens is not False
         return await encoded(request.prompt, "prompt", model.tokenizer, context, special=special, owner=owner)
     chat = TemplateInput.of(request, request.tools, request.chat_template_kwargs)
-    text, _ = await chat_prompt(model, chat, context)
+    text, _ = await chat_prompt(model, chat, context, owner.tenant)
     special = bool(request.add_special_tokens)
     return await encoded(text, "messages", model.tokenizer, context, special=special, owner=owner)
 
@@ -120,7 +120,7 @@ async def prompt_size(services: Services, exchange: HttpExchange, request: ChatR
     """Counts the tokens of a chat's prompt."""
     model, context = services.model, services.model.max_model_len
     chat = TemplateInput.of(request, tools_to_call(request), template_variables(request))
-    text, _ = await chat_prompt(model, chat, context)
     owner = owner_of(exchange)
+    text, _ = await chat_prompt(model, chat, context, owner.tenant)
     ids = await encoded(text, "messages", model.tokenizer, context, special=False, owner=owner)
     return len(ids)

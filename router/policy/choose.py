@@ -150,13 +150,15 @@ class Chooser:
         self._note([node_id], marks)
 
     def _note(self, node_ids: Sequence[str], marks: Sequence[int]) -> None:
-        """Records prompts, for each node no more blocks than its last status says it has."""
-        for node_id in node_ids:
-            member = self._pool.member(node_id)
-            if member is not None and member.has_reported:
-                blocks = member.status.total_blocks
+        """Records prompts, for each node no more blocks than its last status says it has. A node that has left is not recorded: nothing
+        would forget it again."""
+        members = [member for node_id in node_ids if (member := self._pool.member(node_id)) is not None]
+        for member in members:
+            if member.has_reported:
+                blocks, node_id = member.status.total_blocks, member.node_id
                 self._record.set_capacity(node_id, min(blocks, RECENT_BLOCKS) if self.cached.knows(node_id) else blocks)
-        self._record.note(node_ids, marks)
+        if members:
+            self._record.note([member.node_id for member in members], marks)
 
     def on_cache_news(self, news: CacheNews) -> bool:
         """Takes a node's cache news. Returns False when a message is missing; the caller then asks for the

@@ -14,6 +14,7 @@ from tandem.api.answer_format import CallsAsked, PlainText
 from tandem.api.lark import json_schema
 from tandem.api.openai import grammars
 from tandem.api.openai.chat_request import ChatMessage, ChatRequest, FunctionDefinition, Tool
+from tandem.api.openai.fields import SamplingFields
 from tandem.api.openai.grammar_check import TOO_COSTLY, GrammarChecker
 from tandem.api.text.tenant_cache import CacheOwner
 from tandem.api.text.tokenizer import Tokenizer
@@ -67,13 +68,38 @@ def test_a_chain_of_references_is_checked_however_long(checker: GrammarChecker) 
 
 
 def test_a_checker_that_was_ended_begins_anew(checker: GrammarChecker) -> None:
+    others = psutil.Process().children()
     assert checker.problem("start: /once/") == ""
-    (process,) = psutil.Process().children()
+    (process,) = set(psutil.Process().children()) - set(others)
     process.kill()
     process.wait(10)
     assert checker.problem("start: /once/") == ""
     checker.close()
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == others
+
+
+async def test_one_keys_grammars_in_ebnf_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one of 256 kB takes seconds, and the interpreter with them."""
+    begun: asyncio.Queue[str] = asyncio.Queue()
+    loop, go = asyncio.get_running_loop(), threading.Event()
+
+    def slow(text: str) -> str:
+        loop.call_soon_threadsafe(begun.put_nowait, text)
+        assert go.wait(20)
+        return "start: /a/"
+
+    monkeypatch.setattr(grammars, "gbnf_to_lark", slow)
+    asked = [
+        asyncio.create_task(grammars.outputs_wanted(SamplingFields(ebnf=text), CacheOwner(tenant, tenant)))
+        for tenant, text in (("greedy", "first"), ("greedy", "second"), ("greedy", "third"), ("other", "other's"))
+    ]
+    try:
+        assert [await begun.get() for _ in range(2)] == ["first", "other's"]
+        await asyncio.sleep(0)
+        assert begun.empty()
+    finally:
+        go.set()
+        await asyncio.gather(*asked)
 
 
 def test_a_grammar_of_many_tools_is_written_beside_everything_else(tokenizer: Tokenizer) -> None:

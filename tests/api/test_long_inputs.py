@@ -71,11 +71,39 @@ def test_a_long_chat_is_rendered_beside_everything_else(tokenizer: Tokenizer, me
             tokenizer,
             TemplateInput(messages, documents=[{"text": "a document"}]),
             context,
+            "a key",
         )
 
     for context in (None, 1_000_000):
         loop_went_on.clear()
         assert asyncio.run(ask(context)) == str(len(messages))
+
+
+async def test_one_keys_long_chats_leave_threads_for_others(tokenizer: Tokenizer) -> None:
+    begun: asyncio.Queue[str] = asyncio.Queue()
+    loop, go = asyncio.get_running_loop(), threading.Event()
+
+    class SlowGuard(SpecialTextGuard):
+        def plain(self, text: str) -> str:
+            if len(text) >= INLINE_CHAT_CHARACTERS:
+                loop.call_soon_threadsafe(begun.put_nowait, text[:1])
+                assert go.wait(20)
+            return super().plain(text)
+
+    def asked(tenant: str, letter: str) -> asyncio.Task[str]:
+        chat = TemplateInput([ChatMessage("user", letter * INLINE_CHAT_CHARACTERS)])
+        return asyncio.create_task(
+            render_chat(ChatTemplate({"default": "x"}, {}), SlowGuard(tokenizer), tokenizer, chat, None, tenant)
+        )
+
+    chats = [asked("greedy", "a"), asked("greedy", "b"), asked("greedy", "c"), asked("other", "o")]
+    try:
+        assert [await begun.get() for _ in range(2)] == ["a", "o"]
+        await asyncio.sleep(0)
+        assert begun.empty()
+    finally:
+        go.set()
+        assert await asyncio.gather(*chats) == ["x"] * 4
 
 
 MARK = "<|start|>"

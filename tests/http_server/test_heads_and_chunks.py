@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.http_server.call import RequestHead
+from tandem.base.errors import InternalError
+from tandem.http_server.call import HttpCall, LengthBody, RequestHead
 from tandem.http_server.chunked import LINES_AT_ONCE, ChunkedBody, FramingError
 
 NEXT = b"GET / HTTP/1.1\r\n"
@@ -100,6 +102,36 @@ def test_a_chunked_body_however_it_is_cut(
     assert body.complete
     assert found == b"".join(pieces)
     assert buffer == NEXT, "what follows is the next request's"
+
+
+class SilentCarrier:
+    def __init__(self) -> None:
+        self.client: tuple[str, int] | None = None
+        self.write_paused = self.stopping = False
+        self.written = bytearray()
+        self.write: Callable[[bytes], None] = self.written.extend
+
+    async def until_writable(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def on_answered(self, call: HttpCall) -> None: ...
+
+    def on_upgraded(self) -> None: ...
+
+    def break_off(self) -> None: ...
+
+
+@pytest.mark.parametrize("value", [b"a\r\nset-cookie: b", b"a\r\n", b"a\nb", b"a\rb"])
+async def test_an_answers_header_is_one_line(value: bytes) -> None:
+    carrier = SilentCarrier()
+    call = HttpCall(carrier, RequestHead(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"), LengthBody(0))
+    headers = [(b"content-length", b"0"), (b"x-a", value)]
+    with pytest.raises(InternalError, match="x-a has a line end"):
+        await call.send({"type": "http.response.start", "status": 200, "headers": headers})
+    assert not carrier.written
 
 
 def test_many_short_chunks_are_taken_some_at_a_time() -> None:

@@ -86,6 +86,7 @@ def test_a_server_that_says_close_is_not_asked_again(header: bytes) -> None:
         b"HTTP/1.1 ok\r\n\r\n",
         HEAD + b"content-length: many\r\n\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n-20\r\nabcdefghijklmnop",
         b"x" * 70_000,
     ],
 )

@@ -222,6 +222,25 @@ async def test_what_was_promised_to_a_sequence_that_never_begins_is_given_back()
     assert (place.admission.promised, place.admission.held, place.admission.queued) == (0, 0, 0)
 
 
+async def test_a_line_that_waited_for_a_request_goes_on_when_that_one_gives_up() -> None:
+    """Not only with a node's next status."""
+    place = Blocks(100)
+    place.begin(await place.want(50))
+    large = place.want(80, "large")
+    await settle()
+    for _ in range(MOST_PASSED_OVER):
+        small = place.want(10, "small")
+        await settle()
+        place.admission.pump()
+        (await small).release_all()
+    last = place.want(10, "small")
+    await settle()
+    assert not last.done()
+    large.cancel()
+    await settle()
+    assert last.done()
+
+
 async def test_a_request_for_more_blocks_than_are_free_closes_the_line_for_others_only_so_long() -> None:
     place = Blocks(100)
     place.begin(await place.want(50))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import struct
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tandem.api.images.files import ImageFile
+from tandem.api.images.reader import image_reader
+from tandem.api.openai.chat_request import ImagePart
+from tandem.api.settings import RequestLimits
+from tandem.api.text.tokenizer import Tokenizer
 from tandem.router.config import Limits
 from tandem.wire.images import digest_of_image
 from tests.pictures import (
@@ -309,3 +316,28 @@ def test_a_request_that_moves_to_another_node_takes_its_images_along(
     before, after = lost.submits[0], successor.submits[-1]
     assert after.images == before.images == [GOOD]
     assert after.media == before.media
+
+
+async def test_the_images_of_one_key_leave_a_decoder_for_anothers(
+    image_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: asyncio.Queue[str] = asyncio.Queue()
+    loop, go = asyncio.get_running_loop(), threading.Event()
+
+    def slow(part: ImagePart, _: RequestLimits) -> ImageFile:
+        loop.call_soon_threadsafe(begun.put_nowait, part.where)
+        assert go.wait(20)
+        return ImageFile(part.where.encode(), 1, 1)
+
+    monkeypatch.setattr("tandem.api.images.reader.read_file", slow)
+    reader = image_reader(image_folder, Tokenizer.from_folder(image_folder), LIMITS)
+    assert reader is not None
+    asked = [
+        asyncio.create_task(reader.read([ImagePart("", name)], name.partition(" ")[0]))
+        for name in ("greedy 1", "greedy 2", "greedy 3", "other")
+    ]
+    try:
+        assert [await begun.get() for _ in range(2)] == ["greedy 1", "other"]
+    finally:
+        go.set()
+        await asyncio.gather(*asked)

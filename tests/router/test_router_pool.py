@@ -176,6 +176,20 @@ def test_a_prefill_node_whose_kv_arrives_wrong_at_two_nodes_gets_nothing_new(wor
     assert world.in_view == {"p0", "d0", "d1"}
 
 
+def test_nodes_that_left_accuse_nobody(world: World) -> None:
+    """Two decode nodes are replaced, as an operator does who looks for the broken part. Their successors have no complaint."""
+    prefill, decode = info("p0", role=Role.PREFILL), [info("d0"), info("d1")]
+    world.pool.set_members([prefill, *decode])
+    for node in (prefill, *decode):
+        world.say(node, left_out=["p0"] if node in decode else [])
+    assert world.in_view == {"d0", "d1"}
+    after = [info("d0", 2), info("d1", 2)]
+    world.pool.set_members([prefill, *after])
+    for node in after:
+        world.say(node)
+    assert world.in_view == {"p0", "d0", "d1"}
+
+
 def test_tokens_are_a_sign_of_life(world: World) -> None:
     node = info("d0")
     world.pool.set_members([node])
@@ -339,6 +353,22 @@ def test_each_request_runs_on_nodes_of_one_content(world: World) -> None:
     with pytest.raises(Unavailable):
         chooser.choose(RoutingRequest(1000, 10, content="y"), hashes)
     assert chooser.choose(RoutingRequest(1000, 10), hashes).decode in nodes[:2]
+
+
+def test_an_answer_that_ends_on_a_node_that_left_is_not_expected_of_its_successor(world: World) -> None:
+    chooser = Chooser(world.pool, PolicyName.PREFIX_AFFINITY, LocalPrefill.NEVER)
+    node, successor = info("d0"), info("d0", 2)
+    world.pool.set_members([node])
+    world.say(node)
+    hashes = PromptHashes(range(64), None)
+    assert chooser.choose(RoutingRequest(64, 10), hashes).decode == node
+    world.pool.set_members([])
+    chooser.forget("d0")
+    chooser.answered(node, hashes, range(64))
+    chooser.sent_elsewhere("d0", chooser.marks_of(hashes, 16))
+    world.pool.set_members([successor])
+    world.say(successor)
+    assert "cached" not in chooser.choose(RoutingRequest(65, 10), hashes).reason
 
 
 def test_a_node_with_another_tokenizer_than_the_router_gets_nothing(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import socket
@@ -23,7 +24,8 @@ from tandem.cluster.pools.placement import LocalMachine
 from tandem.cluster.settings.combined import SettingsError
 from tandem.engine.config import ModelConfig
 from tandem.http_server.certificate import Certificate, check_before_use
-from tandem.router.config import RouterConfig, Timeouts
+from tandem.http_server.serving import HANDSHAKES
+from tandem.router.config import Limits, RouterConfig, Timeouts
 from tests.certificates import Pair, make_pair
 from tests.router.conftest import RunningRouter, StartRouter
 
@@ -114,6 +116,28 @@ def test_a_handshake_without_an_end_has_the_time_of_a_header(router: RunningRout
     with socket.create_connection(address(router), timeout=10) as connection:
         assert connection.recv(1000) == b""
     assert router.complete(max_tokens=2).status_code == 200
+
+
+def test_handshakes_without_an_end_take_no_more_than_their_share(start_router: StartRouter, used: Pair) -> None:
+    """The oldest give way, long before their time is over: each has a descriptor, which nodes and files may need."""
+    router = start_router(
+        prefill=0,
+        decode=0,
+        aggregated=1,
+        tls_certificate=str(used.certificate),
+        tls_key=str(used.key),
+        limits=Limits(connections=8),
+        timeouts=Timeouts(header=600),
+    )
+    with contextlib.ExitStack() as opened:
+        waiting = [
+            opened.enter_context(socket.create_connection(address(router), timeout=20)) for _ in range(HANDSHAKES + 8)
+        ]
+        assert router.complete(max_tokens=2).status_code == 200
+        assert all(connection.recv(1000) == b"" for connection in waiting[:8])
+        waiting[-1].settimeout(0)
+        with pytest.raises(BlockingIOError):
+            waiting[-1].recv(1000)
 
 
 def test_a_refused_body_is_answered_before_the_connection_ends(router: RunningRouter) -> None:

@@ -54,6 +54,8 @@ def refusal(config: Any, dtype: torch.dtype, device: torch.device) -> str | None
         return f"the head size is {head_dim}"
     if config.num_attention_heads % config.num_key_value_heads:
         return "the heads cannot be divided among the KV heads"
+    if config.model_type == "llama" and getattr(config, "sliding_window", None):
+        return "its configuration has a sliding window, which the code of this type does not have"
     return _rope_refusal(rope_parameters(config))
 
 

@@ -274,6 +274,7 @@ def test_a_cache_of_another_shape_is_refused() -> None:
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differs between layers"),
         ({"head_dim": 512}, "head size"),
+        ({"sliding_window": 5}, "sliding window"),
     ],
 )
 def test_what_the_library_does_not_compute_is_left_to_others(change: dict[str, Any], reason: str) -> None:

@@ -238,3 +238,25 @@ def test_a_schema_as_large_as_people_write_them_is_within_the_limits() -> None:
     }
     params = SamplingParams(temperature=1.0, seed=2, grammar=grammar_of(schema))
     jsonschema.validate(json.loads(Model(params).finish()), schema)
+
+
+def test_a_chain_of_rules_is_compiled_however_long() -> None:
+    """It ended the node's process: the library follows each reference on the stack."""
+    rules = [f'r{i}: "a" r{i + 1}' for i in range(4000)]
+    position = grammars().begin("\n".join([*rules, 'r4000: "b"', "start: r0"]))
+    for _ in range(50):
+        position.fill(grammars().empty_masks(1)[0])
+        assert position.follow(encode("a")) == 1
+
+
+def test_a_compiled_grammar_stays_while_anyone_has_it() -> None:
+    made = TokenizerGrammars(backend().to_str, vocabulary(), frozenset({END}))
+    made.prepare('start: "a"')
+    kept = made.prepared('start: "a"')
+    assert kept is not None
+    for number in range(300):
+        made.prepare(f'start: "{number}"')
+    assert made.prepared('start: "a"') is kept
+    assert made.prepared('start: "0"') is None
+    del kept
+    assert made.prepared('start: "a"') is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tandem.base.errors import InternalError
@@ -72,6 +74,28 @@ def test_a_grammar_that_is_there_costs_no_waiting(node: Node, held: Held) -> Non
     held.go.clear()
     node.submit("second", sampling=FOLLOWS)
     assert node.outgoing.until_finished("second")[-1].finish is FinishReason.LENGTH
+
+
+def test_a_requests_grammar_stays_until_its_end_whatever_others_ask_for(
+    node: Node, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step must never compile one: some take a minute, and every request of the node waits for it."""
+    monkeypatch.setattr("tandem.engine.structured.grammars._KEPT", 1)
+    held.go.set()
+    endless = msgspec.structs.replace(FOLLOWS, max_tokens=90_000)
+    for name in ("that waited", "that found it"):
+        node.submit(name, sampling=endless)
+        node.outgoing.status_where(lambda status: status.running)
+        held.prepare('start: "another"')
+        assert held.prepared('start: "a"') is not None
+        held.prepare('start: "a"')
+    node.service.receive(Cancel(reply_to=ROUTER, request_ids=["that waited", "that found it"]))
+    held.prepare('start: "another"')
+    all_free(node)
+    node.submit("next")
+    node.outgoing.until_finished("next")
+    gc.collect()
+    assert held.prepared('start: "a"') is None
 
 
 def test_a_grammar_that_another_tenant_used_is_compiled_anew(node: Node, held: Held) -> None:

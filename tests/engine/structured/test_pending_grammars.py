@@ -55,12 +55,12 @@ def slow() -> Iterator[tuple[Slow, Pending]]:
 
 def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Pending]) -> None:
     of, pending = slow
-    assert pending.must_wait('start: "a"')
+    assert of.prepared('start: "a"') is None
     pending.begin("r", 'start: "a"', now=0.0)
     of.go.set()
     assert pending.told.get(timeout=PATIENCE_S) == GrammarReady("r", None)
     assert pending.forget("r")
-    assert not pending.must_wait('start: "a"')
+    assert of.prepared('start: "a"') is not None
 
 
 def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow: tuple[Slow, Pending]) -> None:
@@ -92,6 +92,16 @@ def test_a_tenant_with_many_grammars_does_not_delay_another_one(slow: tuple[Slow
     pending.begin("other", 'start: "o"', now=0.0, tenant="other")
     of.go.set()
     assert 'start: "o"' in [of.begun.get(timeout=PATIENCE_S) for _ in range(2)]
+
+
+def test_grammars_of_one_tenant_that_never_end_leave_threads_for_others(slow: tuple[Slow, Pending]) -> None:
+    of, pending = slow
+    for number in range(9):
+        pending.begin(f"greedy {number}", f'start: "{number}"', now=0.0, tenant="greedy")
+    for number in range(2):
+        assert of.begun.get(timeout=PATIENCE_S) == f'start: "{number}"'
+    pending.begin("other", 'start: "o"', now=0.0, tenant="other")
+    assert of.begun.get(timeout=PATIENCE_S) == 'start: "o"'
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Pending]) -> None:

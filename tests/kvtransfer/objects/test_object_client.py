@@ -134,6 +134,15 @@ def test_a_store_that_sends_a_byte_now_and_then_is_given_up_in_time_on_a_new_con
     assert time.monotonic() < until + 4.0
 
 
+def test_a_name_that_nobody_resolves_is_given_up_in_time(
+    chunks: ChunkStore, monkeypatch: pytest.MonkeyPatch, store: ClosingStore
+) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", lambda *of_no_concern, **named: store.over.wait(PATIENCE_S) and [])
+    with pytest.raises(StoreError, match="did not answer in time"):
+        chunks.read("era", KEY, memoryview(bytearray(len(CHUNK))), time.monotonic() + 0.3)
+    assert not store.over.is_set()
+
+
 @pytest.mark.parametrize("how", ["cut", "in_pieces"])
 def test_an_object_that_does_not_arrive_whole_is_not_taken_for_a_damaged_one(
     store: ClosingStore, chunks: ChunkStore, how: str
