@@ -228,7 +228,14 @@ def check_reachable(address: str) -> None:
             f"nothing answers at {address} ({error}): check that this is the head of a Ray cluster and that it is running"
         ) from error
     with connection:
-        if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
+        try:
+            is_ray = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"{address} accepts connections, and has said nothing for {_REACH_S:.0f} s: the head's machine is busy, or the Ray there "
+                "stands still; try again"
+            ) from error
+        if not is_ray:
             raise Unavailable(
                 f"{address} answers, but not as Ray: give the address and port of the head's `ray start` "
                 "(HOST:6379); for a router use `tandem status --url http://HOST:PORT`"
@@ -236,10 +243,13 @@ def check_reachable(address: str) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
+    """Raises TimeoutError if nothing is said."""
     connection.settimeout(_REACH_S)
     try:
         connection.sendall(_HTTP2_PREFACE)
         header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise
     except OSError:
         return False
     return len(header) == _FRAME_HEADER and header[_TYPE] == _SETTINGS
