@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
 import logging
@@ -16,10 +17,20 @@ from tandem.cluster.wings import commands_of_wings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    status = _run(sys.argv[1:] if arguments is None else arguments)
+    runtime = sys.modules.get("tandem.cluster.on_ray.runtime")
+    if runtime is not None and runtime.is_held_by_ray():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    return status
+
+
+def _run(words: Sequence[str]) -> int:
     from tandem.base.errors import TandemError
 
     parser = make_parser()
-    words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser.print_help(sys.stderr)
         return 2
