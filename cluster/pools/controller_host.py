@@ -286,7 +286,7 @@ class ControllerHost:
     # --- ending
 
     async def drain(self) -> bool:
-        return self._stage is ClusterStage.SERVING and await self._deployment.drain()
+        return self._stage is not ClusterStage.STOPPED and await self._deployment.drain()
 
     async def end(self, why: str) -> None:
         """Records the end, then ends every node and router, even if the record could not be written. Idempotent."""
