@@ -173,6 +173,8 @@ class Rig:
     async def __aexit__(self, *exception: object) -> None:
         await self.host.end("the test")
         assert self.made.stopped
+        await self.clock.advance(60.0)
+        assert self.ended.is_set()
 
 
 async def test_who_follows_sees_what_happens_until_it_serves() -> None:
@@ -244,6 +246,16 @@ async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follo
         assert (await over).why == "`tandem down`"
         with pytest.raises(Unavailable, match="has been stopped"):
             await ordered(rig, ViewOrder())
+
+
+async def test_a_controller_whose_down_was_interrupted_ends_by_itself() -> None:
+    """`tandem down` kills its process when all others have ended. Left over, it would keep the deployment's name."""
+    async with Rig() as rig:
+        await rig.host.end("`tandem down`")
+        await rig.clock.advance(20.0)
+        assert not rig.ended.is_set()
+        await rig.clock.advance(20.0)
+        assert rig.ended.is_set()
 
 
 async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
