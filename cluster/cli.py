@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from tandem.cluster.commands import changing, completion, looking, serving
+from tandem.cluster.commands.output import print_error
 from tandem.cluster.commands.parser import CommandsParser, VersionAction
 from tandem.cluster.wings import commands_of_wings
 
@@ -48,12 +49,13 @@ def _run(words: Sequence[str]) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        status: int = options.run(options)
+        try:
+            status: int = options.run(options)
+        except TandemError as error:
+            print_error(options, error)
+            status = 1
         if sys.stdout is not None:
             sys.stdout.flush()  # what is left would fail at exit
-    except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, as_completed
 from functools import partial
@@ -19,7 +18,7 @@ from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.flags import adder
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
-from tandem.cluster.commands.output import add_output, print_found
+from tandem.cluster.commands.output import add_output, print_error, print_found
 from tandem.cluster.tasks import in_own_thread
 from tandem.cluster.verify.comparison import AnswerDifference, ComparedChoice, choices_of, first_difference
 from tandem.cluster.verify.questions import Question, built_in, of_file
@@ -133,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         verdict = _compare(options) if options.request is None else _remake(options)
     except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        print_error(options, error)
         return _NOT_COMPARED
     print_found(options, verdict, lambda: print(verdict))
     return _SAME if verdict.same else _OTHER
