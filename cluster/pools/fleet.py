@@ -46,6 +46,7 @@ class Fleet:
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
+        self.is_draining = False  # all of it, before the cluster's end
         self._runs: dict[str, asyncio.Task[None]] = {}
         timeouts = config.timeouts
         witnesses = Witnesses(
@@ -225,6 +226,7 @@ class Fleet:
     async def drain(self, limit_s: float) -> bool:
         """Routers and nodes refuse new requests and finish the ones that they have. Returns True when all of that, transfers included,
         ended in time. Nodes that die during it are replaced as usual. What an earlier controller left is reached first: it may have requests."""
+        self.is_draining = True
         deadline = self._clock.now() + limit_s
 
         def left() -> float:
