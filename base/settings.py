@@ -23,6 +23,8 @@ STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 LONGEST_S = 1_000_000.0  # far beyond any useful wait, and still safe to add up
 
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_S)]
+# The end of a pattern. In Python `$` alone also matches before a last line break, and a JSON schema has no `\Z`.
+END = r"$(?!\n)"
 _NOT_EMPTY = r"\S"
 NotEmpty = Annotated[str, Meta(pattern=_NOT_EMPTY)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -32,6 +34,11 @@ NotNegative = Annotated[int, Meta(ge=0)]
 def about(description: str) -> Meta:
     """Describes a setting in one or two sentences of Markdown."""
     return Meta(description=description)
+
+
+def written(pattern: str) -> str:
+    """Returns the pattern as people write it."""
+    return pattern.replace(END, "$")
 
 
 def fixed(reason: str) -> Meta:
@@ -204,7 +211,7 @@ def _range(kind: msgspec.inspect.Type) -> str:
     """Returns the limits in words; "" for a type without limits."""
     match kind:
         case msgspec.inspect.StrType(pattern=str(pattern)):
-            return "not be empty" if pattern == _NOT_EMPTY else f"be of the form {pattern}"
+            return "not be empty" if pattern == _NOT_EMPTY else f"be of the form {written(pattern)}"
         case msgspec.inspect.IntType(ge=int(low), le=int(high)) | msgspec.inspect.FloatType(ge=low, le=high) if (
             low is not None and high is not None
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import io
 import logging
@@ -11,15 +12,26 @@ import sys
 from collections.abc import Sequence
 
 from tandem.cluster.commands import changing, completion, looking, serving
+from tandem.cluster.commands.output import print_error
 from tandem.cluster.commands.parser import CommandsParser, VersionAction
 from tandem.cluster.wings import commands_of_wings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    status = _run(sys.argv[1:] if arguments is None else arguments)
+    runtime = sys.modules.get("tandem.cluster.on_ray.runtime")
+    if runtime is not None and runtime.is_held_by_ray():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    return status
+
+
+def _run(words: Sequence[str]) -> int:
     from tandem.base.errors import TandemError
 
     parser = make_parser()
-    words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser.print_help(sys.stderr)
         return 2
@@ -37,12 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     try:
-        status: int = options.run(options)
+        try:
+            status: int = options.run(options)
+        except TandemError as error:
+            print_error(options, error)
+            status = 1
         if sys.stdout is not None:
             sys.stdout.flush()  # what is left would fail at exit
-    except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     except OSError as error:

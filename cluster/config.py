@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.base.logs import LogsConfig
-from tandem.base.settings import AtLeastOne, Seconds, about, fixed
+from tandem.base.settings import END, AtLeastOne, Seconds, about, fixed
 from tandem.cluster.roles import TRAITS
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
@@ -274,7 +274,7 @@ class TandemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     controller: ControllerConfig = ControllerConfig()
     debug: Annotated[bool, about("every engine audits its invariants whenever it is idle")] = False
     name: Annotated[
-        Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")],
+        Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?" + END)],
         about(
             "name of this deployment among those on one Ray cluster: small letters, digits and `-`. Commands find it by "
             "`--name`"

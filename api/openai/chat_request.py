@@ -11,9 +11,10 @@ from tandem.api.field_table import FieldRefusal, PathFields
 from tandem.api.lark import JsonObject
 from tandem.api.openai.fields import MaxTokens, SamplingFields, TopLogprobs
 from tandem.base.errors import InvalidRequest
+from tandem.base.settings import END
 
-ReasoningEffort = Annotated[str, Meta(pattern="^[a-z_]{1,20}$", description="such as none, low, medium, high")]
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+ReasoningEffort = Annotated[str, Meta(pattern="^[a-z_]{1,20}" + END, description="such as none, low, medium, high")]
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}" + END)]
 
 
 class ImageUrl(msgspec.Struct, frozen=True):

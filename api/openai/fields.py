@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.api.lark import JsonObject
+from tandem.base.settings import END
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -43,7 +44,7 @@ TruncatePromptTokens = Annotated[
 ]
 Text = Annotated[str, Meta(min_length=1)]
 TextChoice = Annotated[list[Text], Meta(min_length=1, max_length=1024)]
-SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+SchemaName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}" + END)]
 PatternSize = Annotated[int, Meta(ge=1, le=512)]
 
 
@@ -79,7 +80,7 @@ class RepetitionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 FileName = Annotated[
     str,
     Meta(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z",
+        pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,127}" + END,
         description="the prompt's hidden states are wanted in a file of this name",
     ),
 ]

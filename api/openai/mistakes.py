@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.base.errors import InvalidRequest
-from tandem.base.settings import STEP, kinds_at, limits_of, refusal_of, words_of
+from tandem.base.settings import STEP, kinds_at, limits_of, refusal_of, words_of, written
 
 _FIELD = re.compile(
     r"^Object (?P<what>contains unknown|missing required) field `(?P<field>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$",
@@ -95,6 +95,6 @@ def _length(kinds: Sequence[msgspec.inspect.Type], value: Any) -> str | None:
 def _pattern(kinds: Sequence[msgspec.inspect.Type], value: Any) -> str | None:
     for kind in kinds:
         if isinstance(kind, msgspec.inspect.StrType) and kind.pattern is not None and isinstance(value, str):
-            shown = repr(value if len(value) <= _LONGEST_PATTERN else value[: _LONGEST_PATTERN - 3] + "...")
-            return f"must match {kind.pattern}, not {shown}"
+            given = repr(value if len(value) <= _LONGEST_PATTERN else value[: _LONGEST_PATTERN - 3] + "...")
+            return f"must match {written(kind.pattern)}, not {given}"
     return None

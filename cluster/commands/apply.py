@@ -20,6 +20,7 @@ from tandem.cluster.tasks import Clock
 from tandem.cluster.wings import RolloutJudge
 
 LOOK_S = 1.0
+SILENT_S = 300.0  # how long nothing may be heard of a controller's exchange: its process ends, and another one starts
 _AWAY = "the controller is away, and what serves goes on"
 _MOVES = ("router.host", "router.port", "router.placement")
 _TOO_LATE = "The rollout is done: apply the previous configuration to take it back"
@@ -100,9 +101,10 @@ def described(change: AppliedChange, *, dry_run: bool) -> Iterator[str]:
 
 
 async def follow_exchange(cluster: OperatedCluster, exchange: str, say: Say, clock: Clock | None = None) -> bool:
-    """Follows the exchange until it is over. Returns whether a new controller serves. The controller does not answer for a while."""
+    """Follows the exchange until it is over. Returns whether a new controller serves. The controller does not answer for a while.
+    Raises Unavailable after SILENT_S of that: the cluster may have been ended meanwhile."""
     clock = clock or Clock()
-    said = ""
+    said, heard = "", clock.now()
     while True:
         try:
             seen = (await cluster.ask(ViewOrder())).exchange
@@ -115,6 +117,12 @@ async def follow_exchange(cluster: OperatedCluster, exchange: str, say: Say, clo
         if line != said and not (seen is None and said.startswith(_AWAY)):
             say(line)
         said = line
+        if seen is not None:
+            heard = clock.now()
+        elif clock.now() - heard > SILENT_S:
+            raise Unavailable(
+                f"nothing was heard of the controller's exchange for {SILENT_S:.0f} s ({line}): look at `tandem status`"
+            )
         await clock.sleep(LOOK_S)
     if seen.id == exchange and seen.phase is ExchangePhase.DONE:
         say("done: the controller is another one, and serves")

@@ -354,5 +354,5 @@ async def end_cluster(controller: RemoteController, *, now: bool, say: Say) -> b
         except asyncio.CancelledError:
             say("it takes nothing new, and is not ended: `tandem down --now` ends it")
             raise
-    await controller.end(END_S, DOWN)
+    await saying_if_slow(controller.end(END_S, DOWN), lambda: say("ending every process"))
     return finished

@@ -9,7 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from tandem.base.errors import TandemError
 
 
 class UnfailingOutput(io.TextIOBase):
@@ -84,6 +87,13 @@ def print_found(options: argparse.Namespace, found: object, show: Callable[[], o
         print_json(found)
     else:
         show()
+
+
+def print_error(options: argparse.Namespace, error: TandemError) -> None:
+    """Says why a command failed. With `-o json` its result is that, too: a script that reads standard output finds one document."""
+    print(f"tandem: {error}", file=sys.stderr)
+    if getattr(options, "format", "") == "json":
+        print_json_line({"error": {"code": error.code, "message": str(error)}})
 
 
 def print_json_line(value: object, stream: TextIO | None = None) -> None:

@@ -116,6 +116,8 @@ class CommandParser(_NamesTheCommand):
         for word in unknown:
             if word.startswith("-"):
                 self.error(f"there is no {word}{self._meant(word)}")
+        if unknown:
+            self.error(f"one word too many: {unknown[0]!r}")
         return parsed, unknown
 
     def _meant(self, word: str) -> str:

@@ -154,7 +154,7 @@ def _down(options: argparse.Namespace) -> int:
     say = say_aside if wants_json(options) else say_line
     finished = down(which_cluster(options), now=options.now, say=say)
     print_found(options, {"finished": finished})
-    return 0
+    return 0 if finished or options.now else 1
 
 
 COMMANDS = (

@@ -19,7 +19,7 @@ from tandem.cluster.config import DEFAULT_NAME, TandemConfig
 from tandem.cluster.control import ClusterEnd
 from tandem.cluster.on_ray.controller_actor import make_controller
 from tandem.cluster.on_ray.deploying import DeploymentPlace, clear_away, ending_store, left_behind
-from tandem.cluster.on_ray.errors import answer, translated
+from tandem.cluster.on_ray.errors import ProcessUnreachable, answer, translated
 from tandem.cluster.on_ray.exchange import ControllerParts, is_being_exchanged, parts_of, refuse_while_exchanged
 from tandem.cluster.on_ray.neighbours import stands
 from tandem.cluster.on_ray.runtime import CONTROLLER, deployment_in, namespace_of, own_job
@@ -157,15 +157,16 @@ class RemoteController:
         self._parts = parts
 
     async def _ask(self, timeout_s: float, what: str, ask: Callable[[Any], Awaitable[T]]) -> T:
-        """Calls the controller and waits for its answer for `timeout_s` in all. If the controller's process is lost, looks up
-        the one that Ray starts in its place and calls that: a request that is made twice has no effect the second time."""
+        """Calls the controller and waits for its answer for `timeout_s` in all. If the controller's process is lost, or cannot be
+        reached, as right after its death, looks up the one that Ray starts in its place and calls that: a request that is made twice has
+        no effect the second time."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 return await asyncio.wait_for(answer(ask(self._actor)), deadline - time.monotonic())
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the controller did not {what} within {timeout_s:.0f} s") from error
-            except NodeLost:
+            except (NodeLost, ProcessUnreachable):
                 if time.monotonic() + _ASK_AGAIN_S > deadline:
                     raise
                 actor = await asyncio.to_thread(_lookup, self.name)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import ipaddress
+import logging
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,9 @@ from tandem.cluster.describe import busy
 from tandem.cluster.on_ray.auth_token import keep_private, make_private_token
 from tandem.cluster.on_ray.lean import fewer_processes
 from tandem.cluster.pools.placement import this_machine
+from tandem.cluster.tasks import in_own_thread
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "tandem"  # Ray's namespace of the deployment with the default name
 CONTROLLER = "controller"  # the name of the controller's actor, in each deployment's namespace
@@ -35,6 +40,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 _NONE_HERE = "Tandem does not run on this machine: start it with `tandem serve`, or name the head of a Ray cluster with --address HOST:6379"
 _REACH_S = 3.0
+_LEAVE_S = 10.0
 _END_S = 5.0  # for the processes that a raylet started to end by themselves
 # The first bytes of each side of an HTTP/2 connection. Ray's control store speaks HTTP/2; a router and most other servers do not.
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -228,7 +234,14 @@ def check_reachable(address: str) -> None:
             f"nothing answers at {address} ({error}): check that this is the head of a Ray cluster and that it is running"
         ) from error
     with connection:
-        if os.environ.get("RAY_USE_TLS") != "1" and not _speaks_http2(connection):
+        try:
+            is_ray = os.environ.get("RAY_USE_TLS") == "1" or _speaks_http2(connection)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"{address} accepts connections, and has said nothing for {_REACH_S:.0f} s: the head's machine is busy, or the Ray there "
+                "stands still; try again"
+            ) from error
+        if not is_ray:
             raise Unavailable(
                 f"{address} answers, but not as Ray: give the address and port of the head's `ray start` "
                 "(HOST:6379); for a router use `tandem status --url http://HOST:PORT`"
@@ -236,10 +249,13 @@ def check_reachable(address: str) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
+    """Raises TimeoutError if nothing is said."""
     connection.settimeout(_REACH_S)
     try:
         connection.sendall(_HTTP2_PREFACE)
         header = connection.recv(_FRAME_HEADER, socket.MSG_WAITALL)
+    except TimeoutError:
+        raise
     except OSError:
         return False
     return len(header) == _FRAME_HEADER and header[_TYPE] == _SETTINGS
@@ -249,10 +265,32 @@ def stop_ray() -> None:
     """Idempotent, and quick when Ray was never started. Also ends the processes that a raylet of this process started: agents that
     had just started would otherwise look for their cluster for a minute."""
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        started = _started_by_raylets()
+    if ray is None or not ray.is_initialized() or is_held_by_ray():
+        return
+    if started := _started_by_raylets():
         ray.shutdown()
         _end(started)
+    else:
+        _leave(ray)
+
+
+_leaving: list[Future[None]] = []  # what has not ended within _LEAVE_S
+
+
+def is_held_by_ray() -> bool:
+    """Whether Ray still waits for its head. The interpreter's own exit would wait for that, too, or crash: `os._exit` ends this process."""
+    return any(not left.done() for left in _leaving)
+
+
+def _leave(ray: ModuleType) -> None:
+    """Leaves a cluster. If its head stands still or cannot be reached, Ray waits for minutes and hears no signal meanwhile: that wait is left
+    to a thread."""
+    leaving: Future[None] = in_own_thread("leave-ray", ray.shutdown)
+    try:
+        leaving.result(_LEAVE_S)
+    except TimeoutError:
+        logger.warning("Ray's head does not answer: this process leaves the cluster without it")
+        _leaving.append(leaving)
 
 
 def _started_by_raylets() -> list[int]:

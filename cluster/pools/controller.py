@@ -61,7 +61,7 @@ class Controller:
         self._turn = Turn(store, clock)
         self._clock = TurnClock(clock, self._turn)
         self._tasks = Tasks()
-        self._has_begun = False
+        self._begun = asyncio.Event()
         self.pools = Reconciler(config, hosts, launcher, self._turn, events, self._clock, self._tasks, fix_model)
         self.fleet = self.pools.fleet
         self._joints = Joints(self.pools, self._clock, self._tasks, self._resize)
@@ -95,7 +95,7 @@ class Controller:
 
     async def _begin(self) -> None:
         await self.pools.take_over()
-        self._has_begun = True
+        self._begun.set()
         self._tasks.spawn(self.pools.run(), "reconcile")
         self._begin_wings()
 
@@ -111,7 +111,7 @@ class Controller:
 
     async def _until_begun(self) -> None:
         """Tries to take over until it succeeds: the record could not be written, or the model's hub did not answer."""
-        while not self._has_begun:
+        while not self._begun.is_set():
             await self._clock.sleep(self._config.timeouts.heartbeat_s)
             with contextlib.suppress(TandemError):
                 await self._begin()
@@ -127,7 +127,14 @@ class Controller:
         return await self._tasks.failed()
 
     async def drain(self) -> bool:
-        return await self.fleet.drain(self._config.timeouts.nodes.drain_s)
+        """See `Fleet.drain`. A controller that has just been started again takes over first."""
+        limit_s = self._config.timeouts.nodes.drain_s
+        deadline = self._clock.now() + limit_s
+        try:
+            await self._clock.within(limit_s, self._begun.wait(), "taking over")
+        except DeadlineExceeded:
+            return False
+        return await self.fleet.drain(deadline - self._clock.now())
 
     async def stop(self) -> None:
         """Ends every process. Requests that are still running are lost. Idempotent."""

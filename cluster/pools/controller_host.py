@@ -27,6 +27,8 @@ from tandem.cluster.tasks import Clock, cancel
 
 logger = logging.getLogger(__name__)
 
+_KILLED_S = 30.0  # for the command that has ended the cluster to end the controller's process
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -129,6 +131,7 @@ class ControllerHost:
         self._stage = ClusterStage.STARTING
         self._failure: WireError | None = None
         self._ending: ClusterEnd | None = None
+        self._last: asyncio.Task[None] | None = None
         self._deployment = platform.deployment(self._config, self._events)
         self._run = asyncio.create_task(self._serve(), name="serve")
         self._watch = asyncio.create_task(self._end_with_owner(), name="end with the command")
@@ -286,7 +289,7 @@ class ControllerHost:
     # --- ending
 
     async def drain(self) -> bool:
-        return self._stage is ClusterStage.SERVING and await self._deployment.drain()
+        return self._stage is not ClusterStage.STOPPED and await self._deployment.drain()
 
     async def end(self, why: str) -> None:
         """Records the end, then ends every node and router, even if the record could not be written. Idempotent."""
@@ -302,3 +305,13 @@ class ControllerHost:
             await cancel(self._watch)
         await self._deployment.stop()
         self._enter(ClusterStage.STOPPED)
+        if self._last is None:
+            self._last = asyncio.create_task(self._end_itself(), name="end this process")
+
+    async def _end_itself(self) -> None:
+        """The command that ordered the end ends this process, too. If it was interrupted, nobody else would."""
+        await self._clock.sleep(_KILLED_S)
+        try:
+            await self._platform.end()
+        except Exception:
+            logger.exception("the end is recorded and carried out, but this process could not be ended")

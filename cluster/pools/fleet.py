@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from tandem.base.errors import DeadlineExceeded
 from tandem.base.tasks import Tasks
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.events import Events
@@ -44,6 +46,7 @@ class Fleet:
         self.membership = Membership()
         self.nodes: dict[str, NodeSupervisor] = {}
         self.routers: dict[str, RouterSupervisor] = {}
+        self.is_draining = False  # all of it, before the cluster's end
         self._runs: dict[str, asyncio.Task[None]] = {}
         timeouts = config.timeouts
         witnesses = Witnesses(
@@ -222,12 +225,22 @@ class Fleet:
 
     async def drain(self, limit_s: float) -> bool:
         """Routers and nodes refuse new requests and finish the ones that they have. Returns True when all of that, transfers included,
-        ended in time. Nodes that die during it are replaced as usual."""
+        ended in time. Nodes that die during it are replaced as usual. What an earlier controller left is reached first: it may have requests."""
+        self.is_draining = True
         deadline = self._clock.now() + limit_s
-        quiet = await asyncio.gather(*(router.drain(limit_s) for router in self.routers.values()))
-        left = max(0.0, deadline - self._clock.now())
+
+        def left() -> float:
+            return max(0.0, deadline - self._clock.now())
+
+        with contextlib.suppress(DeadlineExceeded):
+            await self._clock.within(limit_s, self._until_adopted(), "reaching what an earlier controller left")
+        quiet = await asyncio.gather(*(router.drain(left()) for router in self.routers.values()))
         ready = [node for node in self.nodes.values() if node.phase is ProcessPhase.READY]
-        return all([*quiet, *await asyncio.gather(*(node.drain(left) for node in ready))])
+        reached = not any(node.may_serve for node in self.nodes.values() if not node.serves)
+        return all([reached, *quiet, *await asyncio.gather(*(node.drain(left()) for node in ready))])
+
+    async def _until_adopted(self) -> None:
+        await asyncio.gather(*(part.settled() for part in self.parts if part.may_serve))
 
     async def stop(self) -> None:
         """Ends every process. Call it after `tasks` has been stopped. Idempotent."""

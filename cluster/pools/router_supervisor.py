@@ -175,9 +175,9 @@ class RouterSupervisor(ProcessSupervisor[RouterHandle, RouterInfo]):
             return []
 
     async def drain(self, limit_s: float) -> bool:
-        """The router refuses new requests. Returns True when all of its requests ended in time."""
+        """The router refuses new requests. Returns True when all of its requests ended in time, or if it has none yet."""
         if not self.serves or self.handle is None:
-            return False
+            return not self.may_serve
         return await self._finish(limit_s, self.handle.drain(limit_s))
 
     async def leave(self) -> bool:

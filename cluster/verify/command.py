@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import httpx
@@ -17,7 +18,8 @@ from tandem.base.errors import ConfigurationError, TandemError, Unavailable
 from tandem.base.flags import adder
 from tandem.base.settings import LONGEST_S
 from tandem.cluster.api_client import ANSWER_S, ApiClient, key_from_environment
-from tandem.cluster.commands.output import add_output, print_found
+from tandem.cluster.commands.output import add_output, print_error, print_found
+from tandem.cluster.tasks import in_own_thread
 from tandem.cluster.verify.comparison import AnswerDifference, ComparedChoice, choices_of, first_difference
 from tandem.cluster.verify.questions import Question, built_in, of_file
 from tandem.router.receipts.receipt import Receipt, read_receipt
@@ -130,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         verdict = _compare(options) if options.request is None else _remake(options)
     except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        print_error(options, error)
         return _NOT_COMPARED
     print_found(options, verdict, lambda: print(verdict))
     return _SAME if verdict.same else _OTHER
@@ -193,33 +195,54 @@ def _context(server: ApiClient) -> int | None:
     return length if isinstance(length, int) else None
 
 
+_Answer = list[ComparedChoice]
+
+
 def _ask_all(
     servers: Sequence[ApiClient], questions: Sequence[Question], options: argparse.Namespace
-) -> list[list[list[ComparedChoice]]]:
-    """Returns each server's answers. Both are asked at the same time."""
+) -> list[list[_Answer]]:
+    """Returns each server's answers. Both are asked at the same time. Ctrl-C and the first failure wait for no other answer."""
     timeout = httpx.Timeout(ANSWER_S, read=options.timeout)
-
-    def ask(server: ApiClient, question: Question) -> list[ComparedChoice]:
-        try:
-            answer = server.post(question.path, msgspec.json.encode(question.body), timeout)
-            return choices_of(msgspec.json.decode(answer.content))
-        except TandemError as error:
-            raise type(error)(f"{question.name}: {error}") from error
-        except msgspec.DecodeError as error:
-            raise Unavailable(f"{question.name}: {server.url} did not answer with JSON: {error}") from error
-
-    pools = [ThreadPoolExecutor(options.at_once, thread_name_prefix="verify") for _ in servers]
+    asked: list[list[Future[_Answer]]] = [[Future() for _ in questions] for _ in servers]
+    for server, answers in zip(servers, asked, strict=True):
+        line: SimpleQueue[tuple[Question, Future[_Answer]]] = SimpleQueue()
+        for pair in zip(questions, answers, strict=True):
+            line.put(pair)
+        for _ in range(min(options.at_once, len(questions))):
+            in_own_thread("verify", partial(_ask_next_ones, server, line, timeout))
+    everything = [answer for of_server in asked for answer in of_server]
     try:
-        asked = [
-            [pool.submit(ask, server, question) for question in questions]
-            for pool, server in zip(pools, servers, strict=True)
-        ]
-        everything = [answer for of_server in asked for answer in of_server]
         with Console(stderr=True).status("asking") as shown:
             for done, answer in enumerate(as_completed(everything), 1):
                 answer.result()
                 shown.update(f"asking: {done} of {len(everything)} answers")
         return [[answer.result() for answer in of_server] for of_server in asked]
     finally:
-        for pool in pools:
-            pool.shutdown(cancel_futures=True)
+        for answer in everything:
+            answer.cancel()
+
+
+def _ask_next_ones(
+    server: ApiClient, line: SimpleQueue[tuple[Question, Future[_Answer]]], timeout: httpx.Timeout
+) -> None:
+    while True:
+        try:
+            question, asked = line.get_nowait()
+        except Empty:
+            return
+        if not asked.set_running_or_notify_cancel():
+            continue
+        try:
+            asked.set_result(_ask(server, question, timeout))
+        except BaseException as error:
+            asked.set_exception(error)
+
+
+def _ask(server: ApiClient, question: Question, timeout: httpx.Timeout) -> _Answer:
+    try:
+        answer = server.post(question.path, msgspec.json.encode(question.body), timeout)
+        return choices_of(msgspec.json.decode(answer.content))
+    except TandemError as error:
+        raise type(error)(f"{question.name}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"{question.name}: {server.url} did not answer with JSON: {error}") from error

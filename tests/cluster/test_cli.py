@@ -247,3 +247,22 @@ def test_the_configuration_is_printed_as_json_with_the_origin_of_each_value(caps
     values = json.loads(capsys.readouterr().out)
     assert values["router.port"] == {"value": 9, "origin": "--port"}
     assert values["router.host"]["origin"] == "default"
+
+
+def test_a_failure_with_json_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that reads standard output alone would take nothing for an answer."""
+    for words in (["scale", "--url", "http://127.0.0.1:9", "decode=x"], ["verify", "--url", "http://127.0.0.1:9"]):
+        assert main([*words, "-o", "json"]) in (1, 2)
+        said = capsys.readouterr()
+        error = json.loads(said.out)["error"]
+        assert error["code"] == "configuration_error"
+        assert said.err == f"tandem: {error['message']}\n"
+    assert main(["scale", "--url", "http://127.0.0.1:9", "decode=x"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_a_word_too_many_is_answered_with_the_commands_own_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["adapters", "list"])
+    assert "usage: tandem adapters" in (said := capsys.readouterr().err)
+    assert said.endswith("tandem adapters: error: one word too many: 'list'\n")

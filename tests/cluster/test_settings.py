@@ -451,6 +451,8 @@ def test_what_the_parser_stumbles_over_is_a_mistake_like_any_other(tmp_path: Pat
 def test_a_name_of_another_form_is_not_called_empty(tmp_path: Path) -> None:
     (mistake,) = mistakes(tmp_path, "name: My_Cluster")
     assert mistake == "FILE: name must be of the form ^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$, not 'My_Cluster'"
+    (mistake,) = mistakes(tmp_path, "", {}, [("name", "chat\n", "--name")])
+    assert mistake == "--name: name must be of the form ^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$, not 'chat\\n'"
     assert mistakes(tmp_path, "transfer: {connector: ''}")[0].startswith("FILE: transfer.connector must not be empty")
 
 

@@ -262,6 +262,13 @@ TOGETHER: list[Bad] = [
     Bad(CHAT, {"tool_choice": "required"}, "tool_choice"),
     Bad(CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     Bad(CHAT, {"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools[0].function.name"),
+    Bad(CHAT, {"tools": [{"type": "function", "function": {"name": "lookup\n"}}]}, "tools[0].function.name"),
+    Bad(CHAT, {"reasoning_effort": "low\n"}, "reasoning_effort"),
+    Bad(
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x\n", "schema": {}}}},
+        "response_format.json_schema.name",
+    ),
     Bad(
         CHAT,
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},

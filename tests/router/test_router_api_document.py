@@ -157,3 +157,9 @@ def test_keys_are_documented_where_they_are_needed(start_router: StartRouter) ->
 
     document = start_router(api_keys=(ApiKey("a", "k"),)).client.get("/openapi.json").json()
     assert document["security"] == [{"key": []}]
+
+
+def test_patterns_are_ones_that_a_json_schema_may_have(document: dict[str, Any]) -> None:
+    """ECMA-262, which they are in, has no `\\Z`."""
+    assert '"pattern": "' in (text := json.dumps(document))
+    assert r"\\Z" not in text

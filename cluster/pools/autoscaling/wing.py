@@ -45,6 +45,8 @@ class ScalingPools:
             self._joints.tasks.spawn(self._autoscaler.run(), "autoscale")
 
     def _scaled(self) -> list[PoolBounds]:
+        if self._pools.fleet.is_draining:
+            return []  # the last requests are no reason for a node that would end with them
         config, state, facts = self._pools.config.pools, self._pools.state, self._pools.facts()
         return [
             scaled_pool(role, config.of(role), state, facts)

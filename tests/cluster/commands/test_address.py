@@ -206,6 +206,14 @@ def test_a_port_where_something_else_listens_is_no_ray(answer: bytes) -> None:
         check_reachable(address)
 
 
+def test_a_head_that_stands_still_is_not_called_something_else() -> None:
+    """Its machine takes the connection for it. This test waits as long as the command does."""
+    with socket.create_server(("127.0.0.1", 0)) as still:
+        address = f"127.0.0.1:{still.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=r"has said nothing for 3 s: .* busy, or the Ray there stands still"):
+            check_reachable(address)
+
+
 def test_where_nothing_serves_a_plain_sentence_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray remembers the last one that ran on this machine, and would look for it for minutes."""
     runtime.import_ray()

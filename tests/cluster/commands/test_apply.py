@@ -74,6 +74,7 @@ class Answers:
 
 class NoTime(FakeClock):
     async def sleep(self, seconds: float) -> None:
+        self.stand_still(seconds)
         await asyncio.sleep(0)
 
 
@@ -240,6 +241,13 @@ def test_a_controller_that_was_not_replaced_says_why() -> None:
     done, said = exchanged(ExchangeView("ours", ExchangePhase.FAILED, "it does not know `cache.colour`"))
     assert not done
     assert said == ["the controller was not replaced, and the old one serves: it does not know `cache.colour`"]
+
+
+@pytest.mark.parametrize("told", [NodeLost("it was ended"), None])
+def test_an_exchange_of_which_nothing_is_heard_is_not_followed_for_ever(told: TandemError | None) -> None:
+    """`tandem down` on another terminal ends the controller, and forgets its exchange."""
+    with pytest.raises(Unavailable, match=r"nothing was heard .* for 300 s \(.*(it was ended|not begun)\)"):
+        exchanged(ExchangeView("ours", ExchangePhase.CHECKING), *[told] * 400)
 
 
 @pytest.mark.parametrize("word", ["tandem.yaml", "--dry-run", "--no-wait", "--verify"])

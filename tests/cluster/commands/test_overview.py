@@ -277,6 +277,15 @@ async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_noth
     assert "cannot be drained" in said[-1]
 
 
+@pytest.mark.parametrize(("words", "finished", "status"), [([], True, 0), ([], False, 1), (["--now"], False, 0)])
+def test_down_ends_with_1_when_not_everything_was_finished(
+    words: list[str], finished: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operate, "down", lambda which, now, say: finished)
+    assert main(["down", *words, "-o", "json"]) == status
+    assert json.loads(capsys.readouterr().out) == {"finished": finished}
+
+
 def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None:
     seen = Overview.of(VIEW, None, lambda url, key: router_answer())
     plain = seen.json()

@@ -32,6 +32,24 @@ async def test_an_order_goes_as_its_action_and_comes_back_as_its_answer() -> Non
     assert asked == [("scale", b'{"pools":{"decode":2}}')]
 
 
+async def test_an_order_during_which_the_controller_dies_is_asked_again_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray first says that the connection is broken, and a moment later that the process is dead."""
+    said = [ray.exceptions.ActorUnavailableError("Socket closed", b"0" * 16), ray.exceptions.RayActorError()]
+
+    async def dies() -> bool:
+        raise said.pop(0)
+
+    async def drains() -> bool:
+        return True
+
+    old, new = (SimpleNamespace(drain=SimpleNamespace(remote=drain)) for drain in (dies, drains))
+    monkeypatch.setattr(ray, "get_actor", lambda *_: new if not said else old)
+    assert await RemoteController(old, "chat").drain(1.0)
+    assert not said
+
+
 async def test_a_controller_of_a_version_without_orders_is_named() -> None:
     with pytest.raises(Unavailable, match=r"earlier version of Tandem.*--url"):
         await RemoteController(SimpleNamespace(), "chat").ask(ScaleOrder({Role.DECODE: 2}))

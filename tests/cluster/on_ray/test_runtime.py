@@ -4,12 +4,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from tandem.base.errors import Unavailable
+from tandem.cluster.cli import main
 from tandem.cluster.on_ray import runtime
-from tandem.cluster.on_ray.runtime import import_ray, start_ray
+from tandem.cluster.on_ray.runtime import import_ray, is_held_by_ray, start_ray, stop_ray
+from tests.waiting import until
 
 
 @pytest.mark.slow
@@ -72,3 +76,19 @@ def test_a_ray_that_listens_on_loopback_alone_is_told_from_a_head_that_is_named_
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head:6379", "", "127.0.0.1:x"])
 def test_other_addresses_are_of_clusters(address: str) -> None:
     assert not runtime.listens_on_loopback_only(address)
+
+
+@pytest.mark.slow
+def test_a_head_that_stands_still_does_not_keep_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow: waits ten seconds for Ray, as a command does. Ray itself would wait for minutes, and in the interpreter's exit, too."""
+    answers, ended = threading.Event(), list[int]()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=answers.wait))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    assert main(["completion", "bash"]) == 0
+    assert not ended
+    stop_ray()
+    assert is_held_by_ray()
+    assert main(["completion", "bash"]) == 0
+    assert ended == [0]
+    answers.set()
+    until(lambda: not is_held_by_ray())

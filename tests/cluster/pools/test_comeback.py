@@ -70,6 +70,48 @@ async def test_what_a_node_has_worked_with_is_no_mistake() -> None:
 # --- a controller that comes back
 
 
+async def test_a_drain_waits_until_a_new_controller_reaches_what_runs() -> None:
+    """`tandem down` asks again when the controller was killed while it drained: what runs would be cut off."""
+    async with started(*PD) as rig:
+        running = [rig.launcher.router, *map(rig.launcher.node, ("prefill-0", "decode-0"))]
+        for process in running:
+            process.starts_at_once = False
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        drain = asyncio.create_task(rig.controller.drain())
+        await rig.clock.advance(1.0)
+        assert not drain.done()
+        for process in running:
+            process.may_start.set()
+        assert await drain
+        assert all(process.drained_with is not None for process in running)
+        await start
+
+
+async def test_a_drain_says_what_a_new_controller_did_not_reach_in_time() -> None:
+    async with started(*PD) as rig:
+        rig.launcher.node("decode-0").starts_at_once = False
+        await rig.kill_controller()
+        start = asyncio.create_task(rig.controller.start())
+        drain = asyncio.create_task(rig.controller.drain())
+        await rig.clock.advance(TIMEOUTS.nodes.drain_s)
+        assert not await drain
+        rig.launcher.node("decode-0").may_start.set()
+        await start
+
+
+async def test_a_cluster_that_has_not_served_yet_has_nothing_to_finish() -> None:
+    async with Rig(*PD) as rig:
+        rig.launcher.prepare["router"] = rig.launcher.prepare["decode-0"] = lambda process, _: setattr(
+            process, "starts_at_once", False
+        )
+        start = asyncio.create_task(rig.controller.start())
+        await settle()
+        assert await rig.controller.drain()
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+
+
 async def test_a_controller_that_was_killed_comes_back_to_its_nodes_and_nobody_notices() -> None:
     async with started(*PD) as rig:
         await rig.controller.scale({Role.DECODE: 2})

@@ -173,6 +173,8 @@ class Rig:
     async def __aexit__(self, *exception: object) -> None:
         await self.host.end("the test")
         assert self.made.stopped
+        await self.clock.advance(60.0)
+        assert self.ended.is_set()
 
 
 async def test_who_follows_sees_what_happens_until_it_serves() -> None:
@@ -246,6 +248,16 @@ async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follo
             await ordered(rig, ViewOrder())
 
 
+async def test_a_controller_whose_down_was_interrupted_ends_by_itself() -> None:
+    """`tandem down` kills its process when all others have ended. Left over, it would keep the deployment's name."""
+    async with Rig() as rig:
+        await rig.host.end("`tandem down`")
+        await rig.clock.advance(20.0)
+        assert not rig.ended.is_set()
+        await rig.clock.advance(20.0)
+        assert rig.ended.is_set()
+
+
 async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
     async with Rig() as rig:
         rig.made.may_start.set()
@@ -291,7 +303,7 @@ async def test_what_is_asked_reaches_the_controller() -> None:
         assert control.roles[1:] == [("prefill-1", Role.DECODE)]
         view = await ordered(rig, ViewOrder())
         assert {pool.role: pool.wanted for pool in view.pools}[Role.DECODE] == 3
-        assert not await rig.host.drain(), "it does not serve yet"
+        assert await rig.host.drain(), "a controller that was killed while it drained is asked again when it is back"
         rig.made.may_start.set()
         await rig.follower.until_serving()
         assert await rig.host.drain()

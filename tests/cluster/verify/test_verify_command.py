@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import httpx
@@ -66,3 +67,24 @@ def test_a_server_that_answers_with_something_else_was_not_compared(
     monkeypatch.setattr(command, "ApiClient", client)
     assert main(["verify", "--url", NOWHERE, "--url", NOWHERE]) == 2
     assert "does not list its models as a Tandem server does" in capsys.readouterr().err
+
+
+def test_ctrl_c_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, answered = threading.Event(), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"max_model_len": 100}]})
+        if request.url.host == "interrupted":
+            raise KeyboardInterrupt
+        ended.wait(20.0)
+        answered.append(request)
+        return httpx.Response(200, json={})
+
+    def client(url: str, key: str | None) -> ApiClient:
+        return ApiClient(url, key, httpx.MockTransport(answer))
+
+    monkeypatch.setattr(command, "ApiClient", client)
+    assert main(["verify", "--url", "http://slow", "--url", "http://interrupted"]) == 130
+    assert not answered
+    ended.set()

@@ -53,6 +53,23 @@ async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_i
         assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
+async def test_no_pool_grows_while_everything_finishes_for_the_end() -> None:
+    config = TandemConfig(
+        router=RouterConfig(tokenizer_path="model", model_name="fake"),
+        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
+    )
+    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
+    async with started(pools=limits, config=config) as rig:
+        rig.launcher.router.load = RouterQueue(9, 60.0)
+        rig.launcher.router.may_finish.clear()
+        drain = asyncio.create_task(rig.controller.drain())
+        await rig.clock.advance(30.0)
+        assert not drain.done()
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+        rig.launcher.router.may_finish.set()
+        assert await drain
+
+
 async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> None:
     async with started(pools=pools(1, 1)) as rig:
         scaled = replace(
