@@ -59,9 +59,9 @@ def test_a_line_is_one_line_whatever_it_says() -> None:
     assert "ValueError: two\nlines" in told["exception"]
 
 
-@pytest.mark.parametrize(("level", "lines"), [("debug", 1), ("info", 1), ("warning", 0), ("error", 0)])
-def test_the_level_is_the_least_that_is_written(level: str, lines: int) -> None:
-    assert len(written(LogsConfig(level=level), "tandem.node", "hello")) == lines  # type: ignore[arg-type]
+def test_the_level_is_the_least_that_is_written() -> None:
+    for level, lines in {"debug": 1, "info": 1, "warning": 0, "error": 0}.items():
+        assert len(written(LogsConfig(level=level), "tandem.node", "hello")) == lines  # type: ignore[arg-type]
 
 
 def test_a_lines_date_is_of_iso_8601_with_its_zone() -> None:

@@ -36,35 +36,24 @@ def test_what_is_said_twice_is_no_progress(watch: Watch) -> None:
 
 def test_a_look_comes_no_later_than_the_limit_and_often_enough(watch: Watch) -> None:
     progress = LastProgress(watch)
-    assert progress.next_look(100.0) == 5.0
-    watch.seconds = 98.0
-    assert progress.next_look(100.0) == 2.0
-    watch.seconds = 100.0
-    assert progress.next_look(100.0) == 0.0
-
-
-def test_time_for_which_the_one_that_looks_stood_still_is_not_counted(watch: Watch) -> None:
-    progress = LastProgress(watch)
+    for watch.seconds, next_look in ((0.0, 5.0), (98.0, 2.0), (100.0, 0.0)):
+        assert progress.next_look(100.0) == next_look
     watch.seconds = 1000.0
     progress.overslept(995.0)
-    assert progress.silent_s == 5.0
-
-
-def test_a_work_that_has_said_nothing_says_so(watch: Watch) -> None:
-    progress = LastProgress(watch)
+    assert progress.silent_s == 5.0, "time for which the one that looks stood still is not counted"
     progress.report("loading", 0.0)
     progress.begin()
     assert str(progress) == "and had said nothing"
 
 
-@pytest.mark.parametrize("num_bytes", [0, 999_999, 12_000_000, 1_234_567_890_123])
-def test_an_amount_is_no_other_work(num_bytes: int) -> None:
-    said = with_amount("downloading me/model (v2)", num_bytes)
-    assert said.endswith(f"({num_bytes // 1_000_000:,} MB)")
-    assert without_amount(said) == "downloading me/model (v2)" == without_amount("downloading me/model (v2)")
+def test_an_amount_is_no_other_work() -> None:
+    for num_bytes in (0, 999_999, 12_000_000, 1_234_567_890_123):
+        said = with_amount("downloading me/model (v2)", num_bytes)
+        assert said.endswith(f"({num_bytes // 1_000_000:,} MB)")
+        assert without_amount(said) == "downloading me/model (v2)" == without_amount("downloading me/model (v2)")
 
 
-def test_who_waits_hears_of_the_next_step_and_of_no_repeated_one() -> None:
+def test_who_waits_hears_of_the_next_step_and_of_no_repeated_one_and_is_not_kept_when_it_is_over() -> None:
     said = SaidProgress()
     said.report("loading", 0.5)
     said.report("loading", 0.5)
@@ -76,9 +65,5 @@ def test_who_waits_hears_of_the_next_step_and_of_no_repeated_one() -> None:
     said.report("recording", 0.0)
     waiter.join(PATIENCE_S)
     assert heard == [(2, "recording", 0.0)]
-
-
-def test_no_waiter_is_kept_when_it_is_over() -> None:
-    said = SaidProgress()
     said.end()
-    assert said.after(0, 10 * PATIENCE_S) == (0, "", 0.0)
+    assert said.after(2, 10 * PATIENCE_S) == (2, "recording", 0.0)

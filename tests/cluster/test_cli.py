@@ -18,6 +18,7 @@ from tandem.cluster.cli import main, make_parser
 from tandem.cluster.commands.parser import described, flags_of, subcommands
 from tandem.cluster.commands.ready_lines import curl_line, own_command
 from tandem.cluster.commands.setting_options import read_settings
+from tandem.cluster.saving import results_folder
 
 HEAVY = ["ray", "torch", "transformers", "httpx", "rich", "yaml", "msgspec"]
 
@@ -142,20 +143,15 @@ def test_the_commands_of_a_wing_that_was_taken_away_are_gone_and_the_others_stay
     assert not any(f"    {name} " in said for name in of_wings)
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
+def test_an_unknown_command_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, meant in (
         (["serv"], "there is no command 'serv'; did you mean serve?"),
         (["models", "lst"], "there is no command 'lst'; did you mean list?"),
         (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists them"),
-    ],
-)
-def test_an_unknown_command_is_answered_with_the_one_that_was_meant(
-    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert meant in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert meant in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])
@@ -168,17 +164,13 @@ def test_help_names_the_flags_of_settings_in_order(command: str, capsys: pytest.
     assert said.index("--model") < said.index("--kv-memory") < said.index("--set KEY=VALUE [KEY=VALUE ...]\n")
 
 
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [
+def test_the_address_of_a_models_page_is_its_name() -> None:
+    for address, name in (
         ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/v1.0/", "Qwen/Qwen3-0.6B@v1.0"),
         ("https://hf.co/Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
-    ],
-)
-def test_the_address_of_a_models_page_is_its_name(address: str, name: str) -> None:
-    config = read_settings(make_parser().parse_args(["serve", address])).config
-    assert config.model.path == name
+    ):
+        assert read_settings(make_parser().parse_args(["serve", address])).config.model.path == name
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/model", "gs://b/m", "https://example.com/model"])
@@ -220,26 +212,21 @@ def test_the_command_is_named_as_this_shell_finds_it(tmp_path: Path, monkeypatch
 
 def test_the_curl_line_is_one_that_a_shell_understands() -> None:
     line = curl_line("http://127.0.0.1:8000", "it's a model", with_key=True)
-    words = subprocess.run(
-        ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; TANDEM_API_KEY=k {line}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "TANDEM_API_KEY": "k"},
-    ).stdout.splitlines()
+    command = ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {line}"]
+    environment = {**os.environ, "TANDEM_API_KEY": "k"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    words = done.stdout.splitlines()
     assert words[1] == "http://127.0.0.1:8000/v1/chat/completions"
     assert "Authorization: Bearer k" in words
     assert '"model": "it\'s a model"' in words[-1]
 
 
 @pytest.mark.parametrize("command", ["top", "status"])
-@pytest.mark.parametrize(
-    "url", ["nonsense", "127.0.0.1:8000", "localhost:8000", "http://[::1", "ftp://host", "http://host:x"]
-)
-def test_what_is_no_url_of_a_server_is_a_sentence(capsys: pytest.CaptureFixture[str], command: str, url: str) -> None:
-    said = fail(capsys, command, "--url", url)
-    assert f"{url!r} is no URL" in said
-    assert "such as http://127.0.0.1:8000" in said
+def test_what_is_no_url_of_a_server_is_a_sentence(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    for url in ("nonsense", "127.0.0.1:8000", "localhost:8000", "http://[::1", "ftp://host", "http://host:x"):
+        said = fail(capsys, command, "--url", url)
+        assert f"{url!r} is no URL" in said
+        assert "such as http://127.0.0.1:8000" in said
 
 
 def test_the_configuration_is_printed_as_json_with_the_origin_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,6 +234,12 @@ def test_the_configuration_is_printed_as_json_with_the_origin_of_each_value(caps
     values = json.loads(capsys.readouterr().out)
     assert values["router.port"] == {"value": 9, "origin": "--port"}
     assert values["router.host"]["origin"] == "default"
+
+
+def test_a_folder_for_results_need_not_be_there(tmp_path: Path) -> None:
+    folder = results_folder(tmp_path / "results" / "today")
+    assert folder.is_dir()
+    assert results_folder(folder) == folder
 
 
 def test_a_failure_with_json_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ from tests.cluster.kube_objects import (
     by_kind,
     containers,
     environment_of,
+    groups_of,
     kustomized,
     load,
     mistakes,
@@ -86,21 +87,19 @@ def test_rays_autoscaler_reads_the_pools_out_of_it(raycluster: Document) -> None
         assert (types[pool]["min_workers"], types[pool]["max_workers"]) == (least, 8)
 
 
-def test_ray_is_guarded_and_the_autoscaler_is_the_second(raycluster: Document) -> None:
+def test_ray_is_guarded_and_no_container_has_rights_that_it_does_not_need(raycluster: Document) -> None:
     spec = raycluster["spec"]
     assert spec["rayVersion"] == ray_version
     assert spec["authOptions"] == {"mode": "token"}
     assert spec["autoscalerOptions"]["version"] == "v2"
     assert spec["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
     assert "0.0.0.0" not in (BASE / "raycluster.yaml").read_text(encoding="utf-8")
-
-
-def test_no_container_has_rights_that_it_does_not_need(raycluster: Document) -> None:
     for container in containers(raycluster):
         context = container["securityContext"]
-        assert context["runAsNonRoot"] is True
-        assert context["allowPrivilegeEscalation"] is False
-        assert context["capabilities"] == {"drop": ["ALL"]}
+        rights = (context["runAsNonRoot"], context["allowPrivilegeEscalation"], context["capabilities"])
+        assert rights == (True, False, {"drop": ["ALL"]})
+        # Every pod waits for a head that is away for ten minutes. Ray itself would wait for one.
+        assert int(environment_of(container)["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 600
 
 
 # --- the head
@@ -125,6 +124,18 @@ def test_the_head_is_ready_when_the_router_answers_and_is_found_before(raycluste
     assert config.router.placement is RouterPlacement.EVERY_HOST
 
 
+def with_commands(folder: Path, **scripts: str) -> dict[str, str]:
+    """The environment of a container that finds these programs on its PATH."""
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    start = """ray start --head --resources='{"router": 1}'"""
+    return {"PATH": f"{folder}:/usr/bin:/bin", "POD_IP": "127.0.0.1", "KUBERAY_GEN_RAY_START_CMD": start}
+
+
+QUIET: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
 @pytest.mark.parametrize(
     ("ray", "tandem", "end"),
     [
@@ -140,24 +151,12 @@ def test_the_head_container_ends_with_ray_or_when_tandem_cannot_serve(
     """Run as it stands, with a Ray and a Tandem of our own on the PATH. A Ray that handles SIGTERM is healthy once it does."""
     container = head_container(raycluster)
     up = tmp_path / "up"
-    if "{up}" in ray:
-        ray = ray.format(up=up)
-    else:
+    if "{up}" not in ray:
         up.touch()
-    script = f'if [ "$1" = health-check ]; then exec test -e {up}; fi; {ray}'
-    for name, line in (("ray", script), ("tandem", tandem)):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "POD_IP": "127.0.0.1",
-        "KUBERAY_GEN_RAY_START_CMD": """ray start --head --resources='{"router": 1}'""",
-    }
-    done = subprocess.run(
-        ["setsid", "--wait", *container["command"], *container["args"]],
-        env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        timeout=30, check=False,
-    )  # fmt: skip
+    script = f'if [ "$1" = health-check ]; then exec test -e {up}; fi; {ray.format(up=up)}'
+    environment = with_commands(tmp_path, ray=script, tandem=tandem)
+    command = ["setsid", "--wait", *container["command"], *container["args"]]
+    done = subprocess.run(command, env=environment, timeout=30, check=False, **QUIET)
     assert done.returncode == end
 
 
@@ -165,23 +164,13 @@ def test_the_head_goes_on_when_tandem_serves_and_ends_ray_when_it_is_told_to_sto
     raycluster: Document, tmp_path: Path
 ) -> None:
     container = head_container(raycluster)
-    told = tmp_path / "told"
-    up = tmp_path / "up"
-    started = tmp_path / "started"
+    told, up, started = (tmp_path / name for name in ("told", "up", "started"))
     os.mkfifo(started)
-    scripts = {
-        "ray": f"""if [ "$1" = health-check ]; then exec test -e {up}; fi
-trap 'touch {told}; exit 0' TERM; echo >{up}; sleep 60 & wait""",
-        "tandem": f"""echo "$@" >{started}""",
-    }
-    for name, script in scripts.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    head = subprocess.Popen(
-        [*container["command"], *container["args"]],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "127.0.0.1", "KUBERAY_GEN_RAY_START_CMD": "ray start"},
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    ray = f"""if [ "$1" = health-check ]; then exec test -e {up}; fi
+trap 'touch {told}; exit 0' TERM; echo >{up}; sleep 60 & wait"""
+    environment = with_commands(tmp_path, ray=ray, tandem=f"""echo "$@" >{started}""")
+    command = [*container["command"], *container["args"]]
+    head = subprocess.Popen(command, env=environment, start_new_session=True, **QUIET)
     try:
         served = subprocess.run(["cat", started], timeout=20, check=True, capture_output=True, text=True)
         assert "serve --address auto --detach" in served.stdout
@@ -209,16 +198,11 @@ def test_commands_in_the_heads_pod_know_where_its_router_listens(raycluster: Doc
 def test_every_pod_is_evacuated_within_its_grace(raycluster: Document, tmp_path: Path) -> None:
     """The hook runs as it stands, with a Tandem of ours on the PATH; its arguments are ones that the command takes."""
     said = tmp_path / "said"
-    (tmp_path / "tandem").write_text(f'#!/bin/sh\necho "$@" >{said}; exit 1\n')
-    (tmp_path / "tandem").chmod(0o755)
-    grace = {
-        group["template"]["spec"]["terminationGracePeriodSeconds"]
-        for group in [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
-    }
+    environment = {**with_commands(tmp_path, tandem=f'echo "$@" >{said}; exit 1'), "POD_IP": "10.0.0.7"}
+    grace = {group["template"]["spec"]["terminationGracePeriodSeconds"] for group in groups_of(raycluster)}
     for container in containers(raycluster):
         assert "POD_IP" in {entry["name"] for entry in container["env"]}
         hook = container["lifecycle"]["preStop"]["exec"]["command"]
-        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "POD_IP": "10.0.0.7"}
         done = subprocess.run(hook, env=environment, timeout=20, check=False)
         assert done.returncode == 0, "a controller that is away keeps no pod"
         options = make_parser().parse_args(said.read_text().split())
@@ -323,18 +307,12 @@ KINDS = {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "RayCluster", "Ser
 )
 def test_kustomize_renders_it(folder: Path) -> None:
     documents = kustomized(folder)
-    for document in documents:
-        assert mistakes(document) == []
+    assert [mistake for document in documents for mistake in mistakes(document)] == []
     rendered = by_kind(documents)
     assert set(rendered) == KINDS
     raycluster = rendered["RayCluster"]
-    images = {
-        container["image"]
-        for group in [raycluster["spec"]["headGroupSpec"], *raycluster["spec"]["workerGroupSpecs"]]
-        for container in group["template"]["spec"]["containers"]
-    }
-    assert len(images) == 1
-    assert ":" in images.pop()
+    (image,) = {container["image"] for container in containers(raycluster)}
+    assert ":" in image
     (volume,) = raycluster["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
     assert volume["configMap"]["name"] == rendered["ConfigMap"]["metadata"]["name"]
 
@@ -349,14 +327,18 @@ def of_overlay(name: str, raycluster: Document) -> tuple[dict[str, Document], Ta
     return types, resolve([read_file(folder / "tandem.yaml")]).config
 
 
+def places_in(group: Document, config: TandemConfig) -> dict[Role, int]:
+    offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group.get("labels", {}))
+    return places(offer, needs_of(config))
+
+
 def test_pods_of_a_wide_node_offer_what_its_pool_asks_for(raycluster: Document) -> None:
     """In Ray's own reading: a GPU for each rank, and the labels that the pool's nodes must have."""
     types, config = of_overlay("wide", raycluster)
     pool = config.pools.aggregated
     group = types["aggregated"]
     assert group["resources"]["GPU"] == pool.ranks == pool.resources["GPU"] == 4
-    offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group["labels"])
-    assert places(offer, needs_of(config))[Role.AGGREGATED] == 1
+    assert places_in(group, config)[Role.AGGREGATED] == 1
     assert (group["min_workers"], group["max_workers"]) == (pool.min, pool.max)
     assert [types[name]["min_workers"] for name in ("decode", "encode")] == [0, 0]
 
@@ -365,8 +347,7 @@ def test_a_pod_that_is_a_machine_holds_nodes_of_both_pools(raycluster: Document)
     """Every node gets a GPU and cores of its own, on any of the machines."""
     types, config = of_overlay("machine", raycluster)
     group = types["machine"]
-    offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group["labels"])
-    slots = {role: places(offer, needs_of(config))[role] for role in (Role.PREFILL, Role.DECODE)}
+    slots = {role: places_in(group, config)[role] for role in (Role.PREFILL, Role.DECODE)}
     assert slots == {Role.PREFILL: 2, Role.DECODE: 6}
     assert group["resources"]["GPU"] == sum(slots.values()) == 8
     assert [types[name]["min_workers"] for name in ("decode", "encode")] == [0, 0]
@@ -391,8 +372,7 @@ def test_pods_of_a_spread_node_come_together_and_give_it_equal_parts(raycluster:
     for role in (Role.PREFILL, Role.DECODE):
         pool, group = config.pools.of(role), types[role.value]
         assert group["resources"]["GPU"] == pool.ranks_per_machine == 4
-        offer = Offer({name: float(amount) for name, amount in group["resources"].items()}, group.get("labels", {}))
-        assert places(offer, needs_of(config))[role] == 1
+        assert places_in(group, config)[role] == 1
         assert group["max_workers"] == (pool.max or 0) * pool.machines, "pods, of which so many are one node"
     machines = [Offer({"CPU": 0.0, "GPU": 4.0, "prefill": 1.0}), Offer({"GPU": 4.0, "decode": 1.0})]
     asked = "pools.prefill wants 2 nodes on 2 machines each, but the cluster's machines have no room for any"
@@ -425,11 +405,10 @@ def test_all_components_go_together_and_with_gpus(tmp_path: Path) -> None:
 
 @needs_kubectl
 def test_models_of_all_pods_are_on_one_volume_that_they_may_write(tmp_path: Path) -> None:
-    rendered = by_kind(with_components(tmp_path, BASE, "model-volume"))
+    rendered = by_kind(with_components(tmp_path, BASE, "model-volume", "hub-token"))
     claim, raycluster = rendered["PersistentVolumeClaim"], rendered["RayCluster"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    spec = raycluster["spec"]
-    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+    for group in groups_of(raycluster):
         pod = group["template"]["spec"]
         (volume,) = [each for each in pod["volumes"] if each["name"] == "models"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -440,14 +419,8 @@ def test_models_of_all_pods_are_on_one_volume_that_they_may_write(tmp_path: Path
             assert Path(environment[name]).is_relative_to(mount["mountPath"])
         assert models_folder(environment).is_relative_to(mount["mountPath"])
         assert pod["securityContext"]["fsGroup"] == container["securityContext"]["runAsUser"]
-
-
-@needs_kubectl
-def test_the_hubs_token_is_a_secret_that_must_be_there(tmp_path: Path) -> None:
-    raycluster = by_kind(with_components(tmp_path, BASE, "hub-token"))["RayCluster"]
-    for container in containers(raycluster):
-        secret = environment_of(container)["HF_TOKEN"]["secretKeyRef"]
-        assert secret == {"name": "tandem-hub", "key": "token", "optional": False}
+        secret = environment["HF_TOKEN"]["secretKeyRef"]
+        assert secret == {"name": "tandem-hub", "key": "token", "optional": False}, "it must be there"
 
 
 @needs_kubectl
@@ -496,9 +469,3 @@ def test_sizes_by_the_clock_are_ones_that_the_command_takes_and_pods_can_have(ra
     groups = {group["groupName"]: group for group in raycluster["spec"]["workerGroupSpecs"]}
     for pool, nodes in (size.split("=") for size in container["command"][4:]):
         assert groups[pool]["minReplicas"] <= int(nodes) <= groups[pool]["maxReplicas"]
-
-
-def test_every_pod_waits_for_a_head_that_is_away_for_ten_minutes(raycluster: Document) -> None:
-    """Ray itself would wait for one."""
-    for container in containers(raycluster):
-        assert int(environment_of(container)["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 600

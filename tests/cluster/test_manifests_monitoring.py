@@ -42,28 +42,12 @@ def test_no_alert_is_without_a_fault() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
-# As NVIDIA's DCGM exporter writes its figures, by its default list of them.
-EXPORTED = """
-# HELP DCGM_FI_DEV_POWER_USAGE Power draw (in W).
-# TYPE DCGM_FI_DEV_POWER_USAGE gauge
-DCGM_FI_DEV_POWER_USAGE{labels} 412.6
-# TYPE DCGM_FI_DEV_XID_ERRORS gauge
-DCGM_FI_DEV_XID_ERRORS{labels} 0
-# TYPE DCGM_FI_DEV_FB_FREE gauge
-DCGM_FI_DEV_FB_FREE{labels} 9000
-# TYPE DCGM_FI_DEV_FB_USED gauge
-DCGM_FI_DEV_FB_USED{labels} 72000
-# TYPE DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS counter
-DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS{labels} 0
-# TYPE DCGM_FI_DEV_ROW_REMAP_FAILURE gauge
-DCGM_FI_DEV_ROW_REMAP_FAILURE{labels} 0
-# TYPE DCGM_FI_PROF_GR_ENGINE_ACTIVE gauge
-DCGM_FI_PROF_GR_ENGINE_ACTIVE{labels} 0.97
-# TYPE DCGM_FI_PROF_PIPE_TENSOR_ACTIVE gauge
-DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{labels} 0.61
-# TYPE DCGM_FI_PROF_DRAM_ACTIVE gauge
-DCGM_FI_PROF_DRAM_ACTIVE{labels} 0.43
-"""
+EXPORTED = {
+    "DCGM_FI_DEV_POWER_USAGE gauge": 412.6, "DCGM_FI_DEV_XID_ERRORS gauge": 0, "DCGM_FI_DEV_FB_FREE gauge": 9000,
+    "DCGM_FI_DEV_FB_USED gauge": 72000, "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS counter": 0,
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE gauge": 0, "DCGM_FI_PROF_GR_ENGINE_ACTIVE gauge": 0.97,
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE gauge": 0.61, "DCGM_FI_PROF_DRAM_ACTIVE gauge": 0.43,
+}  # fmt: skip
 LABELS = (
     '{gpu="0",UUID="GPU-a8394b51",pci_bus_id="00000000:18:00.0",device="nvidia0",modelName="NVIDIA H100 80GB HBM3",'
     'Hostname="gpu-1",DCGM_FI_DRIVER_VERSION="580.95.05"}'
@@ -75,7 +59,8 @@ class Exporter(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4")
         self.end_headers()
-        self.wfile.write(EXPORTED.replace("{labels}", LABELS).lstrip().encode())
+        for metric, value in EXPORTED.items():
+            self.wfile.write(f"# TYPE {metric}\n{metric.partition(' ')[0]}{LABELS} {value}\n".encode())
 
     def log_message(self, *_: object) -> None: ...
 

@@ -66,19 +66,16 @@ def test_ray_accepts_the_file(file: Path, tmp_path: Path) -> None:
 
 
 @cluster_files
-def test_nothing_that_the_file_leaves_out_is_filled_in_by_rays_defaults(file: Path) -> None:
+def test_every_command_is_one_that_bash_can_read(file: Path) -> None:
     config = load(file)
+    for command in commands(config):
+        checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, checked.stderr
+    # Nothing that the file leaves out is filled in by Ray's defaults.
     prepared = prepare_config(copy.deepcopy(config))
     assert set(prepared["available_node_types"]) == set(config["available_node_types"])
     for key in (key for key in prepared if key.endswith("_commands")):
         assert key in config
-
-
-@cluster_files
-def test_every_command_is_one_that_bash_can_read(file: Path) -> None:
-    for command in commands(load(file)):
-        checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True, check=False)
-        assert checked.returncode == 0, checked.stderr
 
 
 @cluster_files
@@ -99,24 +96,16 @@ def test_ray_is_started_with_its_token_and_on_named_addresses(file: Path) -> Non
 
 
 @cluster_files
-def test_ray_up_is_over_when_tandem_serves(file: Path) -> None:
-    last = load(file)["head_start_ray_commands"][-1]
+def test_ray_up_copies_what_is_there_and_is_over_when_tandem_serves(file: Path) -> None:
+    config = load(file)
+    last = config["head_start_ray_commands"][-1]
     assert "tandem serve --address auto --detach" in last
     assert "RAY_AUTH_MODE=token" in last
-
-
-@cluster_files
-def test_the_wheel_is_the_one_that_this_version_makes(file: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wheel = f"{project['name'].replace('-', '_')}-{project['version']}-py3-none-any.whl"
-    config = load(file)
     assert config["file_mounts"][f"~/{wheel}"] == f"dist/{wheel}"
     assert set(re.findall(r"\S*\.whl", " ".join(commands(config)))) == {f"~/{wheel}"}
-
-
-@cluster_files
-def test_files_that_are_copied_are_in_the_repository_or_made_before(file: Path) -> None:
-    for local in load(file)["file_mounts"].values():
+    for local in config["file_mounts"].values():
         assert local.startswith(("~/.ray/", "dist/")) or (ROOT / local).is_file(), local
 
 

@@ -57,11 +57,8 @@ def test_a_setting_without_a_row_gets_one_in_its_section() -> None:
     assert lines[lines.index(row) - 1].startswith("| `router.timeouts.")
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_says_what_it_is_for_and_is_documented_with_its_default() -> None:
     settings = known_settings().items()
     silent = [dotted(path) for path, setting in settings if path not in DERIVED and not description_of(setting)]
     assert not silent, "these need an about(...)"
-
-
-def test_every_setting_is_documented_with_its_default() -> None:
     assert documented() == defaults()

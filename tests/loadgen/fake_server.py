@@ -97,3 +97,13 @@ async def serving(answer: Callable[[Exchange], Awaitable[None]]) -> AsyncIterato
         yield server
     finally:
         listener.close()
+
+
+def answering(*steps: tuple[Any, ...]) -> Callable[[Exchange], Awaitable[None]]:
+    """Each step is the name of an exchange's method, and what it gets."""
+
+    async def answer(exchange: Exchange) -> None:
+        for name, *given in steps:
+            await getattr(exchange, name)(*given)
+
+    return answer

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.base.errors import ConfigurationError
 from tandem.base.percentile import percentile
-from tandem.loadgen.metrics import Distribution, parse_service_level, summarize
+from tandem.loadgen.metrics import Distribution, ServiceLevel, parse_service_level, summarize
 from tandem.loadgen.timeline import RequestFailure, Timeline
 
 
@@ -28,23 +29,16 @@ def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     assert percentile(sorted(values), percent) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_a_distribution_is_in_milliseconds() -> None:
-    made = Distribution.of([0.1, 0.2, 0.3])
-    assert made is not None
-    assert (made.mean, made.p50, made.max) == pytest.approx((200, 200, 300))
-
-
-def test_throughput_is_over_the_whole_run() -> None:
+def test_throughput_is_over_the_whole_run_and_every_gap_of_every_request_counts_once() -> None:
     summary = summarize("random", [served(0.1, 0.2), served(0.1, 0.3, prompt=30)], duration_s=4.0)
-    assert summary.requests_per_s == pytest.approx(0.5)
-    assert summary.input_tokens_per_s == pytest.approx(10.0)
-    assert summary.output_tokens_per_s == pytest.approx(1.0)
-
-
-def test_every_gap_of_every_request_counts_once() -> None:
+    rates = (summary.requests_per_s, summary.input_tokens_per_s, summary.output_tokens_per_s)
+    assert rates == pytest.approx((0.5, 10.0, 1.0))
     summary = summarize("random", [served(0.0, 0.1, 0.2), served(0.0, 0.4)], duration_s=1.0)
     assert summary.itl_ms is not None
     assert summary.itl_ms.mean == pytest.approx(200)
+    made = Distribution.of([0.1, 0.2, 0.3])
+    assert made is not None
+    assert (made.mean, made.p50, made.max) == pytest.approx((200, 200, 300)), "in milliseconds"
 
 
 def test_failures_are_counted_by_kind_and_do_not_enter_the_latencies() -> None:
@@ -55,33 +49,64 @@ def test_failures_are_counted_by_kind_and_do_not_enter_the_latencies() -> None:
     assert summary.ttft_ms is not None
     assert summary.ttft_ms.max == pytest.approx(100)
     assert summary.input_tokens == 10
-
-
-def test_a_run_without_a_success_has_no_latencies() -> None:
     summary = summarize("random", [failed("connect")], duration_s=1.0, slo=parse_service_level("ttft=1s"))
-    assert summary.ttft_ms is None
-    assert summary.output_tokens_per_s == 0
+    assert (summary.ttft_ms, summary.output_tokens_per_s) == (None, 0), "a run without a success has no latencies"
     assert (summary.goodput_per_s, summary.attainment) == (0, 0)
-
-
-def test_answers_that_end_early_are_counted() -> None:
     assert summarize("random", [served(0.1, 0.2, asked=5), served(0.1, 0.2)], 1.0).short_answers == 1
 
 
 def test_goodput_counts_requests_within_every_limit_and_attainment_all_that_were_sent() -> None:
-    good = served(0.1, 0.15, 0.2)
-    late = served(0.5, 0.55)
-    stalled = served(0.1, 0.15, 0.9)
-    summary = summarize(
-        "random",
-        [good, late, stalled, failed("timeout")],
-        duration_s=2.0,
-        slo=parse_service_level("ttft=200,itl=100ms"),
-    )
+    good, late, stalled = served(0.1, 0.15, 0.2), served(0.5, 0.55), served(0.1, 0.15, 0.9)
+    slo = parse_service_level("ttft=200,itl=100ms")
+    summary = summarize("random", [good, late, stalled, failed("timeout")], duration_s=2.0, slo=slo)
     assert summary.goodput_per_s == pytest.approx(0.5)
     assert summary.attainment == pytest.approx(0.25)
     assert summary.slo == "ttft ≤ 200 ms, itl ≤ 100 ms"
-
-
-def test_without_a_service_level_there_is_no_goodput() -> None:
     assert summarize("random", [served(0.1)], 1.0).goodput_per_s is None
+
+
+def test_limits_are_milliseconds_unless_they_say_otherwise() -> None:
+    assert parse_service_level("ttft=200, itl=50ms,e2e=1.5s") == ServiceLevel(ttft=0.2, itl=0.05, e2e=1.5)
+    for text in ("", "ttft", "ttft=", "ttft=fast", "ttfb=200", "ttft=-1", "ttft=200,ttft=300"):
+        with pytest.raises(ConfigurationError):
+            parse_service_level(text)
+
+
+@pytest.mark.parametrize(
+    ("limits", "chunks", "met"),
+    [
+        ("ttft=100", (0.1, 9.0), True),
+        ("ttft=100", (0.11, 0.12), False),
+        ("tpot=100", (0.1, 0.2, 0.3), True),
+        ("tpot=100", (0.1, 0.2, 0.35), False),
+        ("tpot=100", (5.0,), True),  # one token: no client waited for a second
+        ("itl=100", (5.0,), True),
+        ("itl=100", (0.1, 0.15, 0.4), False),
+        ("e2e=400", (0.1, 0.39), True),
+        ("e2e=400", (0.1, 0.41), False),
+        ("ttft=100,e2e=400", (0.2, 0.3), False),
+    ],
+)
+def test_a_request_meets_all_limits_or_none_counts(limits: str, chunks: tuple[float, ...], met: bool) -> None:
+    assert parse_service_level(limits).is_met_by(served(*chunks)) is met
+    assert not parse_service_level(limits).is_met_by(failed("truncated"))
+
+
+def test_one_hiccup_spoils_a_short_answer_and_not_a_long_one() -> None:
+    level = parse_service_level("itl=20")
+    steady = [0.01 * step for step in range(200)]
+    hiccup = [*steady, steady[-1] + 1.0]
+    assert level.is_met_by(served(*hiccup))
+    assert not level.is_met_by(served(*hiccup[-10:]))
+
+
+def test_times_are_those_between_chunks_and_a_token_counts_as_the_server_says() -> None:
+    made = served(0.25, 0.5, 1.0)
+    made.sent_at, made.chunk_times = 100.0, [100.0 + chunk for chunk in made.chunk_times]
+    assert (made.ttft, made.e2e, made.tpot) == pytest.approx((0.25, 1.0, 0.75 / 2))
+    assert made.inter_token == pytest.approx([0.25, 0.5])
+    made.reported_tokens = 6
+    assert made.tpot == pytest.approx(0.75 / 5)
+    alone = served(0.25)
+    assert (alone.tpot, alone.inter_token) == (None, [])
+    assert (alone.succeeded, failed("timeout").succeeded) == (True, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,20 @@ from tandem.base.errors import ConfigurationError
 from tandem.loadgen.api import Api, ApiEndpoint, Prompt, RequestShape
 from tandem.loadgen.connections import Address, HttpClient
 from tandem.loadgen.timeline import Timeline
-from tests.loadgen.fake_server import Exchange, FakeServer, complete, serving
+from tests.loadgen.fake_server import Exchange, FakeServer, answering, complete, serving
 
 # Timers may be late, never early: what a delay was is known from below, and from above only roughly.
 LATE_S = 2.0
+Answer = Callable[[Exchange], Awaitable[None]]
+# Steps of an answer.
+BEGIN, TOKEN, END, LAST = ("begin",), ("token",), ("end",), ("write", b"0\r\n\r\n")
 
 
 def ask(
-    answer: Callable[[Exchange], Awaitable[None]],
+    answer: Answer,
     *,
     times: int = 1,
-    prompt: Prompt = "The quick fox",
+    prompt: Prompt | list[dict[str, str]] = "The quick fox",
     shape: RequestShape | None = None,
     max_tokens: int = 3,
 ) -> tuple[list[Timeline], FakeServer]:
@@ -38,12 +42,6 @@ def ask(
         return timelines, server
 
     return asyncio.run(run())
-
-
-def kind_of(answer: Callable[[Exchange], Awaitable[None]], shape: RequestShape | None = None) -> tuple[str, str]:
-    (timeline,), _ = ask(answer, shape=shape)
-    assert timeline.failure is not None
-    return timeline.failure.kind, str(timeline.failure)
 
 
 def test_known_delays_are_what_is_measured() -> None:
@@ -84,15 +82,11 @@ def test_the_head_alone_is_no_token() -> None:
     async def answer(exchange: Exchange) -> None:
         await exchange.begin()
         await asyncio.sleep(0.03)
-        await complete_body(exchange)
+        await exchange.token()
+        await exchange.end()
 
     (timeline,), _ = ask(answer)
     assert timeline.ttft >= 0.03
-
-
-async def complete_body(exchange: Exchange) -> None:
-    await exchange.token()
-    await exchange.end()
 
 
 def test_a_request_says_what_was_asked_and_nothing_else() -> None:
@@ -100,62 +94,35 @@ def test_a_request_says_what_was_asked_and_nothing_else() -> None:
     (exchange,) = server.requests
     assert (exchange.method, exchange.path) == ("POST", "/v1/completions")
     assert exchange.body == {
-        "model": "smol",
-        "prompt": [1, 2, 3],
-        "max_tokens": 7,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        "temperature": 0.5,
-    }
+        "model": "smol", "prompt": [1, 2, 3], "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True},
+        "ignore_eos": True, "temperature": 0.5,
+    }  # fmt: skip
 
 
-def test_a_connection_is_used_again() -> None:
-    timelines, server = ask(complete, times=3)
-    assert all(timeline.succeeded for timeline in timelines)
-    assert server.connections == 1
-
-
-def test_a_kept_connection_that_the_server_has_closed_costs_no_request() -> None:
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_connection_is_used_again_and_one_that_the_server_has_closed_costs_no_request(hangs_up: bool) -> None:
     async def answer(exchange: Exchange) -> None:
         await complete(exchange)
-        await exchange.hang_up()
+        if hangs_up:
+            await exchange.hang_up()
 
     timelines, server = ask(answer, times=3)
     assert all(timeline.succeeded for timeline in timelines)
-    assert server.connections == 3
+    assert server.connections == (3 if hangs_up else 1)
 
 
-def test_without_usage_every_chunk_is_taken_for_a_token() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.token()
-        await exchange.token()
-        await exchange.end()
-
-    (timeline,), _ = ask(answer)
+def test_tokens_are_counted_as_the_server_says_and_else_every_chunk_is_taken_for_one() -> None:
+    (timeline,), _ = ask(answering(BEGIN, TOKEN, TOKEN, END))
     assert timeline.output_tokens == 2
     assert timeline.prompt_tokens == 99  # what the workload meant
-
-
-def test_tokens_bundled_in_one_chunk_are_one_chunk_and_as_many_tokens() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.token(" one")
-        await exchange.token(" two three four")
-        await exchange.usage(5, 4)
-        await exchange.end()
-
-    (timeline,), _ = ask(answer)
-    assert len(timeline.inter_token) == 1
+    (timeline,), _ = ask(answering(BEGIN, ("token", " one"), ("token", " two three four"), ("usage", 5, 4), END))
+    assert len(timeline.inter_token) == 1, "one chunk"
     assert timeline.output_tokens == 4
     assert "".join(timeline.text) == " one two three four"
 
 
 def test_a_chat_streams_opening_event_is_no_token() -> None:
     async def answer(exchange: Exchange) -> None:
-        assert exchange.body["messages"] == [{"role": "user", "content": "hello"}]
-        assert exchange.body["max_completion_tokens"] == 3
         await exchange.begin()
         await exchange.event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         await asyncio.sleep(0.02)
@@ -164,15 +131,11 @@ def test_a_chat_streams_opening_event_is_no_token() -> None:
         await exchange.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         await exchange.end()
 
-    async def run() -> Timeline:
-        async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
-            timeline = Timeline("chat", max_tokens=3)
-            api = Api(http, RequestShape("smol", endpoint=ApiEndpoint.CHAT))
-            await api.ask([{"role": "user", "content": "hello"}], timeline)
-            assert server.requests[0].path == "/v1/chat/completions"
-            return timeline
-
-    timeline = asyncio.run(run())
+    asked = [{"role": "user", "content": "hello"}]
+    (timeline,), server = ask(answer, prompt=asked, shape=RequestShape("smol", endpoint=ApiEndpoint.CHAT))
+    (exchange,) = server.requests
+    assert exchange.path == "/v1/chat/completions"
+    assert (exchange.body["messages"], exchange.body["max_completion_tokens"]) == (asked, 3)
     assert timeline.succeeded
     assert timeline.ttft >= 0.02
     assert "".join(timeline.text) == "Hi there"
@@ -181,100 +144,29 @@ def test_a_chat_streams_opening_event_is_no_token() -> None:
 # --- kinds of failure
 
 
-def test_an_error_status_is_told_with_the_servers_message() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.respond(503, {"error": {"message": "no worker", "type": "x", "code": "unavailable"}})
-
-    assert kind_of(answer) == ("http_503", "no worker")
-
-
-def test_an_error_status_without_an_error_object_is_told_with_its_body() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.respond(404, "not here")
-
-    assert kind_of(answer) == ("http_404", '"not here"')
-
-
-def test_an_error_within_the_stream() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.token()
-        await exchange.event({"error": {"message": "node lost", "code": "node_lost"}})
-        await exchange.write(b"0\r\n\r\n")
-
-    assert kind_of(answer) == ("stream_error", "node lost")
-
-
-def test_a_stream_that_stops_without_saying_so() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.token()
-        await exchange.write(b"0\r\n\r\n")
-
-    assert kind_of(answer)[0] == "truncated"
-
-
-def test_a_stream_without_a_token() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.end()
-
-    assert kind_of(answer)[0] == "empty"
-
-
-def test_a_stream_of_something_else() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.event("<html>")
-        await exchange.end()
-
-    assert kind_of(answer)[0] == "malformed"
-
-
-def test_something_else_than_http() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.write(b"SSH-2.0-OpenSSH\r\n\r\n")
-
-    assert kind_of(answer)[0] == "malformed"
-
-
-def test_a_connection_that_ends_within_the_answer() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.begin()
-        await exchange.token()
-        await exchange.hang_up()
-
-    assert kind_of(answer)[0] == "disconnected"
-
-
-def test_a_connection_that_ends_without_an_answer() -> None:
-    async def answer(exchange: Exchange) -> None:
-        await exchange.hang_up()
-
-    assert kind_of(answer)[0] == "disconnected"
-
-
-def test_an_answer_that_takes_longer_than_the_request_may() -> None:
-    async def run() -> Timeline:
-        released = asyncio.Event()
-
-        async def answer(exchange: Exchange) -> None:
-            await exchange.begin()
-            await released.wait()
-
-        async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
-            timeline = Timeline("test", max_tokens=3)
-            await Api(http, RequestShape("smol", timeout_s=0.02)).ask("hello", timeline)
-            released.set()
-        return timeline
-
-    timeline = asyncio.run(run())
+@pytest.mark.parametrize(
+    ("steps", "kind", "said"),
+    [
+        ([("respond", 503, {"error": {"message": "no worker", "type": "x", "code": "unavailable"}})], "http_503", "no worker"),
+        ([("respond", 404, "not here")], "http_404", '"not here"'),
+        ([BEGIN, TOKEN, ("event", {"error": {"message": "node lost", "code": "node_lost"}}), LAST], "stream_error", "node lost"),
+        ([BEGIN, TOKEN, LAST], "truncated", ""),
+        ([BEGIN, END], "empty", ""),
+        ([BEGIN, ("event", "<html>"), END], "malformed", ""),
+        ([("write", b"SSH-2.0-OpenSSH\r\n\r\n")], "malformed", ""),
+        ([BEGIN, TOKEN, ("hang_up",)], "disconnected", ""),
+        ([("hang_up",)], "disconnected", ""),
+    ],
+)  # fmt: skip
+def test_each_kind_of_failure_is_told_from_the_others(steps: list[tuple[Any, ...]], kind: str, said: str) -> None:
+    (timeline,), _ = ask(answering(*steps))
     assert timeline.failure is not None
-    assert timeline.failure.kind == "timeout"
+    assert timeline.failure.kind == kind
+    assert not said or str(timeline.failure) == said
 
 
-def test_after_a_timeout_nobody_reads_the_rest_of_that_answer() -> None:
-    async def run() -> tuple[Timeline, int]:
+def test_an_answer_that_takes_longer_than_the_request_may_is_not_read_by_the_next_one() -> None:
+    async def run() -> tuple[Timeline, Timeline, int]:
         late = asyncio.Event()
 
         async def answer(exchange: Exchange) -> None:
@@ -284,16 +176,17 @@ def test_after_a_timeout_nobody_reads_the_rest_of_that_answer() -> None:
             await complete(exchange)
 
         async with serving(answer) as server, HttpClient(Address.of_url(server.url)) as http:
-            await Api(http, RequestShape("smol", timeout_s=0.02)).ask("slow", Timeline("test", 3))
-            timeline = Timeline("test", max_tokens=2)
-            await Api(http, RequestShape("smol")).ask("fast", timeline)
+            slow, fast = Timeline("test", max_tokens=3), Timeline("test", max_tokens=2)
+            await Api(http, RequestShape("smol", timeout_s=0.02)).ask("slow", slow)
+            await Api(http, RequestShape("smol")).ask("fast", fast)
             late.set()
-            return timeline, server.connections
+            return slow, fast, server.connections
 
-    timeline, connections = asyncio.run(run())
-    assert timeline.succeeded
-    assert len(timeline.chunk_times) == 2
-    assert connections == 2
+    slow, fast, connections = asyncio.run(run())
+    assert slow.failure is not None
+    assert slow.failure.kind == "timeout"
+    assert fast.succeeded
+    assert (len(fast.chunk_times), connections) == (2, 2)
 
 
 def test_nobody_there() -> None:
@@ -326,13 +219,13 @@ def test_a_url_may_be_written_in_the_usual_ways(url: str, authority: str, base_p
     assert (address.tls is not None) == url.startswith("https")
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", ""])
-def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ConfigurationError):
-        Address.of_url(url)
-
-
-@pytest.mark.parametrize("url", ["http://a..b:8000", f"http://{'a' * 64}:8000", "http://localhost:8000/日本"])
-def test_an_address_that_no_request_can_name_is_refused_as_one(url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host", "http://", "http://host:port", "", "http://a..b:8000", f"http://{'a' * 64}:8000",
+        "http://localhost:8000/日本",
+    ],
+)  # fmt: skip
+def test_what_is_no_url_or_what_no_request_can_name_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="URL"):
         Address.of_url(url)

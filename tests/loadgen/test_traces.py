@@ -28,62 +28,43 @@ def mooncake(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def azure(tmp_path: Path) -> Path:
-    file = tmp_path / "trace.csv"
-    file.write_text(AZURE)
-    return file
-
-
 def test_a_mooncake_trace_begins_at_zero_and_is_in_order(mooncake: Path) -> None:
     rows = read_trace(mooncake)
     assert [row.arrival_s for row in rows] == pytest.approx([0.0, 0.010, 0.052])
-    assert [row.input_tokens for row in rows] == [1100, 40, 700]
-    assert [row.output_tokens for row in rows] == [52, 1, 20]
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(1100, 52), (40, 1), (700, 20)]
     assert rows[0].blocks == (0, 1, 2)
+    assert len(read_trace(mooncake, limit=2)) == 2
 
 
-def test_an_azure_trace_begins_at_zero_and_has_no_blocks(azure: Path) -> None:
-    first, second = read_trace(azure)
+def test_an_azure_trace_begins_at_zero_and_has_no_blocks(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(AZURE)
+    first, second = read_trace(file)
     assert first == TraceRow(0.0, 4808, 10)
     assert second.arrival_s == pytest.approx(0.052)
     assert (second.input_tokens, second.output_tokens, second.blocks) == (110, 27, ())
-
-
-def test_an_azure_trace_may_name_its_time_zone_and_begin_with_a_mark(tmp_path: Path) -> None:
-    file = tmp_path / "trace.csv"
     file.write_text(
         "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
         "2024-05-10 00:00:01.009930+00:00,2399,6\n"
     )
-    assert [row.arrival_s for row in read_trace(file)] == pytest.approx([0.0, 1.0])
+    assert [row.arrival_s for row in read_trace(file)] == pytest.approx([0.0, 1.0]), "with a time zone and a mark"
 
 
-def test_only_the_first_requests_are_read(mooncake: Path) -> None:
-    assert len(read_trace(mooncake, limit=2)) == 2
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_trace(file)
+    for text in (
         "",
         "a,b\n1,2\n",
         '{"timestamp": 0, "input_length": "long", "output_length": 1}\n',
         '{"timestamp": 0}\n',
         "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n",
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1\n",
-    ],
-)
-def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "trace"
-    file.write_text(text)
-    with pytest.raises(ConfigurationError):
-        read_trace(file)
-
-
-def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_trace(tmp_path / "nowhere.jsonl")
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError):
+            read_trace(file)
 
 
 def test_replayed_prompts_have_the_recorded_lengths_and_share_what_was_shared(mooncake: Path) -> None:
@@ -107,13 +88,10 @@ def test_scaled_down_the_shared_part_shrinks_with_the_rest(mooncake: Path) -> No
     assert sessions[2].arrival_s == pytest.approx(0.026)
 
 
-def test_without_blocks_nothing_is_shared(azure: Path) -> None:
+def test_without_blocks_nothing_is_shared() -> None:
     rows = [TraceRow(0.0, 100, 5), TraceRow(1.0, 100, 5)]
     first, second = (s.turns[0].prompt for s in replay(rows, IdVocabulary(byte_level()), seed=1))
     assert first[:16] != second[:16]
-
-
-@pytest.mark.parametrize(("speed", "scale"), [(0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)])
-def test_speed_and_scale_are_above_zero(speed: float, scale: float) -> None:
-    with pytest.raises(ConfigurationError):
-        replay([TraceRow(0.0, 10, 1)], IdVocabulary(byte_level()), 0, speed, scale)
+    for speed, scale in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0)):
+        with pytest.raises(ConfigurationError):
+            replay(rows, IdVocabulary(byte_level()), 0, speed, scale)

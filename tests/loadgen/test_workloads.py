@@ -43,12 +43,9 @@ def test_a_prompt_as_ids_is_counted_by_nobody_else() -> None:
     assert all(SENTENCEPIECE.id_to_token(token).startswith("▁") for token in prompt)
 
 
-def test_a_prompt_shorter_than_what_every_prompt_has_is_refused() -> None:
+def test_a_tokenizer_without_whole_words_and_a_prompt_shorter_than_what_every_prompt_has_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least"):
         words_for(TextVocabulary(SENTENCEPIECE), 1)
-
-
-def test_a_tokenizer_without_whole_words_is_refused() -> None:
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
     with pytest.raises(ConfigurationError, match="words of one token"):
         TextVocabulary(letters)
@@ -67,14 +64,11 @@ def test_lengths_stay_within_their_spread_and_are_what_the_prompts_have(
         assert max(1, int(20 * (1 - spread))) <= turn.max_tokens <= 20 * (1 + spread) + 1
 
 
-def test_the_same_seed_makes_the_same_prompts_and_another_seed_none_of_them() -> None:
+def test_the_same_seed_makes_the_same_prompts_and_random_ones_share_no_cache_block() -> None:
     vocabulary = TextVocabulary(BYTE_LEVEL)
     first, again, other = (random_prompts(vocabulary, rng(s), 4, Lengths(50, 5, 0.5)) for s in (1, 1, 2))
     assert first == again
     assert not {s.turns[0].prompt for s in first} & {s.turns[0].prompt for s in other}
-
-
-def test_random_prompts_share_no_cache_block() -> None:
     prompts = [s.turns[0].prompt for s in random_prompts(IdVocabulary(BYTE_LEVEL), rng(), 20, Lengths(64, 5))]
     assert len({tuple(prompt[:16]) for prompt in prompts}) == 20
 
@@ -101,11 +95,6 @@ def test_a_conversation_grows_by_what_each_turn_adds(backend: tokenizers.Tokeniz
     assert (first.wait_s, second.wait_s, third.wait_s) == (0.0, 0.5, 0.5)
 
 
-def test_a_conversation_of_token_ids_is_refused_because_answers_are_text() -> None:
-    with pytest.raises(ConfigurationError, match="text"):
-        multi_turn(IdVocabulary(BYTE_LEVEL), rng(), 1, Lengths(30, 5), turns=2, turn_tokens=12, think_s=0)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -116,6 +105,7 @@ def test_a_conversation_of_token_ids_is_refused_because_answers_are_text() -> No
         lambda v: shared_prefix(v, rng(), 1, Lengths(5, 5), prefix_tokens=50, prefixes=0),
         lambda v: multi_turn(v, rng(), 1, Lengths(5, 5), turns=0, turn_tokens=5, think_s=0),
         lambda v: multi_turn(v, rng(), 1, Lengths(5, 5), turns=2, turn_tokens=0, think_s=0),
+        lambda v: multi_turn(IdVocabulary(BYTE_LEVEL), rng(), 1, Lengths(30, 5), turns=2, turn_tokens=12, think_s=0),
     ],
 )
 def test_workloads_that_make_no_sense_are_refused(make: Callable[[Vocabulary], object]) -> None:

@@ -1,4 +1,4 @@
-"""A container's quota of processor time counts as cores, whichever version of control groups says it."""
+"""A container's quota of processor time counts as cores, whichever version of control groups says it; and what memory is free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.machine import resources
-from tandem.machine.resources import core_quota, folders_of, usable_cores
+from tandem.machine.resources import core_quota, folders_of, free_memory, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,9 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 def test_a_pod_with_two_cores_of_a_large_machine_has_two(kernel: Kernel) -> None:
     kernel.membership.write_text("0::/\n")
-    kernel.says("", cpu__max="200000 100000\n")
-    assert (core_quota(), usable_cores()) == (2, 2)
+    for text, quota in (("200000 100000\n", 2), ("50000 100000\n", 1)):  # less than a core is one
+        kernel.says("", cpu__max=text)
+        assert (core_quota(), usable_cores()) == (quota, quota)
 
 
 def test_the_tightest_of_the_groups_above_counts(kernel: Kernel) -> None:
@@ -79,12 +80,29 @@ def test_without_a_limit_that_bites_all_cores_are_there(kernel: Kernel, files: d
     assert (core_quota(), usable_cores()) == (None, 64)
 
 
-def test_less_than_a_core_is_one(kernel: Kernel) -> None:
-    kernel.membership.write_text("0::/\n")
-    kernel.says("", cpu__max="50000 100000\n")
-    assert core_quota() == 1
-
-
 def test_a_kernel_without_control_groups_limits_nothing(kernel: Kernel) -> None:
     kernel.membership.unlink()
     assert core_quota() is None
+
+
+IN_USE = "anon 10\ninactive_file 700\nactive_file 900\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"max": "5000\n", "current": "2000\n"}, 3000),
+        ({"max": "5000", "current": "2000", "stat": IN_USE}, 3700),  # idle pages of files count as free
+        ({"max": "1000", "current": "2000"}, 0),
+        ({"max": "max\n", "current": "2000"}, 10_000),
+    ],
+)
+def test_free_memory_is_what_the_group_leaves_if_that_is_less_than_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: int
+) -> None:
+    assert free_memory() > 0, "of this machine"
+    for name, content in files.items():
+        (tmp_path / f"memory.{name}").write_text(content)
+    monkeypatch.setattr(resources, "folders_of", lambda controller: [tmp_path])
+    monkeypatch.setattr(resources, "_machine_available", lambda: 10_000)
+    assert free_memory() == free

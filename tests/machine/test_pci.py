@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tandem.machine.pci import Distance, distance, gpus, nearest, ports_near, rdma_devices
 from tests.machine.pci_tree import gpu, rdma, two_sockets
@@ -35,17 +38,12 @@ def test_a_processor_has_several_roots(tmp_path: Path) -> None:
     assert ports_near(card.name, tmp_path) == ("mlx5_0:1",)
 
 
-def test_a_port_that_is_down_is_not_the_nearest(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", [{"state": "1: DOWN"}, {"may_open": False}])
+def test_a_port_that_is_down_or_that_a_pod_was_not_given_is_not_the_nearest(
+    tmp_path: Path, lacks: dict[str, Any]
+) -> None:
     gpu(tmp_path, "pci0000:15/0000:15:01.0/0000:16:00.0", 0)
-    rdma(tmp_path, "mlx5_0", "pci0000:15/0000:15:01.0/0000:17:00.0", 0, state="1: DOWN")
-    rdma(tmp_path, "mlx5_1", "pci0000:26/0000:26:01.0/0000:27:00.0", 0)
-    rdma(tmp_path, "mlx5_2", "pci0000:a6/0000:a6:01.0/0000:a7:00.0", 1)
-    assert ports_near("0000:16:00.0", tmp_path) == ("mlx5_1:1",)
-
-
-def test_a_device_that_a_pod_was_not_given_is_not_the_nearest(tmp_path: Path) -> None:
-    gpu(tmp_path, "pci0000:15/0000:15:01.0/0000:16:00.0", 0)
-    rdma(tmp_path, "mlx5_0", "pci0000:15/0000:15:01.0/0000:17:00.0", 0, may_open=False)
+    rdma(tmp_path, "mlx5_0", "pci0000:15/0000:15:01.0/0000:17:00.0", 0, **lacks)
     rdma(tmp_path, "mlx5_1", "pci0000:26/0000:26:01.0/0000:27:00.0", 0)
     rdma(tmp_path, "mlx5_2", "pci0000:a6/0000:a6:01.0/0000:a7:00.0", 1)
     assert ports_near("0000:16:00.0", tmp_path) == ("mlx5_1:1",)

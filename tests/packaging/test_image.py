@@ -109,18 +109,9 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
 def base(builder: Builder, tmp_path_factory: pytest.TempPathFactory) -> str:
     system = tmp_path_factory.mktemp("debian")
     subprocess.run(
-        [
-            "debootstrap",
-            "--variant=minbase",
-            "--include=python3,python3-venv,ca-certificates",
-            "bookworm",
-            system,
-            mirror(),
-        ],
-        stdout=subprocess.DEVNULL,
-        timeout=BUILD_S,
-        check=True,
-    )
+        ["debootstrap", "--variant=minbase", "--include=python3,python3-venv,ca-certificates", "bookworm", system, mirror()],
+        stdout=subprocess.DEVNULL, timeout=BUILD_S, check=True,
+    )  # fmt: skip
     for file in ("/etc/resolv.conf", "/etc/ssl/certs/ca-certificates.crt"):
         if Path(file).is_file():
             shutil.copyfile(file, system / file.lstrip("/"))

@@ -40,15 +40,9 @@ TRAP = "raise SystemExit(f'{__name__} was imported from {__file__}')\n"
 
 def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
     done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1500 if FULL else 250,
-        check=False,
-    )
+        [str(word) for word in command], cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=1500 if FULL else 250, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

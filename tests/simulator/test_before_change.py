@@ -49,6 +49,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
         def close(self) -> None: ...
 
     costs = LearntCosts(dict.fromkeys(Role, node_costs()), "")
+    monkeypatch.setattr(before_change, "SIMULATING_S", 1000.0)  # however busy this machine is
     monkeypatch.setattr(before_change, "ApiClient", Client)
     monkeypatch.setattr(before_change, "learnt_costs", lambda url, timeout: costs)
     return found

@@ -95,8 +95,7 @@ def a_request(name: str, prompt: int, role: str, spans: list[Span]) -> ProfiledR
     )
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("busy", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize(("batch", "busy"), [(4, 0.3), (1, 0.6), (1, 1.0), (4, 1.0)])
 def test_what_shared_machines_cost_is_found(batch: int, busy: float) -> None:
     """Even where hardly any step is beside one of the other node from its beginning to its end."""
     true = BesideCost(1.3, 0.02, 1.15)
@@ -109,9 +108,8 @@ def test_what_shared_machines_cost_is_found(batch: int, busy: float) -> None:
     assert found.prefill.at(300, 0) == pytest.approx(ALONE.prefill.at(300, 0), rel=0.005)
 
 
-@pytest.mark.parametrize("busy", [0.6, 1.0])
-@pytest.mark.parametrize(("noise", "slow"), [(0.1, 0.0), (0.03, 0.2)])
-def test_it_is_found_on_a_machine_that_is_now_faster_and_now_slower(busy: float, noise: float, slow: float) -> None:
+@pytest.mark.parametrize(("noise", "slow", "busy"), [(0.1, 0.0, 0.6), (0.03, 0.2, 1.0)])
+def test_it_is_found_on_a_machine_that_is_now_faster_and_now_slower(noise: float, slow: float, busy: float) -> None:
     true = BesideCost(1.2, 0.005, 1.15)
     found = in_traffic(ALONE, served(true, a_mix(30), 2, busy, noise=noise, slow=slow))
     for length in (128, 256, 512, 1024):
@@ -135,9 +133,6 @@ def test_a_step_with_a_request_that_was_not_traced_says_only_when_the_node_compu
     assert found.decode == ALONE.decode
     assert found.beside.decode == 1.0
     assert found.beside.prefill == pytest.approx(true.prefill, rel=0.01)
-
-
-def test_a_few_steps_say_nothing() -> None:
-    found = in_traffic(ALONE, served(BesideCost(1.3, 0.02, 1.0), [128, 256], 1))
-    assert (found.beside.prefill, found.beside.prefill_step_s) == (1.0, 0.0)
-    assert msgspec.structs.replace(found, decode=ALONE.decode, beside=BesideCost()) == ALONE
+    few = in_traffic(ALONE, served(BesideCost(1.3, 0.02, 1.0), [128, 256], 1))
+    assert (few.beside.prefill, few.beside.prefill_step_s) == (1.0, 0.0), "a few steps say nothing"
+    assert msgspec.structs.replace(few, decode=ALONE.decode, beside=BesideCost()) == ALONE

@@ -74,28 +74,22 @@ def test_each_role_has_the_costs_of_its_nodes() -> None:
         assert words in note
 
 
+TOO_LITTLE = "what its steps take that {}: let it serve"
+
+
 @pytest.mark.parametrize(
-    ("nodes", "what"),
+    ("nodes", "why"),
     [
-        ([node("prefill", READS), node("decode", None)], "write answers"),
-        ([node("aggregated", msgspec.structs.replace(WRITES, prompts_seen=19))], "read prompts"),
-        ([{"role": "aggregated", "max_model_len": 4096, "block_size": 16}], "read prompts"),
+        ([node("prefill", READS), node("decode", None)], TOO_LITTLE.format("write answers")),
+        ([node("aggregated", msgspec.structs.replace(WRITES, prompts_seen=19))], TOO_LITTLE.format("read prompts")),
+        ([{"role": "aggregated", "max_model_len": 4096, "block_size": 16}], TOO_LITTLE.format("read prompts")),
+        ([node("aggregated", BOTH), node("aggregated", BOTH, tensor_parallel=2)], "aggregated nodes of .* are of several widths"),
+        ([node("aggregated", BOTH, context_parallel=2)], "read prompts together .* no plan has such nodes"),
     ],
-)
-def test_a_cluster_that_has_served_too_little_says_so(nodes: list[dict[str, Any]], what: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"what its steps take that {what}: let it serve"):
+)  # fmt: skip
+def test_a_cluster_whose_nodes_have_no_common_costs_yet_says_so(nodes: list[dict[str, Any]], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
         learnt_costs(URL, answering(nodes))
-
-
-def test_nodes_of_one_role_and_two_widths_have_no_common_costs() -> None:
-    nodes = [node("aggregated", BOTH), node("aggregated", BOTH, tensor_parallel=2)]
-    with pytest.raises(ConfigurationError, match=r"aggregated nodes of .* are of several widths"):
-        learnt_costs(URL, answering(nodes))
-
-
-def test_no_plan_has_nodes_whose_ranks_read_prompts_together() -> None:
-    with pytest.raises(ConfigurationError, match=r"read prompts together .* no plan has such nodes"):
-        learnt_costs(URL, answering([node("aggregated", BOTH, context_parallel=2)]))
 
 
 @pytest.fixture
@@ -112,7 +106,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_take_them_in_place_of_a_file(
     serving: None, capsys: pytest.CaptureFixture[str], command: str, source: str
 ) -> None:
-    given = ["--costs", source, "--rate", "2", "--duration", "6", "--input", "200", "--output", "20"]
+    given = ["--costs", source, "--rate", "2", "--duration", "3", "--input", "200", "--output", "20"]
     more = {"simulate": [], "plan": ["--cost", "prefill=1,decode=1", "--most-nodes", "3"]}[command]
     assert main([command, *given, "--slo", "ttft=1s,itl=60ms", *more, "-o", "json"]) == 0
     said = capsys.readouterr()

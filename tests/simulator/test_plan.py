@@ -23,6 +23,7 @@ from tandem.simulator.simulation import simulate
 from tandem.wire.nodes import Role
 from tests.simulator.worlds import a_setup, node_costs
 
+EQUAL = {"prefill": 1.0, "decode": 1.0, "aggregated": 1.0}
 LEAST: dict[Role, dict[Width, int]] = {role: {Width(): 1} for role in Role}
 
 
@@ -123,17 +124,21 @@ def test_widths_are_compared_and_each_rank_has_its_price() -> None:
 def test_a_width_that_must_cost_more_is_not_tried() -> None:
     traffic = NeedyTraffic(2, 2, 2)
     least = {role: {Width(1): 1, Width(8): 1} for role in Role}
-    plan = Planner(traffic, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 64, least).plan()
+    plan = Planner(traffic, EQUAL, 0.99, 64, least).plan()
     assert plan.chosen is not None
     assert plan.chosen.layout == PoolSizes(aggregated=2)
     assert all(layout.widths == Widths() for layout in traffic.asked)
 
 
-def test_limits_that_no_size_keeps_are_said_to_be_so() -> None:
-    plan = plan_for(NeedyTraffic(100, 100, 100), {"prefill": 1.0, "decode": 1.0, "aggregated": 1.0}, most=8)
-    assert plan.chosen is None
-    (why,) = plan.why
-    assert why.startswith("no cluster of up to 8 nodes of a role keeps the limits for 99% of the requests")
+def test_limits_that_no_size_keeps_are_said_to_be_so_and_no_more_nodes_are_tried_than_were_allowed() -> None:
+    """Also where the work alone needs more of them."""
+    for needs, least in ((100, LEAST), (20, {role: {Width(): 20} for role in Role})):
+        traffic = NeedyTraffic(needs, needs, needs)
+        plan = Planner(traffic, EQUAL, 0.99, 8, least).plan()
+        assert max(max(layout.prefill, layout.decode, layout.aggregated) for layout in traffic.asked) == 8
+        assert plan.chosen is None
+        (why,) = plan.why
+        assert why.startswith("no cluster of up to 8 nodes of a role keeps the limits for 99% of the requests")
 
 
 @pytest.fixture
@@ -144,16 +149,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TRAFFIC = [
-    "--rate", "6", "--duration", "15", "--input", "700", "--output", "15", "--slo", "ttft=150ms,itl=80ms",
+    "--rate", "6", "--duration", "8", "--input", "700", "--output", "15", "--slo", "ttft=150ms,itl=80ms",
 ]  # fmt: skip
 PRICES = ["--cost", "prefill=2,decode=1"]
 
 
 def test_the_command_plans_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        *TRAFFIC, *PRICES, "--attainment", "0.9", "--most-nodes", "8", "--picture", "plan.svg", "-o", "json",
-    ]  # fmt: skip
-    assert main(["plan", "--costs", "node.json", *given]) == 0
+    given = ["--attainment", "0.9", "--most-nodes", "8", "--picture", "plan.svg", "-o", "json"]
+    assert main(["plan", "--costs", "node.json", *TRAFFIC, *PRICES, *given]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["chosen"]["attainment"] >= 0.9
     smaller = [trial for trial in plan["trials"] if trial["cost"] < plan["chosen"]["cost"]]
@@ -200,22 +203,9 @@ def test_the_command_compares_widths(folder: Path, capsys: pytest.CaptureFixture
     "traffic",
     [
         ["--trace", "trace", "--requests", "2", "--trace-speed", "2", "--trace-scale", "0.5", "--copies", "2"],
-        [
-            "--rate",
-            "2",
-            "--duration",
-            "3",
-            "--prefix",
-            "64",
-            "--prefixes",
-            "2",
-            "--spread",
-            "0.5",
-            "--traffic-seed",
-            "7",
-        ],
+        ["--rate", "2", "--duration", "3", "--prefix", "64", "--prefixes", "2", "--spread", "0.5", "--traffic-seed", "7"],
     ],
-)
+)  # fmt: skip
 def test_the_command_plans_for_any_traffic_with_costs_of_each_role(
     folder: Path, capsys: pytest.CaptureFixture[str], traffic: list[str]
 ) -> None:
@@ -252,22 +242,11 @@ def test_what_cannot_be_meant_is_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("prices", ["prefill=0,decode=1", "prefill=-2", "router=1", "prefill=cheap", "prefill=inf"])
-def test_prices_are_numbers_above_0(folder: Path, capsys: pytest.CaptureFixture[str], prices: str) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--costs", "node.json", *TRAFFIC, "--cost", prices])
-    assert "costs in an hour, such as prefill=2.5" in capsys.readouterr().err
-
-
-def test_no_more_nodes_are_tried_than_were_allowed() -> None:
-    """Also where the work alone needs more of them."""
-    traffic = NeedyTraffic(20, 20, 20)
-    least = {role: {Width(): 20} for role in Role}
-    plan = Planner(traffic, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 8, least).plan()
-    assert max(max(layout.prefill, layout.decode, layout.aggregated) for layout in traffic.asked) == 8
-    assert plan.chosen is None
-    (why,) = plan.why
-    assert why.startswith("no cluster of up to 8 nodes of a role keeps the limits for 99% of the requests")
+def test_prices_are_numbers_above_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for prices in ("prefill=0,decode=1", "prefill=-2", "router=1", "prefill=cheap", "prefill=inf"):
+        with pytest.raises(SystemExit):
+            main(["plan", "--costs", "node.json", *TRAFFIC, "--cost", prices])
+        assert "costs in an hour, such as prefill=2.5" in capsys.readouterr().err
 
 
 def test_a_cluster_that_was_given_up_is_not_said_to_serve_at_most_what_it_had_served() -> None:
@@ -279,6 +258,6 @@ def test_a_cluster_that_was_given_up_is_not_said_to_serve_at_most_what_it_had_se
     assert early.attainment is not None
     assert whole.attainment is not None
     assert early.attainment < whole.attainment == 0.9
-    plan = Planner(lambda *_: early, dict.fromkeys(("prefill", "decode", "aggregated"), 1.0), 0.99, 2, LEAST).plan()
+    plan = Planner(lambda *_: early, EQUAL, 0.99, 2, LEAST).plan()
     (why,) = plan.why
     assert f"{early.attainment:.1%} had kept them when it was given up" in why

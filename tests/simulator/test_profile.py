@@ -9,6 +9,7 @@ import json
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -136,15 +137,20 @@ async def a_profiler(
         await client.close()
 
 
-async def measured(*roles: str, alone: int = 0, widths: Sequence[int] = (1, 1, 1)) -> CostModel:
-    cluster = TracedCluster(*roles, alone=alone, widths=widths)
-    async with a_profiler(cluster, random.Random(0)) as profiler:
+def measured(*roles: str, **cluster: Any) -> CostModel:
+    return asyncio.run(measured_of(TracedCluster(*roles, **cluster)))
+
+
+async def measured_of(cluster: TracedCluster, said: list[str] | None = None, seed: int | None = 0) -> CostModel:
+    async with a_profiler(cluster, None if seed is None else random.Random(seed), said) as profiler:
         return await profiler.measure("known")
 
 
 @pytest.mark.parametrize("roles", [("aggregated",), ("decode", "prefill")])
 def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
-    costs = asyncio.run(measured(*roles))
+    cluster = TracedCluster(*roles, widths=(2, 2))
+    costs = asyncio.run(measured_of(cluster))
+    assert costs.width == Width(2)
     assert (costs.blocks, costs.max_model_len) == (TRUE.blocks, TRUE.max_model_len)
     for size in (16, 512, 2048):
         assert costs.prefill.at(size, 0) == pytest.approx(TRUE.step_s([(size, 0)]), rel=1e-6)
@@ -160,6 +166,10 @@ def test_the_costs_of_a_known_cluster_are_found(roles: tuple[str, ...]) -> None:
         assert costs.mixed_saved_s == pytest.approx(TRUE.mixed_saved_s, rel=0.05)
         assert costs.fit["mixed"].points > 30
         assert costs.fit["mixed"].worst < 0.01
+        # A cluster can be profiled again: it still has the prompts of the profile before in its cache.
+        again = asyncio.run(measured_of(cluster, seed=None))
+        for point in ((64, 0), (512, 1024), (2048, 0)):
+            assert again.prefill.at(*point) == pytest.approx(costs.prefill.at(*point), rel=1e-6)
     if len(roles) == 2:
         assert costs.transfer.handover_s == pytest.approx(TRUE.transfer.handover_s, rel=1e-3)
         assert costs.transfer_s(1000) == pytest.approx(TRUE.transfer_s(1000), rel=1e-3)
@@ -172,12 +182,7 @@ def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minu
     batch_s = 32 * TRUE.step_s([(3072, 0)])
     monkeypatch.setattr("tandem.simulator.profile.LONGEST_PROMPTS_S", batch_s / 3)
     said: list[str] = []
-
-    async def measured_in_part() -> CostModel:
-        async with a_profiler(TracedCluster("aggregated"), random.Random(0), said) as profiler:
-            return await profiler.measure("slow")
-
-    costs = asyncio.run(measured_in_part())
+    costs = asyncio.run(measured_of(TracedCluster("aggregated"), said))
     assert "writes 8 answers after 3072 tokens" in said
     assert "writes 16 answers after 3072 tokens" not in said
     for batch in (1, 8, 16, 32):
@@ -187,63 +192,30 @@ def test_large_batches_after_long_prompts_are_not_measured_where_those_take_minu
 
 @pytest.mark.parametrize("tokens", [320, 1200, 3600])
 def test_a_cache_that_holds_one_long_request_is_profiled_with_shorter_ones(tokens: int) -> None:
-    async def measured_with() -> CostModel:
-        async with a_profiler(TracedCluster("aggregated", tokens=tokens), random.Random(0)) as profiler:
-            return await profiler.measure("small")
-
-    costs = asyncio.run(measured_with())
+    costs = measured("aggregated", tokens=tokens)
     assert costs.decode.at(1, 84) == pytest.approx(TRUE.step_s([], 1, 84), rel=0.01)
 
 
 def test_requests_that_are_too_short_to_measure_are_said_to_be_so() -> None:
-    async def measured_with() -> CostModel:
-        async with a_profiler(TracedCluster("aggregated", tokens=96), random.Random(0)) as profiler:
-            return await profiler.measure("tiny")
-
     with pytest.raises(ConfigurationError, match="requests of 96 tokens, in a cache of 96, are too short"):
-        asyncio.run(measured_with())
-
-
-def test_a_cluster_can_be_profiled_again() -> None:
-    """It still has the prompts of the profile before in its cache."""
-
-    async def twice() -> list[CostModel]:
-        cluster, found = TracedCluster("aggregated"), []
-        for _ in range(2):
-            async with a_profiler(cluster) as profiler:
-                found.append(await profiler.measure("known"))
-        return found
-
-    first, second = asyncio.run(twice())
-    for point in ((64, 0), (512, 1024), (2048, 0)):
-        assert second.prefill.at(*point) == pytest.approx(first.prefill.at(*point), rel=1e-6)
+        measured("aggregated", tokens=96)
 
 
 def test_answers_that_begin_one_after_another_are_longer_until_they_run_together() -> None:
     """As prompts of gigabytes do that come over one link."""
-    costs = asyncio.run(measured("decode", "prefill", alone=200))
+    costs = measured("decode", "prefill", alone=200)
     assert costs.decode.at(8, 1044) == pytest.approx(IN_TRAFFIC * TRUE.step_s([], 8, 8 * 1264), rel=0.02)
-
-
-def test_answers_that_never_run_together_are_an_error_that_says_so() -> None:
     with pytest.raises(Unavailable, match="2 answers of 704 tokens were not written together"):
-        asyncio.run(measured("decode", "prefill", alone=10_000))
+        measured("decode", "prefill", alone=10_000)
 
 
-@pytest.mark.parametrize("roles", [(), ("decode",), ("decode", "decode", "prefill"), ("aggregated", "prefill")])
-def test_a_cluster_with_more_than_one_node_of_a_role_is_not_profiled(roles: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="one aggregated node, or of one prefill node and one decode"):
-        asyncio.run(measured(*roles))
-
-
-def test_the_width_of_the_nodes_is_in_the_costs() -> None:
-    assert asyncio.run(measured("decode", "prefill", widths=(2, 2))).width == Width(2)
-
-
-def test_nodes_of_two_widths_are_not_profiled_together() -> None:
+def test_a_cluster_with_more_than_one_node_of_a_role_or_of_two_widths_is_not_profiled() -> None:
     """One file is of one kind of node: the costs of two kinds would be mixed in it."""
+    for roles in ((), ("decode",), ("decode", "decode", "prefill"), ("aggregated", "prefill")):
+        with pytest.raises(ConfigurationError, match="one aggregated node, or of one prefill node and one decode"):
+            measured(*roles)
     with pytest.raises(ConfigurationError, match="nodes of one width, not of TP 1 and TP 2: each width has a file"):
-        asyncio.run(measured("decode", "prefill", widths=(1, 2)))
+        measured("decode", "prefill", widths=(1, 2))
 
 
 def test_a_server_that_is_away_is_one_sentence() -> None:

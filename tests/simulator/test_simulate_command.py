@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,18 +30,20 @@ MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,480,10\n"
 
 
+def simulated(costs: Path, capsys: pytest.CaptureFixture[str], *given: str) -> dict[str, Any]:
+    assert main(["simulate", "--costs", str(costs), *given, "-o", "json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)["report"]
+    return report
+
+
 @pytest.mark.parametrize("trace", [MOONCAKE, AZURE])
 def test_both_formats_are_read(costs: Path, capsys: pytest.CaptureFixture[str], trace: str) -> None:
-    file = write(costs.parent, trace)
-    assert main(["simulate", "--costs", str(costs), "--trace", file, "-o", "json"]) == 0
-    report = json.loads(capsys.readouterr().out)["report"]
+    report = simulated(costs, capsys, "--trace", write(costs.parent, trace))
     assert (report["served"], report["requests"]) == (1, 1)
 
 
 def test_it_shows_what_users_would_feel(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        "--rate", "5", "--duration", "4", "--input", "200", "--output", "20", "--slo", "ttft=1s,itl=50ms",
-    ]  # fmt: skip
+    given = ["--rate", "5", "--duration", "4", "--input", "200", "--output", "20", "--slo", "ttft=1s,itl=50ms"]
     assert main(["simulate", "--costs", str(costs), *given]) == 0
     said = capsys.readouterr().out
     for words in ("time to first token", "prefill-1", "20 of 20 requests served", "100.0% of the requests had"):
@@ -48,11 +51,8 @@ def test_it_shows_what_users_would_feel(costs: Path, capsys: pytest.CaptureFixtu
 
 
 def test_the_same_traffic_gives_the_same_answer(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
-    for _ in range(2):
-        main(["simulate", "--costs", str(costs), "--rate", "3", "--duration", "9", "--spread", "0.5", "-o", "json"])
-        said.append(json.loads(capsys.readouterr().out)["report"])
-    assert said[0] == said[1]
+    given = ("--rate", "3", "--duration", "9", "--spread", "0.5")
+    assert simulated(costs, capsys, *given) == simulated(costs, capsys, *given)
 
 
 @pytest.mark.parametrize(
@@ -85,53 +85,45 @@ def test_what_cannot_be_meant_is_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"timestamp": 0, "input_length": 5}\n', "output_length"),
-        ('{"timestamp": 0, "input_length": -5, "output_length": 3}\n', "a prompt of -5 tokens"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": "x"}\n', "line 1"),
-        ("TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,480\n", "GeneratedTokens missing"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,480,10\n", "line 2"),
-        (MOONCAKE.replace("[0, 1]", "[0, -1]"), "hash ids must be from 0 to"),
-        (MOONCAKE.replace("[0, 1]", "[0, 9876543210]"), "hash ids must be from 0 to"),
-        ("\n", "neither a JSONL trace nor a CSV"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no requests"),
-    ],
-)
-def test_a_broken_trace_is_one_sentence(costs: Path, capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
-    assert main(["simulate", "--costs", str(costs), "--trace", write(costs.parent, line)]) == 1
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.strip().splitlines()) == 1
+BROKEN = {
+    '{"timestamp": 0, "input_length": 5}\n': "output_length",
+    '{"timestamp": 0, "input_length": -5, "output_length": 3}\n': "a prompt of -5 tokens",
+    '{"timestamp": 0, "input_length": 5, "output_length": "x"}\n': "line 1",
+    "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,480\n": "GeneratedTokens missing",
+    "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,480,10\n": "line 2",
+    MOONCAKE.replace("[0, 1]", "[0, -1]"): "hash ids must be from 0 to",
+    MOONCAKE.replace("[0, 1]", "[0, 9876543210]"): "hash ids must be from 0 to",
+    "\n": "neither a JSONL trace nor a CSV",
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n": "contains no requests",
+}
+
+
+def test_a_broken_trace_is_one_sentence(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line, words in BROKEN.items():
+        assert main(["simulate", "--costs", str(costs), "--trace", write(costs.parent, line)]) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert len(said.strip().splitlines()) == 1
 
 
 def test_the_first_requests_of_a_trace_are_played_step_by_step(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(costs.parent, MOONCAKE * 3)
-    given = ["--requests", "2", "--step-by-step", "--prefill-costs", str(costs), "-o", "json"]
-    assert main(["simulate", "--costs", str(costs), "--trace", file, *given]) == 0
-    report = json.loads(capsys.readouterr().out)["report"]
+    given = ("--requests", "2", "--step-by-step", "--prefill-costs", str(costs))
+    report = simulated(costs, capsys, "--trace", file, *given)
     assert (report["requests"], report["prompt_tokens"]) == (2, 1200)
 
 
 def test_prompts_by_chance_share_prefixes(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        "--rate", "2", "--duration", "3", "--input", "100", "--prefix", "400", "--prefixes", "2", "-o",
-        "json",
-    ]  # fmt: skip
-    assert main(["simulate", "--costs", str(costs), *given]) == 0
-    report = json.loads(capsys.readouterr().out)["report"]
+    given = ("--rate", "2", "--duration", "3", "--input", "100", "--prefix", "400", "--prefixes", "2")
+    report = simulated(costs, capsys, *given)
     assert report["prompt_tokens"] == report["requests"] * 500
 
 
 def test_a_trace_is_played_faster_longer_and_by_more(costs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(costs.parent, MOONCAKE + MOONCAKE.replace('"timestamp": 0', '"timestamp": 8000'))
-    given = ["--trace-speed", "2", "--trace-scale", "0.5", "--copies", "3"]
-    main(["simulate", "--costs", str(costs), "--trace", file, *given, "-o", "json"])
-    report = json.loads(capsys.readouterr().out)["report"]
-    assert report["requests"] == 6
-    assert report["prompt_tokens"] == 6 * 300
-    assert report["output_tokens"] == 6 * 2
+    given = ("--trace-speed", "2", "--trace-scale", "0.5", "--copies", "3")
+    report = simulated(costs, capsys, "--trace", file, *given)
+    assert (report["requests"], report["prompt_tokens"], report["output_tokens"]) == (6, 6 * 300, 6 * 2)
     assert 4 < report["seconds"] < 4 + 35
 
 

@@ -60,13 +60,9 @@ def test_nodes_of_one_machine_slow_each_other() -> None:
     assert together_s[1] == pytest.approx(apart_s[1] + more)
     # While the prompt is read, two thirds of the usual steps are made.
     assert together_s[0] == pytest.approx(apart_s[0] + (costs.step_s([(1024, 0)]) + more) / 3)
-
-
-def test_a_node_that_computes_alone_is_as_fast_on_a_shared_machine() -> None:
-    costs = msgspec.structs.replace(node_costs(), beside=BesideCost(prefill=2.0, decode=1.5))
     rows = apart([(0.0, 512, 20), (5.0, 100, 5)])
     together, alone = (simulate(a_setup(rows, costs=costs, one_machine=one_machine)) for one_machine in (True, False))
-    assert together == alone
+    assert together == alone, "a node that computes alone is as fast"
 
 
 def test_equal_names_are_found_in_the_cache() -> None:
@@ -108,28 +104,24 @@ SLOW = node_costs(prefill_ticks=65536)  # about 0.3 s for a prompt of 512
 
 def test_pools_grow_and_shrink_with_the_load() -> None:
     """By the product's own autoscaler: a quiet time, a busy one that one node cannot serve, a quiet one."""
-    busy = apart([(20.0 + 0.2 * index, 512, 8) for index in range(500)])
-    rows = [*apart([(2.0, 100, 8)]), *busy, *apart([(125.0 + 15.0 * index, 100, 8) for index in range(20)])]
-    report = simulate(a_setup(rows, prefill=PoolConfig(nodes=1, min=1, max=4), decode=1, costs=SLOW))
+    limits = PoolConfig(nodes=1, min=1, max=4)
+    busy = apart([(20.0 + 0.2 * index, 512, 8) for index in range(300)])
+    rows = [*apart([(2.0, 100, 8)]), *busy, *apart([(85.0 + 15.0 * index, 100, 8) for index in range(20)])]
+    report = simulate(a_setup(rows, prefill=limits, costs=SLOW))
     sizes = [change.size for change in report.changes if change.role == "prefill"]
     assert max(sizes) > 1
     assert sizes[-1] == 1
     assert all(change.why.startswith("prefill: from") for change in report.changes)
     assert sum(load.role == "prefill" for load in report.nodes) == max(sizes)
+    crowded = a_setup(apart([(0.2 * index, 512, 8) for index in range(200)]), prefill=limits, costs=SLOW)
+    report = simulate(msgspec.structs.replace(crowded, machines=2))
+    assert sum(load.role == "prefill" for load in report.nodes) == 1, "all machines are taken"
 
 
-def test_machines_that_are_all_taken_let_no_pool_grow() -> None:
-    rows = apart([(0.2 * index, 512, 8) for index in range(250)])
-    setup = a_setup(rows, prefill=PoolConfig(nodes=1, min=1, max=4), decode=1, costs=SLOW)
-    report = simulate(msgspec.structs.replace(setup, machines=2))
-    assert sum(load.role == "prefill" for load in report.nodes) == 1
-
-
-@pytest.mark.parametrize(("sizes", "words"), [((0, 0, 0), "at least 1 node"), ((1, 0, 0), "without a decode node")])
-def test_a_cluster_that_answers_nothing_is_refused(sizes: tuple[int, int, int], words: str) -> None:
-    prefill, decode, aggregated = sizes
-    with pytest.raises(ConfigurationError, match=words):
-        simulate(a_setup(apart([(0.0, 10, 1)]), prefill=prefill, decode=decode, aggregated=aggregated))
+def test_a_cluster_that_answers_nothing_is_refused() -> None:
+    for prefill, words in ((0, "at least 1 node"), (1, "without a decode node")):
+        with pytest.raises(ConfigurationError, match=words):
+            simulate(a_setup(apart([(0.0, 10, 1)]), prefill=prefill, decode=0))
 
 
 def test_an_error_of_a_part_ends_the_run() -> None:

@@ -55,21 +55,13 @@ def all_of(scheduler: Scheduler) -> object:
     state = scheduler.state
     cache, pool = state.cache, state.cache.pool
     return (
-        [
-            (r.request_id, r.status, r.num_computed_tokens, r.num_tokens, r.all_token_ids, r.allocation_horizon)
-            for r in state.running
-        ],
-        [cache.block_ids(name) for name in state.requests],
-        list(pool.free_queue),
-        pool.hashes,
-        list(pool.ref_counts),
-        state.settled,
-        state.finished_req_ids,
-        scheduler.stats(),
-    )
+        [(r.request_id, r.status, r.num_computed_tokens, r.num_tokens, r.all_token_ids, r.allocation_horizon) for r in state.running],
+        [cache.block_ids(name) for name in state.requests], list(pool.free_queue), pool.hashes,
+        list(pool.ref_counts), state.settled, state.finished_req_ids, scheduler.stats(),
+    )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6),
     at_once=st.lists(st.integers(1, 40), min_size=1, max_size=12),
@@ -99,7 +91,7 @@ def test_a_scheduler_is_left_as_by_single_steps(
         together.check_integrity()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     size=st.integers(1, 90),
     context=st.integers(0, 3000),
@@ -121,12 +113,9 @@ def test_a_run_of_steps_takes_what_its_steps_take(size: int, context: int, steps
 
 
 SOME_ROWS = st.lists(
-    st.tuples(
-        st.integers(0, 3_000_000), st.integers(1, 900), st.integers(1, 300), st.lists(st.integers(0, 3), max_size=20)
-    ),
-    min_size=1,
-    max_size=12,
-)
+    st.tuples(st.integers(0, 3_000_000), st.integers(1, 900), st.integers(1, 300), st.lists(st.integers(0, 3), max_size=20)),
+    min_size=1, max_size=12,
+)  # fmt: skip
 
 
 NUMBERS = st.floats(0.0, 100.0)
@@ -146,7 +135,7 @@ def test_no_step_within_a_size_and_a_context_takes_longer_than_the_most(
     assert table.at(size, context) <= table.most(*most) * (1 + 1e-9) + 1e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=SOME_ROWS,
     nodes=st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (0, 0, 1), (0, 0, 2)]),

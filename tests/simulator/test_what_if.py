@@ -86,33 +86,22 @@ def test_an_aggregated_cluster_is_compared_with_two_roles() -> None:
     assert [other.what for other in would.others] == ["1 prefill and 2 decode", "one more aggregated node"]
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "reason"),
-    [({}, "r99", "is not among the last 200 requests"), ({"finish": "abort"}, "r3", "was not answered to its end")],
-)
-def test_where_nothing_can_be_said_the_reason_is(change: dict[str, object], name: str, reason: str) -> None:
-    setup = a_setup(ROWS)
-    accounts = [
-        msgspec.structs.replace(account, **change) if account.request_id == "r3" else account
-        for account in measured(setup)
-    ]
-    with pytest.raises(ConfigurationError, match=reason):
-        other_clusters(state(accounts, "prefill", "decode"), name, setup.config, setup.costs)
-
-
-def test_a_request_whose_neighbours_are_forgotten_is_not_compared() -> None:
-    setup = a_setup(ROWS)
-    last = measured(setup)[-1]
-    accounts = [msgspec.structs.replace(last, request_id=f"r{index}") for index in range(LATEST)]
-    with pytest.raises(ConfigurationError, match="what ran beside it is not known any more"):
-        other_clusters(state(accounts, "prefill", "decode"), "r3", setup.config, setup.costs)
-
-
-def test_a_request_too_long_for_the_costs_is_said_to_be() -> None:
-    setup = a_setup(ROWS)
-    accounts = [msgspec.structs.replace(account, prompt_tokens=100_000) for account in measured(setup)]
-    with pytest.raises(ConfigurationError, match="does not serve this request"):
-        other_clusters(state(accounts, "prefill", "decode"), "r3", setup.config, setup.costs)
+def test_where_nothing_can_be_said_the_reason_is() -> None:
+    setup, accounts = a_setup(ROWS), measured(a_setup(ROWS))
+    replace = msgspec.structs.replace
+    for known, name, reason in (
+        (accounts, "r99", "is not among the last 200 requests"),
+        ([replace(one, finish="abort") for one in accounts], "r3", "was not answered to its end"),
+        # Its neighbours are forgotten.
+        (
+            [replace(accounts[-1], request_id=f"r{n}") for n in range(LATEST)],
+            "r3",
+            "what ran beside it is not known any",
+        ),
+        ([replace(one, prompt_tokens=100_000) for one in accounts], "r3", "does not serve this request"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            other_clusters(state(known, "prefill", "decode"), name, setup.config, setup.costs)
 
 
 def explanation(name: str) -> Explanation:

@@ -50,17 +50,9 @@ def node_costs(
         ],
     )
     return CostModel(
-        "test",
-        max_model_len,
-        blocks,
-        16,
-        1024.0,
-        prefill,
-        decode,
-        TransferCost(2048 * TICK, 2.0**30),
-        RequestCost(1024 * TICK, 0.0, 512 * TICK),
-        start_s=start_s,
-    )
+        "test", max_model_len, blocks, 16, 1024.0, prefill, decode, TransferCost(2048 * TICK, 2.0**30),
+        RequestCost(1024 * TICK, 0.0, 512 * TICK), start_s=start_s,
+    )  # fmt: skip
 
 
 def a_setup(

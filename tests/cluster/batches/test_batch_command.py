@@ -68,31 +68,26 @@ def test_called_again_it_goes_on(
 
 
 def test_what_is_wrong_is_named(router: RunningRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_text("\n".join([line("a"), line("a")]))
-    assert main(["batch", str(given), str(out), "--url", router.url]) != 0
-    assert "line 2: custom_id" in capsys.readouterr().err
+    given, out, folder = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "folder"
+    folder.mkdir()
+    url = ["--url", router.url]
+    given.write_text(line("a"))
     for arguments, named in (
         ([str(tmp_path / "none"), str(out)], "is no file"),
         ([str(given), str(tmp_path / "no" / "out")], "there is no folder"),
-        ([str(given), str(out), "--url", router.url, "--model", "smollm2"], "leave one of them out"),
-        ([str(given), str(out), "--url", router.url, "--window", "soon"], "24h"),
+        ([str(given), str(out), *url, "--model", "smollm2"], "leave one of them out"),
+        ([str(given), str(out), *url, "--window", "soon"], "24h"),
+        ([str(given), str(folder), *url], "cannot be written"),
+        ([str(given), str(given), *url], "is the file of the requests"),
     ):
-        assert main(["batch", *arguments]) != 0
+        assert main(["batch", *arguments]) == 1
         assert named in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(
-    router: RunningRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given, folder = tmp_path / "in.jsonl", tmp_path / "folder"
-    given.write_text(line("a"))
-    folder.mkdir()
-    for output, said in ((folder, "cannot be written"), (given, "is the file of the requests")):
-        assert main(["batch", str(given), str(output), "--url", router.url]) == 1
-        assert said in capsys.readouterr().err.replace("\n", " ")
     assert router.client.get("/v1/batches").json()["data"] == []
     assert given.read_text() == line("a")
+    given.write_text("\n".join([line("a"), line("a")]))
+    assert main(["batch", str(given), str(out), *url]) == 1
+    assert "line 2: custom_id" in capsys.readouterr().err
+    assert router.client.get("/v1/files").json()["data"] == [], "what was refused does not stay at the server"
 
 
 def test_a_job_that_no_later_call_would_find_is_cancelled(
@@ -108,12 +103,3 @@ def test_a_job_that_no_later_call_would_find_is_cancelled(
     assert main(["batch", str(given), str(tmp_path / "out.jsonl"), "--url", router.url]) == 1
     (job,) = router.client.get("/v1/batches").json()["data"]
     assert job["status"] in ("cancelling", "cancelled")
-
-
-def test_a_file_whose_job_was_refused_does_not_stay_at_the_server(router: RunningRouter, tmp_path: Path) -> None:
-    given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_text(line("a"))
-    assert main(["batch", str(given), str(out), "--url", router.url, "--window", "soon"]) == 1
-    given.write_text("\n".join([line("a"), line("a")]))
-    assert main(["batch", str(given), str(out), "--url", router.url]) == 1
-    assert router.client.get("/v1/files").json()["data"] == []

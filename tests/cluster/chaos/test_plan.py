@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.base.errors import ConfigurationError
@@ -10,6 +10,7 @@ from tandem.wire.nodes import Role
 from tests.cluster.chaos.views import cluster, node
 
 
+@settings(max_examples=15)
 @given(seed=st.integers(), minutes=st.floats(1, 60), every_s=st.floats(1, 50))
 def test_the_same_seed_is_the_same_plan_and_every_blow_is_in_time(seed: int, minutes: float, every_s: float) -> None:
     rules = ChaosRules(seed=seed, minutes=minutes, every_s=every_s)
@@ -29,18 +30,12 @@ def test_over_time_every_kind_and_blow_and_process_has_its_turn() -> None:
     assert {strike.choose(["a", "b", "c"]) for strike in plan} == {"a", "b", "c"}
 
 
-def test_a_lone_router_is_struck_only_when_it_is_named() -> None:
+def test_a_lone_router_is_struck_only_when_it_is_named_and_what_is_not_ready_is_no_victim() -> None:
     assert ProcessKind.ROUTER not in chosen_kinds(ChaosRules(), cluster(routers=1))
     assert ProcessKind.ROUTER in chosen_kinds(ChaosRules(), cluster(routers=2))
     assert chosen_kinds(ChaosRules(kinds=(ProcessKind.ROUTER,)), cluster(routers=1)) == [ProcessKind.ROUTER]
-
-
-def test_a_kind_that_the_cluster_has_not_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(ConfigurationError, match=r"aggregated.*prefill, decode"):
         chosen_kinds(ChaosRules(kinds=(ProcessKind.AGGREGATED,)), cluster())
-
-
-def test_what_is_not_ready_is_no_victim() -> None:
     view = cluster(nodes=[node("prefill-0", Role.PREFILL), node("decode-0", Role.DECODE, "starting")])
     assert ProcessKind.DECODE not in processes_of(view)
 
@@ -59,10 +54,7 @@ def test_dangers_to_users_are_told_before_anything_is_done(
 ) -> None:
     (said,) = dangers(view, kinds, 15.0, stop_s)  # type: ignore[arg-type]
     assert expected in said
-
-
-def test_two_of_everything_are_no_danger() -> None:
-    assert dangers(cluster(), [ProcessKind.PREFILL, ProcessKind.DECODE], 15.0, 5.0) == []
+    assert dangers(cluster(), [ProcessKind.PREFILL, ProcessKind.DECODE], 15.0, 5.0) == [], "two of everything"
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,9 @@ def _cut(request: httpx.Request) -> httpx.Response:
     [
         (lambda request: stream("half of", done=False), "lost", "cut off"),
         (_cut, "lost", "ReadError"),
-        (
-            lambda request: httpx.Response(200, text='data: {"error": {"code": "node_lost", "message": "x"}}\n\n'),
-            "failed",
-            "node_lost",
-        ),
+        (lambda request: httpx.Response(200, text='data: {"error": {"code": "node_lost", "message": "x"}}\n\n'), "failed", "node_lost"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_whole_answer_is_counted_by_what_it_is(
     answer: Callable[[httpx.Request], httpx.Response], where: str, name: str
 ) -> None:
@@ -119,19 +115,13 @@ def test_what_is_no_whole_answer_is_counted_by_what_it_is(
     assert name in made.counts.examples
 
 
-def test_a_refusal_at_the_door_is_not_a_lost_request() -> None:
-    def full(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(503, text="full", headers={"retry-after": "1"})
-
-    server = Server(full)
+def test_a_refusal_at_the_door_is_not_a_lost_request_and_in_peace_it_is_the_end() -> None:
+    server = Server(lambda request: httpx.Response(503, text="full", headers={"retry-after": "1"}))
     made = server.probes
     server.get_asked()
     assert made.counts.refused == made.counts.requests
     assert not made.counts.lost
     assert not made.counts.failed
-
-
-def test_a_cluster_that_does_not_answer_in_peace_is_not_tried() -> None:
     made = Server(lambda request: httpx.Response(401, text="a key is needed")).probes
     with pytest.raises(Unavailable, match="a key is needed"):
         asyncio.run(made.learn())

@@ -38,12 +38,9 @@ def test_nothing_bad_in_n_tries_is_a_bound_and_no_proof() -> None:
         ({"traffic": Traffic("probes")}, "no request was sent"),
         ({"failure": "the kill after 30 s could not be dealt"}, "could not be dealt"),
         ({"left_behind": ["decode-0: held blocks 3"]}, "left behind: decode-0: held blocks 3"),
-        (
-            {"blows": [msgspec.structs.replace(GOOD.blows[0], whole_after_s=None, detail="not whole again")]},
-            "decode-0: not whole again",
-        ),
+        ({"blows": [msgspec.structs.replace(GOOD.blows[0], whole_after_s=None, detail="not whole again")]}, "decode-0: not whole again"),
     ],
-)
+)  # fmt: skip
 def test_what_must_not_be_is_said_and_takes_the_bound_away(changes: dict[str, object], said: str) -> None:
     report = msgspec.structs.replace(GOOD, **changes)
     report.faults = judge(report)
@@ -52,16 +49,10 @@ def test_what_must_not_be_is_said_and_takes_the_bound_away(changes: dict[str, ob
     assert said in shown(report)
 
 
-def test_the_table_shows_recovery_and_blocks() -> None:
+def test_the_table_shows_recovery_and_blocks_and_the_report_is_json_and_back() -> None:
     text = shown(GOOD)
     for part in ("decode-0", "4.2", "0.8", "300 requests", "every block was free 1.5 s"):
         assert part in text
-
-
-def test_under_its_own_traffic_blocks_are_said_not_to_have_been_counted() -> None:
-    report = msgspec.structs.replace(GOOD, traffic=Traffic("own", requests=10), blocks_back_after_s=None)
-    assert "blocks were not counted" in shown(report)
-
-
-def test_the_report_is_json_and_back() -> None:
+    own = msgspec.structs.replace(GOOD, traffic=Traffic("own", requests=10), blocks_back_after_s=None)
+    assert "blocks were not counted" in shown(own)
     assert msgspec.json.decode(msgspec.json.encode(GOOD), type=ChaosReport) == GOOD

@@ -85,19 +85,15 @@ def test_sampling_and_key_are_passed_on() -> None:
     converse(server, "hi", key="k3y", sampling={"max_tokens": 7, "temperature": 0.5})
     assert (server.asked[0]["max_tokens"], server.asked[0]["temperature"]) == (7, 0.5)
     assert server.headers[-1]["authorization"] == "Bearer k3y"
+    with pytest.raises(ConfigurationError, match="TANDEM_API_KEY"):
+        key_from_environment({"TANDEM_API_KEY": "schlüssel\n"})  # no header can carry it
 
 
-def test_empty_lines_ask_nothing_and_quit_leaves() -> None:
+@pytest.mark.parametrize("lines", [("", "  ", "/help", "/quit"), (KeyboardInterrupt,)])
+def test_empty_lines_ask_nothing_and_quit_and_ctrl_c_leave(lines: tuple[Any, ...]) -> None:
     server = Server()
-    converse(server, "", "  ", "/help", "/quit", "never asked")
+    assert "Traceback" not in converse(server, *lines, "never asked")
     assert server.asked == []
-
-
-def test_ctrl_c_at_the_prompt_leaves() -> None:
-    server = Server()
-    shown = converse(server, KeyboardInterrupt, "never asked")
-    assert server.asked == []
-    assert "Traceback" not in shown
 
 
 def test_ctrl_c_stops_a_reply_and_the_conversation_goes_on() -> None:
@@ -126,42 +122,28 @@ def test_an_error_is_shown_and_the_question_is_not_remembered() -> None:
     assert server.messages(1) == [("user", "second")]
 
 
-def test_an_error_in_the_middle_of_a_stream_is_shown() -> None:
+def test_an_error_in_the_middle_of_a_stream_is_shown_and_so_is_one_that_just_ends() -> None:
     body = events("half", done=False) + 'data: {"error": {"message": "node lost"}}\n\n'
     assert "broke off: node lost" in converse(Server(httpx.Response(200, text=body)), "hi")
-
-
-def test_a_stream_that_just_ends_is_an_error() -> None:
     assert "closed the stream" in converse(Server(ok("half", done=False)), "hi")
 
 
-def test_a_key_that_is_missing_is_asked_for_by_the_name_of_its_variable() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
+def test_a_server_that_is_not_there_or_of_another_kind_or_asks_for_a_key_is_said_with_what_to_do() -> None:
+    def no_key(request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, json={"error": {"message": "no key"}})
 
-    with pytest.raises(RequestError, match=r"http://tandem answered 401: no key .*TANDEM_API_KEY"):
-        converse(refuse, "hi")
-
-
-def test_what_is_no_url_is_refused_in_words() -> None:
-    with pytest.raises(ConfigurationError, match=r"'http://a:port' is no URL .*Invalid port"):
-        ChatClient("http://a:port")
-
-
-def test_a_server_that_is_not_there_is_said_with_what_to_do() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
+    def away(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("connection refused")
 
+    with pytest.raises(RequestError, match=r"http://tandem answered 401: no key .*TANDEM_API_KEY"):
+        converse(no_key, "hi")
     with pytest.raises(Unavailable, match=r"http://tandem does not answer.*tandem serve.*--url"):
-        converse(refuse, "hi")
-
-
-@pytest.mark.parametrize(
-    "answer", [httpx.Response(200, text="<html>"), httpx.Response(200, json=[]), httpx.Response(200, json={})]
-)
-def test_a_server_of_another_kind_is_said_to_be_one(answer: httpx.Response) -> None:
-    with pytest.raises(Unavailable, match="OpenAI-compatible"):
-        converse(lambda request: answer)
+        converse(away, "hi")
+    with pytest.raises(ConfigurationError, match=r"'http://a:port' is no URL .*Invalid port"):
+        ChatClient("http://a:port")
+    for answer in (httpx.Response(200, text="<html>"), httpx.Response(200, json=[]), httpx.Response(200, json={})):
+        with pytest.raises(Unavailable, match="OpenAI-compatible"):
+            converse(lambda request, answer=answer: answer)
 
 
 @pytest.mark.parametrize("data", ["<html>", "5", '{"choices": [5]}', '{"error": "no"}'])
@@ -169,11 +151,6 @@ def test_a_reply_of_another_kind_is_an_error_and_the_conversation_goes_on(data: 
     server = Server(httpx.Response(200, text=f"data: {data}\n\n"), httpx.Response(200, text=events("fine")))
     assert "broke off" in converse(server, "hello", "and now?")
     assert len(server.asked) == 2
-
-
-def test_a_key_that_no_header_can_carry_is_said() -> None:
-    with pytest.raises(ConfigurationError, match="TANDEM_API_KEY"):
-        key_from_environment({"TANDEM_API_KEY": "schlüssel\n"})
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def test_deployments_of_one_ray_cluster_are_told_apart_by_its_names(
     record_serving("10.0.0.1:6379", "tandem", "smol")
     serving_in(another, "10.0.0.1:6379", "", monkeypatch, name="chat")
     assert choose_address(WhichCluster(), {}) == "10.0.0.1:6379"
+    forget_serving()
+    assert [record.pid for record in running()] == [another.pid], "a command forgets its own record alone"
+    forget_serving()
 
 
 def test_when_the_newer_of_two_has_ended_the_older_is_found(
@@ -127,15 +130,11 @@ def test_a_later_process_with_the_same_id_is_another_one(cache: Path) -> None:
     left.write_bytes(msgspec.json.encode(earlier))
     assert running() == []
     assert not left.exists()
-
-
-def test_the_record_of_another_machine_is_not_read_and_not_deleted(cache: Path) -> None:
-    record_serving("127.0.0.1:1", "tandem", "smol")
-    (file,) = cache.glob("serving/*")
-    record = msgspec.json.decode(file.read_bytes(), type=ServingRecord)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(record, system="another boot")))
     assert running() == []
-    assert file.exists()
+    assert file.exists(), "another machine's is not read and not deleted"
+    file.write_bytes(b"{")
+    assert running() == []
 
 
 def test_where_nothing_can_be_written_it_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,34 +146,15 @@ def test_where_nothing_can_be_written_it_serves_all_the_same(tmp_path: Path, mon
     forget_serving()
 
 
-def test_a_record_that_cannot_be_read_is_none(cache: Path) -> None:
-    (cache / "serving").mkdir()
-    (cache / "serving" / "1-1.json").write_bytes(b"{")
-    assert running() == []
-
-
-def test_a_command_forgets_its_own_record_alone(
-    another: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serving_in(another, "127.0.0.1:2", "", monkeypatch)
-    record_serving("127.0.0.1:1", "tandem", "smol")
-    forget_serving()
-    assert [record.pid for record in running()] == [another.pid]
-    forget_serving()
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", ":6379", "head:port", "head:0", "head:70000", "ray://head:10001x"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(ConfigurationError, match="must be HOST:PORT"):
-        check_reachable(address)
-
-
-def test_an_address_where_nobody_answers_is_said_at_once() -> None:
+def test_an_address_that_is_none_is_refused_and_one_where_nobody_answers_is_said_at_once() -> None:
+    for address in ("10.0.0.1", ":6379", "head:port", "head:0", "head:70000", "ray://head:10001x"):
+        with pytest.raises(ConfigurationError, match="must be HOST:PORT"):
+            check_reachable(address)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(Unavailable, match=rf"nothing answers at 127\.0\.0\.1:{port}"):
-        check_reachable(f"127.0.0.1:{port}")
+        with pytest.raises(Unavailable, match=rf"nothing answers at 127\.0\.0\.1:{port}"):
+            check_reachable(f"127.0.0.1:{port}")
 
 
 @contextmanager
@@ -194,16 +174,13 @@ def answering(answer: bytes) -> Iterator[str]:
         thread.join()
 
 
-def test_an_address_where_somebody_begins_as_ray_does_is_fine() -> None:
-    with answering(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) as address:
-        check_reachable(address)
-
-
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"hello", b""])
 def test_a_port_where_something_else_listens_is_no_ray(answer: bytes) -> None:
     """Ray would try for minutes."""
     with answering(answer) as address, pytest.raises(Unavailable, match=r"not as Ray: .*6379.*--url"):
         check_reachable(address)
+    with answering(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) as address:
+        check_reachable(address)  # it begins as Ray does
 
 
 def test_a_head_that_stands_still_is_not_called_something_else() -> None:

@@ -78,10 +78,12 @@ class NoTime(FakeClock):
         await asyncio.sleep(0)
 
 
-def followed(*views: ClusterView | TandemError) -> tuple[bool, list[str]]:
+def followed(
+    cluster: Told | tuple[ClusterView | TandemError, ...], judge: Answers | None = None
+) -> tuple[bool, list[str]]:
     said: list[str] = []
-    done = asyncio.run(follow(Told(*views), 4, said.append, NoTime()))  # type: ignore[arg-type]
-    return done, said
+    cluster = Told(*cluster) if isinstance(cluster, tuple) else cluster
+    return asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=judge)), said  # type: ignore[arg-type]
 
 
 UNDER_WAY = RolloutView(4, 1, ["decode-0"], 100.0)
@@ -99,30 +101,29 @@ def test_it_says_what_would_change_without_values() -> None:
 
 
 def test_it_follows_a_rollout_to_its_end_past_a_controller_that_was_away() -> None:
-    done, said = followed(
+    views = (
         view(UNDER_WAY, 4, "rollout 4 begins"),
         view(UNDER_WAY, 4, "rollout 4 begins", "decode-0 drains and is replaced"),
         Unavailable("no controller"),
         DeadlineExceeded("no answer within 30 s"),
         view(None),
     )
-    assert done
-    assert said == [
-        "1 new serve, 1 old left (decode-0)",
-        "decode-0 drains and is replaced",
-        "the controller is away, and what serves goes on: no controller",
-        "done: 1 node and 0 routers serve with this configuration",
-    ]
+    assert followed(views) == (
+        True,
+        [
+            "1 new serve, 1 old left (decode-0)",
+            "decode-0 drains and is replaced",
+            "the controller is away, and what serves goes on: no controller",
+            "done: 1 node and 0 routers serve with this configuration",
+        ],
+    )
 
 
 def test_it_says_why_a_rollout_was_taken_back() -> None:
     back = RolloutView(3, 1, ["decode-1"], 100.0, going_back="decode-1: no weights")
-    done, said = followed(view(back, 3), view(None, 3, "x", "the rollout was taken back: decode-1: no weights"))
-    assert not done
-    assert said == [
-        "going back (decode-1: no weights): 1 new serve, 1 old left (decode-1)",
-        "the rollout was taken back: decode-1: no weights",
-    ]
+    taken_back = "the rollout was taken back: decode-1: no weights"
+    said = ["going back (decode-1: no weights): 1 new serve, 1 old left (decode-1)", taken_back]
+    assert followed((view(back, 3), view(None, 3, "x", taken_back))) == (False, said)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,8 @@ def test_it_says_why_a_rollout_was_taken_back() -> None:
     ],
 )  # fmt: skip
 def test_an_answer_with_other_bits_takes_a_rollout_back(found: list[str], taken_back: bool, last: str) -> None:
-    said: list[str] = []
     cluster = Told(view(UNDER_WAY), view(UNDER_WAY), view(None))
-    done = asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=Answers(*found)))  # type: ignore[arg-type]
+    done, said = followed(cluster, Answers(*found))
     assert cluster.is_going_back == taken_back == ("other bits: token 3" in said)
     assert said[-1] == last
     assert done == (taken_back or "same" in last)
@@ -159,10 +159,9 @@ def test_what_is_wrong_is_taken_back_also_if_the_controller_is_away_just_then(
                 raise errors.pop(0)
             await super().go_back()
 
-    said: list[str] = []
     end = view(None, 3, "the rollout was taken back: as asked") if taken_back else view(None)
     cluster = Away(view(UNDER_WAY), view(UNDER_WAY), view(UNDER_WAY), end)
-    done = asyncio.run(follow(cluster, 4, said.append, NoTime(), judge=Answers("token 3")))  # type: ignore[arg-type]
+    done, said = followed(cluster, Answers("token 3"))
     assert (cluster.is_going_back, said[-1], done) == (taken_back, last, False)
 
 
@@ -216,31 +215,27 @@ def exchanged(*views: ExchangeView | TandemError | None) -> tuple[bool, list[str
 
 
 def test_it_follows_the_controllers_exchange_while_no_controller_answers() -> None:
-    before = ExchangeView("earlier", ExchangePhase.DONE)
-    done, said = exchanged(
+    views = (
         ExchangeView("ours", ExchangePhase.CHECKING),
         NodeLost("it was killed"),
         DeadlineExceeded("no answer"),
         ExchangeView("ours", ExchangePhase.REPLACING),
         ExchangeView("ours", ExchangePhase.DONE),
     )
-    assert done
-    assert said == [
-        "the controller: checking",
-        "the controller is away, and what serves goes on: it was killed",
-        "the controller: replacing",
-        "done: the controller is another one, and serves",
-    ]
-    assert exchanged(before) == (
-        False,
-        ["the controller was not replaced, and the old one serves: another exchange has begun"],
+    assert exchanged(*views) == (
+        True,
+        [
+            "the controller: checking",
+            "the controller is away, and what serves goes on: it was killed",
+            "the controller: replacing",
+            "done: the controller is another one, and serves",
+        ],
     )
-
-
-def test_a_controller_that_was_not_replaced_says_why() -> None:
-    done, said = exchanged(ExchangeView("ours", ExchangePhase.FAILED, "it does not know `cache.colour`"))
-    assert not done
-    assert said == ["the controller was not replaced, and the old one serves: it does not know `cache.colour`"]
+    kept = "the controller was not replaced, and the old one serves: "
+    earlier = ExchangeView("earlier", ExchangePhase.DONE)
+    assert exchanged(earlier) == (False, [f"{kept}another exchange has begun"])
+    unknown = ExchangeView("ours", ExchangePhase.FAILED, "it does not know `cache.colour`")
+    assert exchanged(unknown) == (False, [f"{kept}it does not know `cache.colour`"])
 
 
 @pytest.mark.parametrize("told", [NodeLost("it was ended"), None])

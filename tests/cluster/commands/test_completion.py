@@ -56,12 +56,9 @@ def test_a_lone_beginning_of_a_flag_is_completed(
     assert offered in capsys.readouterr().out.split()
 
 
-def test_flags_of_other_servers_are_not_offered() -> None:
+def test_every_command_is_offered_and_flags_of_other_servers_are_not() -> None:
     assert "--tensor-parallel-size" not in offered("serve --")
-
-
-def test_every_command_is_offered() -> None:
-    assert {"serve", "top", "status", "models", "init", "completion"} <= {*offered(""), "init"}
+    assert {"serve", "top", "status", "models", "init", "completion"} <= {*offered("")}
 
 
 def tandem(folder: Path) -> dict[str, str]:
@@ -72,26 +69,20 @@ def tandem(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def in_bash(environment: dict[str, str], words: str, number: int) -> list[str]:
+    asked = f'COMP_WORDS=({words}); COMP_CWORD={number}; _tandem 2>/dev/null; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    command = ["bash", "-c", SCRIPTS["bash"] + asked]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_bash_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None:
-    script = (
-        SCRIPTS["bash"]
-        + 'COMP_WORDS=(tandem config --set ""); COMP_CWORD=3; _tandem 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(["bash", "-c", script], env=tandem(tmp_path), capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["given-3", "router.port="]
+    assert in_bash(tandem(tmp_path), 'tandem config --set ""', 3) == ["given-3", "router.port="]
 
 
 def test_bash_offers_what_follows_a_lone_dash_dash(tmp_path: Path) -> None:
-    command = tmp_path / "tandem"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m tandem.cluster.cli "$@"\n')
-    command.chmod(0o755)
-    script = (
-        SCRIPTS["bash"]
-        + 'COMP_WORDS=(tandem serve --); COMP_CWORD=2; _tandem 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert {"--prefill", "--config", "--detach"} <= set(done.stdout.split())
+    environment = tandem(tmp_path)
+    (tmp_path / "tandem").write_text(f'#!/bin/sh\nexec {sys.executable} -m tandem.cluster.cli "$@"\n')
+    assert {"--prefill", "--config", "--detach"} <= {*in_bash(environment, "tandem serve --", 2)}
 
 
 def test_zsh_hands_over_the_words_and_takes_the_answers(tmp_path: Path) -> None:

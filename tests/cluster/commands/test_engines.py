@@ -18,12 +18,15 @@ from tests.engine.vllm.test_vllm_wing import python_that_says
 
 
 def config(**values: str) -> TandemConfig:
-    names = {name.replace("__", "."): value for name, value in values.items()}
-    return resolve([read_assignments([(name, value, "--set") for name, value in names.items()])]).config
+    assignments = [(name.replace("__", "."), value, "--set") for name, value in values.items()]
+    return resolve([read_assignments(assignments)]).config
+
+
+VLLM = {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1"}
 
 
 def with_vllm(python: str, **others: str) -> TandemConfig:
-    return config(**{"model__engine": "vllm", "model__engine_python": python, "pools__aggregated": "1", **others})
+    return config(**{**VLLM, "model__engine_python": python, **others})
 
 
 def test_the_command_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,38 +53,17 @@ def test_the_flag_names_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
         ({"model__engine": "vllm", "pools__aggregated": "1"}, "model.engine_python is empty"),
         ({"model__engine_python": "/opt/python"}, "model.engine_python is of another engine"),
         ({"model__engine_args": "{enforce_eager: true}"}, "model.engine_args is of another engine"),
+        ({"pools__decode__engine_args": "{enforce_eager: true}"}, "pools.decode.engine_args is of another engine"),
         (
-            {"pools__decode__engine_args": "{enforce_eager: true}"},
-            "pools.decode.engine_args is of another engine",
-        ),
-        (
-            {
-                "model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1",
-                "pools__aggregated__engine_args": "{dtype: half}",
-            },
+            {**VLLM, "pools__aggregated__engine_args": "{dtype: half}"},
             "pools.aggregated.engine_args has dtype, which follows from Tandem's settings",
         ),
-        (
-            {"model__engine": "vllm", "model__engine_python": "python", "pools__aggregated": "1"},
-            "must be a whole path",
-        ),
-        (
-            {
-                "model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1",
-                "pools__aggregated__tensor_parallel": "2",
-            },
-            "set model.engine_args to what vllm calls them",
-        ),
-        (
-            {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1", "pools__encode": "1"},
-            "vllm takes no rows from encoder nodes",
-        ),
-        (
-            {"model__engine": "vllm", "model__engine_python": "/opt/python", "pools__aggregated": "1", "cache__block_size": "32"},
-            "cache.block_size is set, but vLLM has no such setting",
-        ),
+        ({**VLLM, "model__engine_python": "python"}, "must be a whole path"),
+        ({**VLLM, "pools__aggregated__tensor_parallel": "2"}, "set model.engine_args to what vllm calls them"),
+        ({**VLLM, "pools__encode": "1"}, "vllm takes no rows from encoder nodes"),
+        ({**VLLM, "cache__block_size": "32"}, "cache.block_size is set, but vLLM has no such setting"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_together_is_refused_before_anything_starts(values: dict[str, str], said: str) -> None:
     with pytest.raises(SettingsError) as refused:
         config(**values)

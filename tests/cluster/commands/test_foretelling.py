@@ -22,17 +22,10 @@ from tandem.wire.nodes import Role
 from tests.cluster.direct_cluster import DirectCluster
 
 FORECAST = Forecast(
-    "1 prefill, 1 decode",
-    "2 prefill, 1 decode",
-    60,
-    90.0,
-    [
-        ExpectedFigure("first token, p50", 1.0, 1.0, 0.6, 0.5, 0.7),
-        ExpectedFigure("first token, p90", 1.9, 1.9, 1.1, 0.9, 1.3),
-    ],
-    {"prefill": 0.9, "decode": 0.4},
-    {"prefill": 0.5, "decode": 0.42},
-)
+    "1 prefill, 1 decode", "2 prefill, 1 decode", 60, 90.0,
+    [ExpectedFigure("first token, p50", 1.0, 1.0, 0.6, 0.5, 0.7), ExpectedFigure("first token, p90", 1.9, 1.9, 1.1, 0.9, 1.3)],
+    {"prefill": 0.9, "decode": 0.4}, {"prefill": 0.5, "decode": 0.42},
+)  # fmt: skip
 SAID = (
     "expected, by the last 60 requests: first token, p90 1.9 s → 1.1 s (900 ms to 1.3 s); prefill nodes 90% → 50% busy; "
     "decode nodes 40% → 42% busy"
@@ -145,19 +138,13 @@ def test_what_takes_too_long_is_given_up(use: Use, monkeypatch: pytest.MonkeyPat
     assert cluster.did == [{Role.PREFILL: 2}]
 
 
-def test_without_a_simulator_the_change_is_made(use: Use) -> None:
+def test_without_a_simulator_the_change_is_made_and_a_size_that_stays_needs_no_forecast(use: Use) -> None:
     cluster = Cluster()
     use(None)
     assert scaled(cluster, {Role.PREFILL: 2})[1]["not_foretold"] == "this installation has no simulator"
     assert cluster.did == [{Role.PREFILL: 2}]
-
-
-def test_a_size_that_stays_needs_no_forecast(use: Use) -> None:
-    cluster = Cluster()
     use(Wing())
-    said, printed = scaled(cluster, {Role.PREFILL: 1})
-    assert not said
-    assert printed == {"forecast": None}
+    assert scaled(cluster, {Role.PREFILL: 1}) == ([], {"forecast": None})
 
 
 def test_a_cluster_that_grades_nothing_is_changed_all_the_same(use: Use) -> None:

@@ -97,18 +97,12 @@ def test_levels_and_ages_are_left_out() -> None:
     assert look(cluster, since)[0] == ["decode-0: bad"]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("30s", 30.0), ("10m", 600.0), ("1.5h", 5400.0), ("2d", 172800.0)])
-def test_an_age_is_read(text: str, seconds: float) -> None:
-    assert parse_age(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "m", "10", "-3m", "infh", "10 weeks"])
-def test_an_age_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="30s, 10m or 2h"):
-        parse_age(text)
-
-
-def test_too_many_lines_are_refused() -> None:
+def test_an_age_is_read_and_one_that_is_none_or_too_many_lines_are_refused() -> None:
+    ages = {"30s": 30.0, "10m": 600.0, "1.5h": 5400.0, "2d": 172800.0}
+    assert {text: parse_age(text) for text in ages} == ages
+    for text in ("", "m", "10", "-3m", "infh", "10 weeks"):
+        with pytest.raises(ConfigurationError, match="30s, 10m or 2h"):
+            parse_age(text)
     with pytest.raises(ConfigurationError, match="--lines must be from 0 to 5000"):
         LogFilter(lines=5001)
 
@@ -163,6 +157,11 @@ def test_it_is_shown_to_people_and_to_machines(
     show_logs(WhichCluster(), LogFilter(), follow=False, as_json=True)
     [line] = json.loads(capsys.readouterr().out)
     assert (line["process"], line["message"]) == ("decode-0", "serves [/] markup")
+    cluster.write("decode-0", "GET /\x1b[2J\x9b2J")
+    show_logs(WhichCluster(), LogFilter(), follow=False, as_json=False)
+    said = capsys.readouterr()
+    assert "GET /" in said.out
+    assert not {"\x1b", "\x9b"} & {*said.out}, "no line steers the terminal"
 
 
 def test_lines_of_a_request_are_found_that_came_before_the_router_said_whose_they_are() -> None:
@@ -173,13 +172,3 @@ def test_lines_of_a_request_are_found_that_came_before_the_router_said_whose_the
     cluster.write("router", f"my-id: ended ({ATTEMPT})", "tandem.router.dispatch.life")
     assert look(cluster, reader)[0] == [f"decode-0: begins {ATTEMPT}", f"router: my-id: ended ({ATTEMPT})"]
     assert look(cluster, reader)[0] == []
-
-
-def test_no_line_steers_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Processes("router")
-    cluster.write("router", "GET /\x1b[2J\x9b2J")
-    monkeypatch.setattr(logs, "with_controller", lambda which, work, url: asyncio.run(work(cluster)))
-    show_logs(WhichCluster(), LogFilter(), follow=False, as_json=False)
-    said = capsys.readouterr().out
-    assert "GET /" in said
-    assert not {"\x1b", "\x9b"} & {*said}

@@ -72,24 +72,22 @@ VIEW = ClusterView(
 )
 
 
-def test_blocks_in_quarantine_are_shown() -> None:
-    assert format_blocks(60, 100, 0) == "60/100"
-    assert format_blocks(60, 100, 7) == "60/100 (7 quarantined)"
-    assert format_blocks(60, 100, 7, 3) == "60/100 (7 quarantined, 3 pinned)"
-
-
 def router_answer(**fields: Any) -> PageState:
     return page_with(running=3, queued=1, **fields)
 
 
-def shown(view: ClusterView, answer: PageState | Exception) -> tuple[str, int]:
+def seen_of(view: ClusterView, answer: PageState | Exception | None = None) -> Overview:
     def fetch(url: str, key: str | None) -> PageState:
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer or router_answer()
 
+    return Overview.of(view, None, fetch)
+
+
+def shown(view: ClusterView, answer: PageState | Exception | None = None) -> tuple[str, int]:
     text = io.StringIO()
-    seen = Overview.of(view, None, fetch)
+    seen = seen_of(view, answer)
     seen.show(Console(file=text, width=160))
     return text.getvalue(), 0 if seen.serves else 1
 
@@ -121,12 +119,11 @@ def test_one_screen_says_how_everything_is() -> None:
 def test_what_the_controller_graded_is_shown_and_is_in_the_json() -> None:
     foresight = ForesightView(ForecastScore(graded=3, said=["2 of 3 came inside"]))
     view = msgspec.structs.replace(VIEW, foresight=foresight)
-    assert "forecast: 2 of 3 came inside" in shown(view, router_answer())[0].splitlines()
-    seen = Overview.of(view, None, lambda url, key: router_answer())
-    assert seen.json()["foresight"]["score"]["graded"] == 3
+    assert "forecast: 2 of 3 came inside" in shown(view)[0].splitlines()
+    assert seen_of(view).json()["foresight"]["score"]["graded"] == 3
 
 
-def test_a_cluster_that_answers_nobody_fails() -> None:
+def test_a_cluster_that_answers_nobody_fails_and_one_out_of_reach_from_here_does_not() -> None:
     text, status = shown(VIEW, router_answer(unhealthy="no node can decode"))
     assert status == 1
     assert "unavailable: no node can decode" in text
@@ -134,16 +131,9 @@ def test_a_cluster_that_answers_nobody_fails() -> None:
     text, status = shown(ClusterView("m", [], [], [router], []), router_answer())
     assert status == 1
     assert "restarting: killed" in text
-
-
-def test_a_router_out_of_reach_from_here_is_said_and_is_no_failure_of_the_cluster() -> None:
     text, status = shown(VIEW, Unavailable("http://10.0.0.1:8000 does not answer"))
     assert status == 0
     assert "does not answer" in text
-
-
-def test_sizes_are_read_from_the_command_line() -> None:
-    assert parse_sizes(["prefill=3", "decode=0"]) == {Role.PREFILL: 3, Role.DECODE: 0}
 
 
 @pytest.mark.parametrize(
@@ -163,15 +153,13 @@ def test_sizes_that_make_no_sense_are_refused(words: list[str], why: str) -> Non
         parse_sizes(words)
 
 
-@pytest.mark.parametrize("timeout_s", [-5.0, float("nan"), float("inf")])
-def test_a_limit_that_makes_no_sense_drains_nobody(timeout_s: float) -> None:
-    with pytest.raises(ConfigurationError, match="--timeout must be seconds from 0 to 1000000, not"):
-        drain(CommandTarget(WhichCluster()), Namespace(nodes=["decode-0"], timeout=timeout_s))
-
-
-def test_a_role_that_does_not_exist_is_refused() -> None:
+def test_limits_and_roles_that_make_no_sense_are_refused() -> None:
+    assert parse_sizes(["prefill=3", "decode=0"]) == {Role.PREFILL: 3, Role.DECODE: 0}
     with pytest.raises(ConfigurationError, match="one of prefill, decode"):
         parse_role("decoder")
+    for timeout_s in (-5.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="--timeout must be seconds from 0 to 1000000, not"):
+            drain(CommandTarget(WhichCluster()), Namespace(nodes=["decode-0"], timeout=timeout_s))
 
 
 class FakeController(DirectCluster):
@@ -220,10 +208,11 @@ class FakeController(DirectCluster):
 async def test_nodes_are_drained_by_name_or_by_the_address_of_their_machine() -> None:
     controller = FakeController()
     said: list[str] = []
-    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == {
-        "decode-0": True,
-        "decode-1": True,
-    }
+    with pytest.raises(ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"):
+        await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)
+    assert controller.drained == []
+    both = {"decode-0": True, "decode-1": True}
+    assert await drain_nodes(controller, ["decode-1", "10.0.0.3"], 5, said.append) == both
     assert sorted(controller.drained) == ["decode-0", "decode-1"]
     assert "decode-0: everything was finished" in said
     controller.finishes = False
@@ -259,13 +248,6 @@ async def test_who_gives_up_on_down_is_told_what_it_leaves(monkeypatch: pytest.M
     assert not controller.ended
 
 
-async def test_a_node_that_is_not_there_is_said_and_nothing_is_drained() -> None:
-    controller = FakeController()
-    with pytest.raises(ConfigurationError, match="no node or machine decode-9: the nodes are prefill-0, decode-0"):
-        await drain_nodes(controller, ["decode-0", "decode-9"], 5, print)
-    assert controller.drained == []
-
-
 async def test_down_finishes_what_runs_and_ends_also_a_controller_that_says_nothing() -> None:
     said: list[str] = []
     polite, silent, hurried = FakeController(), FakeController(), FakeController()
@@ -287,23 +269,13 @@ def test_down_ends_with_1_when_not_everything_was_finished(
 
 
 def test_the_overview_as_json_says_the_same_and_keeps_epochs_to_itself() -> None:
-    seen = Overview.of(VIEW, None, lambda url, key: router_answer())
-    plain = seen.json()
+    plain = seen_of(VIEW).json()
     assert [(pool["wanted"], pool["max_nodes"]) for pool in plain["pools"]] == [(1, 4), (2, None)]
     assert plain["routers"][0]["answer"]["running"] == 3
     assert "epoch" not in json.dumps(plain)
-    assert seen.serves
-    assert not Overview.of(VIEW, None, lambda url, key: router_answer(unhealthy="no node")).serves
-
-
-def test_a_router_out_of_reach_may_serve_all_the_same() -> None:
-    def fetch(url: str, key: str | None) -> PageState:
-        raise Unavailable("does not answer")
-
-    seen = Overview.of(VIEW, None, fetch)
-    plain = seen.json()
-    assert plain["routers"][0]["unreachable"] == "does not answer"
-    assert seen.serves
+    away = seen_of(VIEW, Unavailable("does not answer"))
+    assert away.json()["routers"][0]["unreachable"] == "does not answer"
+    assert away.serves
 
 
 @pytest.mark.parametrize("words", [[], ["-o", "json"]])
@@ -349,38 +321,31 @@ def test_deployments_are_listed_with_what_is_wrong_with_each() -> None:
     assert "no node that can decode is ready" in said
 
 
-def test_a_node_that_computes_without_the_native_library_says_so() -> None:
-    slow = msgspec.structs.replace(
-        STATUS, slower="it computes without the native library, several times slower: no g++"
-    )
-    nodes = [SupervisedNode("decode-0", Role.DECODE, "10.0.0.3", "ready", "", 0, slow)]
-    view = msgspec.structs.replace(VIEW, nodes=nodes)
-    text, _ = shown(view, router_answer())
-    assert "! decode-0: it computes without the native library, several times slower: no g++" in text
-    plain = Overview.of(view, None, lambda url, key: router_answer()).json()
-    assert plain["nodes"][0]["status"]["slower"] == slow.slower
+def nodes_with(*hosts: str, **status: Any) -> ClusterView:
+    told = msgspec.structs.replace(STATUS, **status)
+    nodes = [SupervisedNode(f"decode-{n}", Role.DECODE, host, "ready", "", 0, told) for n, host in enumerate(hosts)]
+    return msgspec.structs.replace(VIEW, nodes=nodes)
+
+
+def test_what_nodes_lack_is_said() -> None:
+    assert format_blocks(60, 100, 0) == "60/100"
+    assert format_blocks(60, 100, 7) == "60/100 (7 quarantined)"
+    assert format_blocks(60, 100, 7, 3) == "60/100 (7 quarantined, 3 pinned)"
+    slower = "it computes without the native library, several times slower: no g++"
+    view = nodes_with("10.0.0.3", slower=slower, sick=(SickDevice("cuda:3", "Xid 79: it has fallen off the bus"),))
+    text, _ = shown(view)
+    assert f"! decode-0: {slower}" in text
+    assert "! decode-0: cuda:3: Xid 79: it has fallen off the bus" in text
+    assert seen_of(view).json()["nodes"][0]["status"]["slower"] == slower
 
 
 def test_the_memory_of_nodes_counts_the_weights_that_they_share_once() -> None:
-    status = msgspec.structs.replace(STATUS, memory=NodeMemory(256 << 20, True, 64 << 20, 192 << 20))
-    nodes = [
-        SupervisedNode(f"decode-{number}", Role.DECODE, host, "ready", "", 0, status)
-        for number, host in enumerate(("10.0.0.3", "10.0.0.3", "10.0.0.4"))
-    ]
-    view = msgspec.structs.replace(VIEW, nodes=nodes)
-    text, _ = shown(view, router_answer())
-    lines = text.splitlines()
+    memory = NodeMemory(256 << 20, True, 64 << 20, 192 << 20)
+    view = nodes_with("10.0.0.3", "10.0.0.3", "10.0.0.4", memory=memory)
+    lines = shown(view)[0].splitlines()
     assert "memory of decode-0: weights 256.0 MiB (shared), KV 64.0 MiB, its own 192.0 MiB" in lines
     assert "memory of all nodes: 1.2 GiB, shared weights counted once" in lines
-    plain = Overview.of(view, None, lambda url, key: router_answer()).json()
-    assert plain["nodes"][0]["status"]["memory"]["own"] == 192 << 20
-
-
-def test_a_node_with_a_sick_card_says_what_it_has() -> None:
-    sick = msgspec.structs.replace(STATUS, sick=(SickDevice("cuda:3", "Xid 79: it has fallen off the bus"),))
-    nodes = [SupervisedNode("decode-0", Role.DECODE, "10.0.0.3", "draining", "it is leaving", 0, sick)]
-    text, _ = shown(msgspec.structs.replace(VIEW, nodes=nodes), router_answer())
-    assert "! decode-0: cuda:3: Xid 79: it has fallen off the bus" in text
+    assert seen_of(view).json()["nodes"][0]["status"]["memory"]["own"] == 192 << 20
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -32,26 +32,14 @@ def taken_port():
         yield listener.getsockname()[1]
 
 
-def test_a_taken_port_is_named_with_what_to_do(taken_port: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"port {taken_port} on 127\.0\.0\.1 is taken.*--port"):
-        check_address("127.0.0.1", taken_port)
-
-
 def test_a_free_port_is_fine_and_stays_free() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     check_address("127.0.0.1", port)
     check_address("127.0.0.1", port)
     check_address("127.0.0.1", 0)
-
-
-@pytest.mark.parametrize(
-    ("host", "why"), [("192.0.2.77", "not an address of this machine"), ("no such host!", "is not an address")]
-)
-def test_an_address_that_is_not_here_is_refused(host: str, why: str) -> None:
-    with pytest.raises(ConfigurationError, match=why):
-        check_address(host, 0)
+    with pytest.raises(ConfigurationError, match="is not an address"):
+        check_address("no such host!", 0)
 
 
 def test_everything_that_is_wrong_is_said_at_once(taken_port: int) -> None:
@@ -69,60 +57,55 @@ def make_model(folder: Path) -> None:
         (folder / name).touch()
 
 
+def config_of(folder: Path, **settings: Any) -> TandemConfig:
+    """One node of the model in this folder, at any port."""
+    model = replace(ModelConfig(path=str(folder)), **settings)
+    return at_any_port(TandemConfig(model=model, pools=PoolsConfig(aggregated=PoolConfig(nodes=1))))
+
+
+def at_any_port(config: TandemConfig) -> TandemConfig:
+    return replace(config, router=replace(config.router, port=0))
+
+
+def mistakes(config: TandemConfig, machine: LocalMachine | None = None) -> list[str]:
+    try:
+        check_before_start(config, machine or LocalMachine(cores=(0, 1)))
+    except SettingsError as error:
+        return list(error.mistakes)
+    return []
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "not here")
-    config = TandemConfig(model=ModelConfig(path=str(tmp_path)))
-    with pytest.raises(SettingsError, match=r"has no weights: there is no \.safetensors file"):
-        check_before_start(replace(config, router=replace(config.router, port=0)), LocalMachine(cores=(0, 1)))
+    (said,) = mistakes(config_of(tmp_path))
+    assert "has no weights: there is no .safetensors file" in said
 
 
 def test_a_connector_that_is_not_there_is_refused_where_one_is_needed(tmp_path: Path) -> None:
     make_model(tmp_path)
     config = TandemConfig(model=ModelConfig(path=str(tmp_path)), transfer=TransferConfig(connector="carrier-pigeon"))
-    config = replace(config, router=replace(config.router, port=0))
-    with pytest.raises(SettingsError, match="there is no connector 'carrier-pigeon'"):
-        check_before_start(config, LocalMachine(cores=(0, 1)))
+    (said,) = mistakes(at_any_port(config))
+    assert "there is no connector 'carrier-pigeon'" in said
     nobody_sends = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig(), aggregated=PoolConfig(nodes=1))
-    check_before_start(replace(config, pools=nobody_sends), LocalMachine(cores=(0, 1)))
+    assert mistakes(at_any_port(replace(config, pools=nobody_sends))) == []
 
 
 def test_caches_that_the_machine_cannot_hold_are_found_before_a_node_loads(tmp_path: Path) -> None:
     make_model(tmp_path)
-    config = TandemConfig(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(memory_bytes=900 << 30))
-    config = replace(config, router=replace(config.router, port=0))
+    model = ModelConfig(path=str(tmp_path))
+    config = at_any_port(TandemConfig(model=model, cache=CacheConfig(memory_bytes=900 << 30)))
     machine = LocalMachine(cores=(0, 1), free_memory=20 << 30)
-    with pytest.raises(SettingsError, match=r"20\.0 GiB is free on this machine: give each at most .*--kv-memory"):
-        check_before_start(config, machine)
-    check_before_start(config, dataclasses.replace(machine, gpus=1))
-    on_cpu = replace(config, model=replace(config.model, device="cpu"))
-    with pytest.raises(SettingsError, match="is free on this machine"):
-        check_before_start(on_cpu, dataclasses.replace(machine, gpus=1))
-
-
-def test_weights_that_are_here_are_weighed(tmp_path: Path) -> None:
-    make_model(tmp_path)
+    (said,) = mistakes(config, machine)
+    assert "20.0 GiB is free on this machine: give each at most" in said
+    assert mistakes(config, dataclasses.replace(machine, gpus=1)) == []
+    on_cpu = replace(config, model=replace(model, device="cpu"))
+    assert "is free on this machine" in mistakes(on_cpu, dataclasses.replace(machine, gpus=1))[0]
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(40 << 30)  # a hole: it takes no space
-    config = TandemConfig(model=ModelConfig(path=str(tmp_path), device="cpu"))
-    config = replace(config, router=replace(config.router, port=0))
-    with pytest.raises(SettingsError, match=r"2 nodes need at least 61\.2 GiB"):
-        check_before_start(config, LocalMachine(cores=(0, 1), free_memory=50 << 30))
-
-
-def config_of(folder: Path, **settings: Any) -> TandemConfig:
-    """One node of the model in this folder, at any port."""
-    model = replace(ModelConfig(path=str(folder)), **settings)
-    config = TandemConfig(model=model, pools=PoolsConfig(aggregated=PoolConfig(nodes=1)))
-    return replace(config, router=replace(config.router, port=0))
-
-
-def mistakes(config: TandemConfig) -> list[str]:
-    try:
-        check_before_start(config, LocalMachine(cores=(0, 1)))
-    except SettingsError as error:
-        return list(error.mistakes)
-    return []
+    weighed = replace(on_cpu, cache=CacheConfig())
+    (said,) = mistakes(weighed, dataclasses.replace(machine, free_memory=50 << 30))
+    assert "2 nodes need at least 61.2 GiB" in said
 
 
 def test_paths_that_are_not_there_are_said_together_before_anything_starts(tmp_path: Path) -> None:
@@ -165,13 +148,12 @@ def test_a_device_that_is_not_here_is_refused(
         check_device(name, gpus, environ, tmp_path)
 
 
-@pytest.mark.parametrize("there", ["nvidia0", "dxg"])
-def test_a_device_that_may_be_here_is_left_to_torch(
-    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_may_be_here_is_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0")
-    (tmp_path / there).touch()
-    check_device("cuda", 0, {}, tmp_path)
+    for there in ("nvidia0", "dxg"):
+        (tmp_path / there).mkdir()
+        (tmp_path / there / there).touch()
+        check_device("cuda", 0, {}, tmp_path / there)
     check_device("cpu", 0, {}, tmp_path / "nothing")
 
 
@@ -238,12 +220,12 @@ def test_a_model_that_the_hub_does_not_give_is_said_before_anything_starts(
         check_hub("owner/name", {"HF_HOME": str(tmp_path), **environ}, hub(status))
 
 
-@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "what:is:this", "gopher://h:1"])
 def test_a_proxy_that_only_the_hubs_own_client_may_understand_is_left_to_it(
-    proxy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ALL_PROXY", proxy)
-    check_hub("owner/name", {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"})
+    for proxy in ("socks5://127.0.0.1:1", "what:is:this", "gopher://h:1"):
+        monkeypatch.setenv("ALL_PROXY", proxy)
+        check_hub("owner/name", {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"})
 
 
 def test_a_model_that_may_be_fetched_is_not_refused(tmp_path: Path) -> None:

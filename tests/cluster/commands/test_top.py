@@ -23,22 +23,9 @@ def busy(output: int, now: float) -> PageState:
     )
     lost = NodeRow("p0", "prefill", "lost", "it is silent")
     return msgspec.structs.replace(
-        state(),
-        now=now,
-        nodes=[node, lost],
-        moments=[
-            Moment(
-                0.0,
-                4,
-                first_in_time=3,
-                tokens_in_time=4,
-                prompt_tokens=9,
-                output_tokens=9,
-                worst_first_s=0.5,
-                running=3,
-            )
-        ],
-    )
+        state(), now=now, nodes=[node, lost],
+        moments=[Moment(0.0, 4, first_in_time=3, tokens_in_time=4, prompt_tokens=9, output_tokens=9, worst_first_s=0.5, running=3)],
+    )  # fmt: skip
 
 
 def shown(*states: PageState | None) -> str:
@@ -53,6 +40,8 @@ def test_it_shows_nodes_the_last_ten_minutes_and_the_slowest_by_cause() -> None:
     assert "within 2 s for 75.0%" in text
     assert "by cause: a node's line 1×" in text
     assert text.index("p0") < text.index("d0"), "what needs a person stands first"
+    row = next(line for line in shown(busy(300, 3.0), busy(100, 1.0)).splitlines() if line.startswith("d0"))
+    assert row.split()[-1] == "100", "rates are of the time between two looks"
 
 
 def narrow(state: PageState) -> str:
@@ -104,11 +93,6 @@ def test_what_went_wrong_is_said() -> None:
     text = shown(msgspec.structs.replace(state(), moments=[moment], nodes=[node]), None)
     assert "2 failed, 3 refused, 1 restarts of nodes" in text
     assert "! d0: its disk tier is left out: it hangs" in text
-
-
-def test_rates_are_of_the_time_between_two_looks() -> None:
-    row = next(line for line in shown(busy(300, 3.0), busy(100, 1.0)).splitlines() if line.startswith("d0"))
-    assert row.split()[-1] == "100"
 
 
 def test_its_status_says_whether_requests_are_answered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,23 +36,14 @@ def printed(*findings: Finding) -> str:
     return out.getvalue()
 
 
-def test_every_finding_has_its_level_and_advice_only_when_something_is_wrong() -> None:
-    text = printed(
-        Finding("ray", Level.OK, "2.60.0", "not shown"),
-        Finding("shm", Level.WARN, "64 MiB", "give it more"),
-        Finding("port", Level.FAIL, "8000", "choose another"),
-    )
-    assert "OK   ray" in text
-    assert "WARN shm" in text
-    assert "→ give it more" in text
-    assert "FAIL port" in text
+def test_every_finding_has_its_level_and_advice_only_when_something_is_wrong_and_the_worst_decides() -> None:
+    fine, short = Finding("ray", Level.OK, "2.60.0", "not shown"), Finding("shm", Level.WARN, "64 MiB", "give it more")
+    text = printed(fine, short, Finding("port", Level.FAIL, "8000", "choose another"))
+    for said in ("OK   ray", "WARN shm", "→ give it more", "FAIL port", "cannot run here"):
+        assert said in text
     assert "not shown" not in text
-    assert "cannot run here" in text
-
-
-def test_the_verdict_follows_from_the_worst_finding() -> None:
-    assert "Tandem can run here." in printed(Finding("a", Level.OK, "fine"))
-    assert "with the limits above" in printed(Finding("a", Level.WARN, "hm", "do this"))
+    assert "Tandem can run here." in printed(fine)
+    assert "with the limits above" in printed(short)
 
 
 SLOW_RAY = "The current node timed out during startup. Some of the raylet failed to startup.."
@@ -114,21 +105,17 @@ def test_a_machine_that_runs_these_tests_is_well_enough() -> None:
     assert [finding for finding in doctor.run_checks(checks) if finding.level is Level.FAIL] == []
 
 
-def with_free(memory: int) -> LocalMachine:
-    return LocalMachine(cores=(0, 1), free_memory=memory)
-
-
-def test_too_little_memory_fails_with_the_figures() -> None:
-    assert machine_checks.check_memory(TandemConfig(), with_free(1 * GIB)).level is Level.FAIL
-    assert machine_checks.check_memory(TandemConfig(), with_free(8 * GIB)).level is Level.OK
-    greedy = TandemConfig(cache=CacheConfig(memory_bytes=8 * GIB))
-    found = machine_checks.check_memory(greedy, with_free(8 * GIB))
-    assert found.level is Level.FAIL
-    assert "--kv-memory" in found.advice
-
-
-def test_memory_that_may_just_suffice_is_worth_a_warning() -> None:
-    assert machine_checks.check_memory(TandemConfig(), with_free(2 * GIB)).level is Level.WARN
+@pytest.mark.parametrize(
+    ("free", "kv", "level"),
+    [(1, None, Level.FAIL), (2, None, Level.WARN), (8, None, Level.OK), (8, 8 * GIB, Level.FAIL)],
+)
+def test_memory_that_is_too_little_fails_and_what_may_just_suffice_is_worth_a_warning(
+    free: int, kv: int | None, level: Level
+) -> None:
+    machine = LocalMachine(cores=(0, 1), free_memory=free * GIB)
+    found = machine_checks.check_memory(TandemConfig(cache=CacheConfig(memory_bytes=kv)), machine)
+    assert found.level is level
+    assert kv is None or "--kv-memory" in found.advice
 
 
 def test_a_container_has_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,54 +123,37 @@ def test_a_container_has_the_cores_of_its_quota(monkeypatch: pytest.MonkeyPatch)
     found = machine_checks.check_cores(TandemConfig())
     assert found.level is Level.OK
     assert found.what == "2 cores, 0 usable GPUs (by the container's quota; the machine has 64 cores)"
-    nine = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=8), decode=PoolConfig(nodes=1)))
-    refused = machine_checks.check_cores(nine)
-    assert refused.level is Level.FAIL
-    assert "too many for 2 cores" in refused.advice
+    for prefill, said in ((PoolConfig(nodes=8), "too many for 2 cores"), (PoolConfig(nodes=1, threads=9), "")):
+        pools = PoolsConfig(prefill=prefill, decode=PoolConfig(nodes=1))
+        refused = machine_checks.check_cores(TandemConfig(pools=pools))
+        assert refused.level is Level.FAIL
+        assert said in refused.advice
 
 
-def test_few_open_files_are_worth_a_warning() -> None:
-    assert machine_checks.check_open_files(1024).level is Level.WARN
-    assert machine_checks.check_open_files(65536).level is Level.OK
-    assert machine_checks.check_open_files(resource.RLIM_INFINITY).level is Level.OK
-
-
-def test_a_missing_shared_memory_folder_is_worth_a_warning(tmp_path: Path) -> None:
-    assert machine_checks.check_shared_memory(tmp_path / "shm").level is Level.WARN
-
-
-def test_a_cache_that_cannot_be_written_fails(tmp_path: Path) -> None:
+def test_what_else_this_machine_may_lack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
     (tmp_path / "file").touch()
-    assert machine_checks.check_disk(tmp_path / "file" / "models").level is Level.FAIL
+    for found, level in (
+        (machine_checks.check_open_files(1024), Level.WARN),
+        (machine_checks.check_open_files(65536), Level.OK),
+        (machine_checks.check_open_files(resource.RLIM_INFINITY), Level.OK),
+        (machine_checks.check_shared_memory(tmp_path / "shm"), Level.WARN),
+        (machine_checks.check_disk(tmp_path / "file" / "models"), Level.FAIL),
+        (machine_checks.check_model("/no/such/model"), Level.FAIL),
+        (machine_checks.check_model("org/name"), Level.OK),  # one to be fetched
+        (machine_checks.check_compiler(), Level.WARN),
+    ):
+        assert found.level is level, found
+    assert "g++" in found.advice
     assert machine_checks.check_disk(Path("/proc/no/writes/here")).level in (Level.FAIL, Level.WARN)
 
 
 def test_a_taken_port_fails_with_what_to_do() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        config = TandemConfig()
-        config = replace(config, router=replace(config.router, port=listener.getsockname()[1]))
-        found = machine_checks.check_port(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        router = replace(TandemConfig().router, port=listener.getsockname()[1])
+        found = machine_checks.check_port(replace(TandemConfig(), router=router))
     assert found.level is Level.FAIL
     assert "--port" in found.advice
-
-
-def test_cores_that_are_not_there_fail() -> None:
-    config = TandemConfig(pools=PoolsConfig(prefill=PoolConfig(nodes=1, threads=9999)))
-    assert machine_checks.check_cores(config).level is Level.FAIL
-
-
-def test_a_model_that_cannot_be_fails_and_one_to_be_fetched_does_not(tmp_path: Path) -> None:
-    assert machine_checks.check_model("/no/such/model").level is Level.FAIL
-    assert machine_checks.check_model("org/name").level is Level.OK
-
-
-def test_no_compiler_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    found = machine_checks.check_compiler()
-    assert found.level is Level.WARN
-    assert "g++" in found.advice
 
 
 @pytest.mark.slow
@@ -214,18 +184,16 @@ def test_the_command_names_each_machine_that_it_should_reach(
 
 
 def test_doctor_names_the_lanes_of_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = NixlReport("1.5", ["UCX"], ["cuda_ipc/cuda"], 90.0)
-    monkeypatch.setattr(nixl_check, "check", lambda timeout, device: report)
-    found = machine_checks.check_nixl_on_gpu()
-    assert (found.level, found.what) == (Level.OK, "UCX moves the GPU's memory at 90.0 GB/s over cuda_ipc/cuda")
-    report = NixlReport("1.5", ["UCX"], ["tcp/lo"], 1.0)
-    assert machine_checks.check_nixl_on_gpu().level is Level.WARN
-    assert "host memory" in machine_checks.check_nixl_on_gpu().what
-    report = NixlReport("1.5", error="no CUDA")
-    assert (machine_checks.check_nixl_on_gpu().level, machine_checks.check_nixl_on_gpu().what) == (
-        Level.WARN,
-        "no CUDA",
-    )
+    fast = "UCX moves the GPU's memory at 90.0 GB/s over cuda_ipc/cuda"
+    for report, level, said in (
+        (NixlReport("1.5", ["UCX"], ["cuda_ipc/cuda"], 90.0), Level.OK, fast),
+        (NixlReport("1.5", ["UCX"], ["tcp/lo"], 1.0), Level.WARN, "host memory"),
+        (NixlReport("1.5", error="no CUDA"), Level.WARN, "no CUDA"),
+    ):
+        monkeypatch.setattr(nixl_check, "check", lambda timeout, device, report=report: report)
+        found = machine_checks.check_nixl_on_gpu()
+        assert found.level is level
+        assert said in found.what
 
 
 @pytest.mark.skipif(not is_there("tandem.engine.vllm"), reason="vllm is not here")

@@ -24,20 +24,22 @@ def kernel(root: Path, driver: str, linux: str) -> None:
     write(root / "proc/sys/kernel/osrelease", linux)
 
 
-@pytest.mark.parametrize("module", ["nvidia_peermem", "nv_peer_mem"])
-def test_a_module_by_which_rdma_devices_read_gpus(module: str, tmp_path: Path) -> None:
-    kernel(tmp_path, CLOSED.format("535.104.05"), "5.4.0-150-generic")
+@pytest.mark.parametrize(
+    ("driver", "linux", "module", "what"),
+    [
+        (CLOSED.format("535.104.05"), "5.4.0-150", "nvidia_peermem", "nvidia-peermem is loaded (driver 535.104.05)"),
+        (CLOSED.format("535.104.05"), "5.4.0-150", "nv_peer_mem", "nvidia-peermem is loaded (driver 535.104.05)"),
+        (OPEN.format("580.95.05"), "6.8.0-79", "", "dma-buf (open kernel modules 580.95.05, Linux 6.8.0-79)"),
+    ],
+)
+def test_rdma_devices_read_gpus_by_a_module_or_by_dma_buf(
+    driver: str, linux: str, module: str, what: str, tmp_path: Path
+) -> None:
+    kernel(tmp_path, driver, linux)
     (tmp_path / "sys/module" / module).mkdir(parents=True)
     found = check_gpu_direct(tmp_path)
     assert found.level is Level.OK
-    assert found.what.startswith("nvidia-peermem is loaded (driver 535.104.05)")
-
-
-def test_open_modules_and_a_recent_kernel_do_it_by_dma_buf(tmp_path: Path) -> None:
-    kernel(tmp_path, OPEN.format("580.95.05"), "6.8.0-79-generic")
-    found = check_gpu_direct(tmp_path)
-    assert found.level is Level.OK
-    assert found.what.startswith("dma-buf (open kernel modules 580.95.05, Linux 6.8.0-79-generic)")
+    assert found.what.startswith(what)
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,16 @@ def verbs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_machine_without_rdma_is_told_what_carries_its_kv(tmp_path: Path, verbs: Path) -> None:
+def test_an_rdma_port_that_is_active_is_named_with_its_rate(tmp_path: Path, verbs: Path) -> None:
     found = link_checks.check_rdma(tmp_path / "not there", verbs)
     assert found.level is Level.OK
     assert "over TCP" in found.what
-
-
-def test_an_rdma_port_that_is_active_is_named_with_its_rate(tmp_path: Path, verbs: Path) -> None:
     device(tmp_path / "sys", "mlx5_0", "4: ACTIVE", "1: DOWN")
     found = link_checks.check_rdma(tmp_path / "sys", verbs)
     assert (found.level, found.what) == (Level.OK, "mlx5_0:1 InfiniBand 400 Gb/sec active")
+    found = link_checks.check_rdma(tmp_path / "sys", tmp_path / "none")
+    assert found.level is Level.WARN, "a container does not have it"
+    assert "--device /dev/infiniband" in found.advice
 
 
 def test_rdma_ports_that_are_all_down_are_worth_a_warning(tmp_path: Path, verbs: Path) -> None:
@@ -53,13 +53,6 @@ def test_rdma_ports_that_are_all_down_are_worth_a_warning(tmp_path: Path, verbs:
     assert found.level is Level.WARN
     assert found.what == "no port is active: mlx5_0:1 InfiniBand 400 Gb/sec down, mlx5_1:1 InfiniBand 400 Gb/sec init"
     assert "ibstat" in found.advice
-
-
-def test_rdma_that_a_container_does_not_have_is_worth_a_warning(tmp_path: Path) -> None:
-    device(tmp_path / "sys", "mlx5_0", "4: ACTIVE")
-    found = link_checks.check_rdma(tmp_path / "sys", tmp_path / "dev")
-    assert found.level is Level.WARN
-    assert "--device /dev/infiniband" in found.advice
 
 
 @pytest.mark.parametrize(
@@ -112,39 +105,29 @@ def test_a_clock_that_nothing_keeps_in_time_is_worth_a_warning() -> None:
     assert "chrony" in lost.advice
     drifting = link_checks.check_clock(is_kept=True, error_us=1_500_000)
     assert (drifting.level, drifting.what) == (Level.WARN, "this machine's clock may be wrong by 1.5 s")
-
-
-def test_the_kernel_says_how_its_clock_is() -> None:
     is_kept, error_us = link_checks.kernel_clock()
     assert isinstance(is_kept, bool)
     assert error_us >= 0
 
 
 @pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield listening
+def open_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
 
 
-def free_port() -> int:
-    with socket.socket() as once:
-        once.bind(("127.0.0.1", 0))
-        return once.getsockname()[1]
-
-
-def test_a_machine_is_reached_where_it_accepts_and_where_it_refuses(listener: socket.socket) -> None:
-    ports = [listener.getsockname()[1], free_port()]
-    found = link_checks.check_reach("127.0.0.1", ports)
+def test_a_machine_is_reached_where_it_accepts_and_where_it_refuses(open_port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        free_port = once.getsockname()[1]
+    found = link_checks.check_reach("127.0.0.1", [open_port, free_port])
     assert found.level is Level.OK
-    assert str(ports[0]) in found.what
+    assert str(open_port) in found.what
+    assert link_checks.check_reach("no-such-host.invalid", [1]).level is Level.FAIL
 
 
 def test_ports_that_are_not_answered_are_named_with_what_to_open(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    open_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached = listener.getsockname()[1]
     connect = socket.create_connection
 
     def behind_a_firewall(address: tuple[str, int], within_s: float) -> socket.socket:
@@ -155,24 +138,17 @@ def test_ports_that_are_not_answered_are_named_with_what_to_open(
         return connect(address, within_s)
 
     monkeypatch.setattr(socket, "create_connection", behind_a_firewall)
-    found = link_checks.check_reach("127.0.0.1", [6379, 8076, reached])
+    found = link_checks.check_reach("127.0.0.1", [6379, 8076, open_port])
     assert found.level is Level.FAIL
     assert found.what == "not reached on some TCP ports: 6379 (no answer), 8076 (No route to host)"
     assert "tandem.nft" in found.advice
     assert "any port" in link_checks.check_reach("127.0.0.1", [6379]).what
 
 
-def test_a_name_that_does_not_resolve_fails() -> None:
-    assert link_checks.check_reach("no-such-host.invalid", [1]).level is Level.FAIL
-
-
-def test_ports_are_probed_where_the_system_takes_them_from(tmp_path: Path) -> None:
+def test_ports_are_probed_where_the_system_takes_them_from_on_each_machine_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "range").write_text("40000\t50000\n")
     assert link_checks.probed_ports(tmp_path / "range") == [6379, 8076, 40000, 45000, 50000]
     assert link_checks.probed_ports(tmp_path / "missing")[2:] == [32768, 46883, 60999]
-
-
-def test_each_machine_that_is_named_is_a_check_of_its_own() -> None:
     checks = link_checks.link_checks(["10.0.0.2", "10.0.0.3"], PoolsConfig())
     assert {"rdma", "memlock", "clock", "to 10.0.0.2", "to 10.0.0.3"} <= checks.keys()
 

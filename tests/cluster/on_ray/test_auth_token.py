@@ -53,22 +53,17 @@ def test_one_that_others_can_read_is_tightened_and_named(tmp_path: Path, caplog:
     assert not caplog.text
 
 
-def test_a_user_without_a_home_has_none(
+def test_a_user_without_a_home_has_none_and_one_that_the_environment_names_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    keep_private(file)
-
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    (tmp_path / "file").touch()
+    keep_private(tmp_path / "file")
     monkeypatch.setattr(Path, "home", homeless)
     keep_private()
     assert not caplog.text
-
-
-def test_a_token_that_the_environment_names_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     make_private_token(tmp_path)
     assert not (tmp_path / ".ray").exists()

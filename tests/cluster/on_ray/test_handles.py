@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -47,12 +48,17 @@ class FarActor:
         return type("Method", (), {"remote": staticmethod(self._remote(name, result))})
 
 
+@pytest.fixture
+def asks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
+
+
+@pytest.mark.usefixtures("asks_again_at_once")
 def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ending it for that would end all that serves on a machine when the controller restarts while the network to it is broken."""
     actor, killed = FarActor(), []
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
-    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
 
     async def adopt() -> None:
         def create() -> Any:
@@ -68,12 +74,19 @@ def test_a_process_that_cannot_be_reached_is_asked_again_and_adopted(monkeypatch
     assert actor.calls.count("configuration") == actor.calls.count("start") == 3
 
 
-def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_actor(name: str, namespace: str) -> Any:
-        raise ValueError("no such actor")
+def no_such_actor(name: str, namespace: str) -> Any:
+    raise ValueError("no such actor")
 
-    monkeypatch.setattr(ray, "get_actor", get_actor)
-    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
+
+@pytest.fixture
+def gives_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ADOPT_S", "_NAME_S"):
+        monkeypatch.setattr(handles, name, 0.0)
+
+
+@pytest.mark.usefixtures("asks_again_at_once")
+def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_actor", no_such_actor)
     said: list[str] = []
 
     async def start() -> None:
@@ -84,34 +97,28 @@ def test_a_process_that_has_imported_nothing_yet_is_said_to_start(monkeypatch: p
     assert said == ["starting its process"]
 
 
+@pytest.mark.usefixtures("asks_again_at_once")
 def test_an_end_is_asked_for_again_until_the_control_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its owner forgets the process then. If it lived on, it would keep its place, and no controller would know it."""
-    actor, killed = FarActor(), []
+    """Its owner forgets the process then. If it lived on, it would keep its place, and no controller would know it. Who ends a
+    whole deployment is told that Ray does not answer."""
+    actor, killed, refusals = FarActor(), [], iter([True, True])
 
     def kill(actor: FarActor, no_restart: bool) -> None:
-        actor.calls.append("kill")
-        if len(actor.calls) < 3:
+        if next(refusals, False):
             raise GetTimeoutError("the control store did not answer")
         killed.append(actor)
 
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
     monkeypatch.setattr(ray, "kill", kill)
-    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
     asyncio.run(handles.end_actor("decode-0", "tandem"))
     assert killed == [actor]
-
-
-def test_who_ends_a_whole_deployment_is_told_that_ray_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kill(actor: FarActor, no_restart: bool) -> None:
-        raise GetTimeoutError("the control store did not answer")
-
-    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: FarActor())
-    monkeypatch.setattr(ray, "kill", kill)
+    refusals = itertools.repeat(True)
     monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.001)
     with pytest.raises(Unavailable, match="did not end the process decode-0 within"):
         asyncio.run(handles.end_actor("decode-0", "tandem", 0.05))
 
 
+@pytest.mark.usefixtures("asks_again_at_once")
 def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks there would go on to hold their places and their memory."""
     removed, asked = list[str](), list[int]()
@@ -126,17 +133,14 @@ def test_a_node_that_is_ended_by_its_name_leaves_nothing_on_its_other_machines(m
             raise GetTimeoutError("the control store did not answer")
         return groups
 
-    def there_is_none(name: str, namespace: str) -> object:
-        raise ValueError(name)
-
-    monkeypatch.setattr(ray, "get_actor", there_is_none)
+    monkeypatch.setattr(ray, "get_actor", no_such_actor)
     monkeypatch.setattr(spread, "placement_group_table", table)
     monkeypatch.setattr(spread, "remove_placement_group", lambda group: removed.append(group.id.hex()))
-    monkeypatch.setattr(handles, "_REACH_AGAIN_S", 0.0)
     asyncio.run(RayLauncher(1.0, namespace="tandem").end("decode-0"))
     assert [groups[each]["name"] for each in removed] == ["tandem:decode-0"]
 
 
+@pytest.mark.usefixtures("gives_up_at_once")
 def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray registers it when its control store is back, whether or not that is waited for."""
     actor, killed, begun, is_back = FarActor(), [], threading.Event(), threading.Event()
@@ -146,13 +150,8 @@ def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: p
         assert is_back.wait(10.0)
         return actor
 
-    def get_actor(name: str, namespace: str) -> Any:
-        raise ValueError("no such actor")
-
-    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "get_actor", no_such_actor)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
-    monkeypatch.setattr(handles, "_ADOPT_S", 0.0)
-    monkeypatch.setattr(handles, "_NAME_S", 0.0)
 
     async def stop() -> None:
         router = RayRouter("router", "tandem", lambda running: True, create, latest, 0.1)
@@ -167,12 +166,10 @@ def test_what_is_being_created_when_its_end_is_asked_for_is_ended(monkeypatch: p
     assert killed == [actor]
 
 
+@pytest.mark.usefixtures("gives_up_at_once")
 def test_who_was_replaced_while_it_looked_for_a_process_creates_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have waited for minutes, and the deployment may have ended."""
     asked, created = asyncio.Event(), list[FarActor]()
-
-    def get_actor(name: str, namespace: str) -> Any:
-        raise ValueError("no such actor")
 
     async def replaced() -> None:
         asked.set()
@@ -182,9 +179,7 @@ def test_who_was_replaced_while_it_looked_for_a_process_creates_none(monkeypatch
         created.append(FarActor())
         return created[0]
 
-    monkeypatch.setattr(ray, "get_actor", get_actor)
-    monkeypatch.setattr(handles, "_ADOPT_S", 0.0)
-    monkeypatch.setattr(handles, "_NAME_S", 0.0)
+    monkeypatch.setattr(ray, "get_actor", no_such_actor)
 
     async def stop() -> None:
         router = RayRouter("router", "tandem", lambda running: True, create, replaced, 0.1)

@@ -18,15 +18,9 @@ from tandem.wire.nodes import NodeInfo, Role
 from tests.cluster.pools.helpers import PATIENCE_S
 
 INFO = NodeInfo(
-    node_id="decode-0",
-    role=Role.DECODE,
-    epoch=7,
-    request_endpoint="tcp://h:1",
-    peer_endpoint="",
-    model="tiny",
-    max_model_len=10,
-    block_size=16,
-)
+    node_id="decode-0", role=Role.DECODE, epoch=7, request_endpoint="tcp://h:1", peer_endpoint="", model="tiny",
+    max_model_len=10, block_size=16,
+)  # fmt: skip
 
 
 class FakeNode:
@@ -101,14 +95,10 @@ def _same_threads_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_the_node_gets_the_configuration_that_was_sent(host: tuple[NodeHost, FakeNode]) -> None:
-    _, node = host
-    assert node.config.node_id == "decode-0"
-    assert os.environ["OMP_NUM_THREADS"] == "3"
-
-
 def test_start_answers_with_the_node_and_progress_can_be_followed(host: tuple[NodeHost, FakeNode]) -> None:
     hosted, node = host
+    assert node.config.node_id == "decode-0"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
     answers: list[bytes] = []
     thread = threading.Thread(target=lambda: answers.append(hosted.start()))
     thread.start()
@@ -208,28 +198,22 @@ def test_who_asks_again_whether_it_has_started_gets_the_same_answer(host: tuple[
     assert msgspec.msgpack.decode(hosted.configuration(), type=NodeConfig) == node.config
 
 
-def as_prefill() -> bytes:
-    return msgspec.msgpack.encode(NodeConfig(node_id="decode-0", role=Role.PREFILL))
-
-
-def test_a_node_becomes_another_with_the_weights_that_it_has(host: tuple[NodeHost, FakeNode]) -> None:
+def test_a_node_becomes_another_with_the_weights_that_it_has_unless_it_has_work(
+    host: tuple[NodeHost, FakeNode],
+) -> None:
     hosted, node = host
     node.may_go_on.set()
     hosted.start()
-    info = msgspec.msgpack.decode(hosted.change_role(as_prefill()), type=NodeInfo)
+    as_prefill = msgspec.msgpack.encode(NodeConfig(node_id="decode-0", role=Role.PREFILL))
+    node.is_at_rest = False
+    with pytest.raises(Unavailable, match="still has work"):
+        hosted.change_role(as_prefill)
+    assert not node.stopped
+    node.is_at_rest = True
+    info = msgspec.msgpack.decode(hosted.change_role(as_prefill), type=NodeInfo)
     assert (info.node_id, info.role, info.epoch) == ("decode-0", Role.PREFILL, INFO.epoch + 1)
     assert node.stopped, "there are never two"
     assert msgspec.msgpack.decode(hosted.start(), type=NodeInfo) == info, "that is what it is from now on"
-
-
-def test_a_node_with_work_keeps_its_role(host: tuple[NodeHost, FakeNode]) -> None:
-    hosted, node = host
-    node.may_go_on.set()
-    hosted.start()
-    node.is_at_rest = False
-    with pytest.raises(Unavailable, match="still has work"):
-        hosted.change_role(as_prefill())
-    assert not node.stopped
 
 
 @pytest.mark.slow

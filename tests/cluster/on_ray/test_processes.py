@@ -35,17 +35,10 @@ def test_a_stopped_process_wakes_by_itself(sleeper: subprocess.Popen[bytes]) -> 
     until(lambda: state_of(sleeper) == "S")
 
 
-def test_a_killed_process_ends(sleeper: subprocess.Popen[bytes]) -> None:
-    assert hit(sleeper.pid, started_at(sleeper.pid), signal.SIGKILL, None)
-    assert sleeper.wait(10) == -signal.SIGKILL
-
-
-def test_another_process_with_the_number_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
-    assert not hit(sleeper.pid, started_at(sleeper.pid) - 1, signal.SIGKILL, None)
+def test_a_killed_process_ends_and_another_one_with_its_number_is_left_alone(sleeper: subprocess.Popen[bytes]) -> None:
+    started = started_at(sleeper.pid)
+    assert not hit(sleeper.pid, started - 1, signal.SIGKILL, None)
     assert sleeper.poll() is None
-
-
-def test_one_that_has_ended_is_said_to_be_gone() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    assert not hit(process.pid, 1, signal.SIGKILL, None)
+    assert hit(sleeper.pid, started, signal.SIGKILL, None)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert not hit(sleeper.pid, started, signal.SIGKILL, None), "it is gone"

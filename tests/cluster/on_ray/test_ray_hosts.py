@@ -99,14 +99,9 @@ async def test_ray_nodes_that_offer_a_role_are_hosts_with_places() -> None:
     assert world.asked.count("head") == 0, "nothing runs there that would have to know its cores"
 
 
-async def test_a_place_without_what_a_node_needs_is_none() -> None:
-    world = World(DECODE, PREFILL)
-    hosts = {host.name: host for host in await world.hosts(decode={"GPU": 4}, prefill={"GPU": 1}).present()}
-    assert hosts["d"].slots == {Role.DECODE: 1}
-    assert "p" not in hosts
-
-
 async def test_labels_choose_the_machines_of_a_pool_and_its_autoscaler_hears_of_them() -> None:
+    needy = World(DECODE, PREFILL).hosts(decode={"GPU": 4}, prefill={"GPU": 1})
+    assert {host.name: host.slots for host in await needy.present()} == {"d": {Role.DECODE: 1}}
     near = ray_node("near", "10.0.0.4", labels={"zone": "a"}, decode=1.0, prefill=1.0)
     far = ray_node("far", "10.0.0.5", labels={"zone": "b"}, decode=1.0, prefill=1.0)
     world = World(near, far)
@@ -191,6 +186,9 @@ async def test_a_machine_that_comes_or_goes_is_noticed() -> None:
 async def test_the_autoscaler_is_asked_for_what_is_needed_in_all_and_only_when_that_changes() -> None:
     world = World()
     hosts = world.hosts(decode={"GPU": 1})
+    world.refuses = True
+    await hosts.want({Role.PREFILL: 1, Role.DECODE: 2})
+    world.refuses = False
     for _ in range(2):
         await hosts.want({Role.PREFILL: 1, Role.DECODE: 2})
     await hosts.want({})
@@ -198,21 +196,11 @@ async def test_the_autoscaler_is_asked_for_what_is_needed_in_all_and_only_when_t
     assert world.requested == [[{"prefill": 1.0}, needs, needs], []]
 
 
-async def test_what_the_autoscaler_did_not_hear_is_said_again() -> None:
-    world = World()
-    hosts = world.hosts()
-    world.refuses = True
-    await hosts.want({Role.PREFILL: 1})
-    world.refuses = False
-    await hosts.want({Role.PREFILL: 1})
-    assert world.requested == [[{"prefill": 1.0}]]
-
-
 def their_node(host: str, *cores: int) -> NodePlacement:
     return NodePlacement(host, "10.0.0.3", Role.DECODE, cores, "cpu", 0.5)
 
 
-async def test_places_and_cores_of_other_deployments_are_not_offered() -> None:
+async def test_places_and_cores_of_other_deployments_are_not_offered_and_the_autoscaler_is_asked_for_all() -> None:
     world = World(PREFILL, DECODE)
     neighbour = OneNeighbour(their_node("d", 0))
     hosts = world.hosts(neighbour)
@@ -224,12 +212,6 @@ async def test_places_and_cores_of_other_deployments_are_not_offered() -> None:
     neighbour.nodes = [their_node("d", 0, 1)]
     found = {host.name: host for host in await hosts.present()}
     assert found["d"].cores == (0, 1), "where each core has a node they are shared"
-
-
-async def test_the_autoscaler_is_asked_for_what_all_deployments_need() -> None:
-    world = World(DECODE)
-    neighbour = OneNeighbour(their_node("d"))
-    hosts = world.hosts(neighbour)
     await hosts.want({Role.PREFILL: 1})
     neighbour.nodes = []
     await hosts.want({Role.PREFILL: 1})

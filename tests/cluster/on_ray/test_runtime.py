@@ -73,9 +73,9 @@ def test_a_ray_that_listens_on_loopback_alone_is_told_from_a_head_that_is_named_
         assert not runtime.listens_on_loopback_only(f"127.0.0.1:{head.getsockname()[1]}")
 
 
-@pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head:6379", "", "127.0.0.1:x"])
-def test_other_addresses_are_of_clusters(address: str) -> None:
-    assert not runtime.listens_on_loopback_only(address)
+def test_other_addresses_are_of_clusters() -> None:
+    for address in ("auto", "10.0.0.1:6379", "head:6379", "", "127.0.0.1:x"):
+        assert not runtime.listens_on_loopback_only(address)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import hashlib
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,7 +17,7 @@ from tandem.base.errors import NodeLost, TandemError, Unavailable
 from tandem.base.logs import LogPage, LogPosition, RecentLines
 from tandem.base.progress import Report
 from tandem.cluster.config import DEFAULT_MODEL, ClusterTimeouts, PoolConfig, PoolsConfig, TandemConfig
-from tandem.cluster.launcher import Confirm, Host, LogSource, Needs, Offer, StateStore, TakenPlace
+from tandem.cluster.launcher import Confirm, Host, LogSource, Needs, Offer, TakenPlace
 from tandem.cluster.pools.controller import Controller
 from tandem.cluster.pools.room import places, places_left
 from tandem.cluster.tasks import Clock
@@ -32,16 +32,12 @@ from tests.loops import PATIENCE_S as PATIENCE_S
 from tests.loops import in_loop as in_loop
 
 TIMEOUTS = ClusterTimeouts(
-    start_s=100.0,
-    heartbeat_s=1.0,
-    silence_s=3.0,
-    unresponsive_s=10.0,
-    step_s=50.0,
-    restart_backoff_s=1.0,
-    restart_backoff_max_s=8.0,
-    stop_s=5.0,
-    nodes=NodeTimeouts(drain_s=30.0),
-)
+    start_s=100.0, heartbeat_s=1.0, silence_s=3.0, unresponsive_s=10.0, step_s=50.0, restart_backoff_s=1.0,
+    restart_backoff_max_s=8.0, stop_s=5.0, nodes=NodeTimeouts(drain_s=30.0),
+)  # fmt: skip
+
+
+T = TypeVar("T")
 
 
 async def settle() -> None:
@@ -165,16 +161,10 @@ def content_of(path: str) -> str:
 
 def node_info(config: NodeConfig, epoch: int) -> NodeInfo:
     return NodeInfo(
-        node_id=config.node_id,
-        role=config.role,
-        epoch=epoch,
-        request_endpoint=endpoint_of(config.node_id, epoch),
-        peer_endpoint="",
-        model="fake",
-        max_model_len=100,
-        block_size=16,
+        node_id=config.node_id, role=config.role, epoch=epoch, request_endpoint=endpoint_of(config.node_id, epoch),
+        peer_endpoint="", model="fake", max_model_len=100, block_size=16,
         content=content_of(config.engine.model.path),
-    )
+    )  # fmt: skip
 
 
 class FakeNode(FakeProcess):
@@ -264,24 +254,12 @@ class FakeNode(FakeProcess):
     async def status(self) -> NodeStatus:
         await self._answer()
         return NodeStatus(
-            node_id=self.info.node_id,
-            role=self.info.role,
-            epoch=self.epoch_in_status,
-            state=self.state,
-            free_blocks=self.free_blocks,
-            total_blocks=100,
-            running=0,
-            waiting=0,
-            waiting_tokens=0,
-            transfers=0,
-            held_blocks=0,
-            step_age_s=self.step_age_s,
-            counters=NodeCounters(
-                requests_finished=self.finished, client_errors=self.client_errors, wrong_kv=self.wrong_kv
-            ),
-            detail="out of luck" if self.state is NodeState.FAILED else "",
-            sick=self.sick,
-        )
+            node_id=self.info.node_id, role=self.info.role, epoch=self.epoch_in_status, state=self.state,
+            free_blocks=self.free_blocks, total_blocks=100, running=0, waiting=0, waiting_tokens=0, transfers=0,
+            held_blocks=0, step_age_s=self.step_age_s,
+            counters=NodeCounters(requests_finished=self.finished, client_errors=self.client_errors, wrong_kv=self.wrong_kv),
+            detail="out of luck" if self.state is NodeState.FAILED else "", sick=self.sick,
+        )  # fmt: skip
 
 
 class FakeRouter(FakeProcess):
@@ -540,7 +518,7 @@ class Rig:
         self.clock = FakeClock()
         self.events = RecordedEvents()
         self.hosts = hosts or FakeHosts(one_machine())
-        self.store: StateStore = MemoryStore()
+        self.store = MemoryStore()
         self.commit = ""
         config = config or TandemConfig(router=RouterConfig(tokenizer_path="model", model_name="fake"))
         self.config = msgspec.structs.replace(config, pools=pools or pools_of(nodes), timeouts=timeouts)
@@ -555,18 +533,45 @@ class Rig:
         model = msgspec.structs.replace(config.model, path=f"org/model@{commit}")
         return (msgspec.structs.replace(config, model=model) if commit else config), commit
 
+    async def during(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """What `work` returns, which goes on while this much time passes."""
+        task = asyncio.create_task(work)
+        await self.clock.advance(seconds)
+        return await task
+
+    async def start(self, seconds: float = 0.0) -> None:
+        await self.during(self.controller.start(), seconds)
+
     async def kill_controller(self) -> None:
         """Ends the controller as its process's death does: its tasks end, and the processes that it launched go on."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.hosts.forget_waiters()
         self.controller = self.new_controller()
 
-    async def next_controller(self) -> None:
+    async def next_controller(self, seconds: float = 0.0) -> None:
         """Another controller takes over from one that was killed."""
         await self.kill_controller()
-        await self.controller.start()
+        await self.start(seconds)
+
+    def hold(self, *names: str) -> None:
+        """Processes of these names start when the test lets them."""
+        for name in names:
+            self.launcher.prepare[name] = lambda process, _: setattr(process, "starts_at_once", False)
+
+    def refuse(self, name: str, error: TandemError, times: int = 1000) -> None:
+        """The first processes of this name do not start."""
+        self.launcher.prepare[name] = lambda process, earlier: setattr(
+            process, "start_error", error if earlier < times else None
+        )
+
+    def node(self, node_id: str) -> FakeNode:
+        return self.launcher.node(node_id)
+
+    async def decided(self) -> list[str]:
+        return [decision.text for decision in (await self.controller.view()).decisions]
 
     async def __aenter__(self) -> Rig:
         return self

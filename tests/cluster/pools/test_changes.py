@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from tandem.cluster.config import PoolConfig, PoolsConfig, RolloutConfig, TandemConfig
 from tandem.cluster.pools.changes import applied, difference
@@ -45,39 +48,33 @@ def test_each_setting_is_read_by_nodes_or_applied_at_once_or_refused() -> None:
     assert (left.sizes, left.nodes, left.routers, left.at_once) == ({}, [], [], [])
 
 
-def test_nodes_are_replaced_for_a_pools_environment_whose_values_are_not_told() -> None:
-    running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "tcp"})))
-    wanted = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, env={"UCX_TLS": "rc", "max": "min"})))
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ({"env": {"UCX_TLS": "tcp"}}, {"env": {"UCX_TLS": "rc", "max": "min"}}, ["env.UCX_TLS", "env.max"]),
+        ({}, {"engine_args": {"enforce_eager": True}}, ["engine_args.enforce_eager"]),
+        (
+            {"cache": {"block_size": 16}},
+            {"cache": {"block_size": 32}, "scheduler": {"max_num_seqs": 4}},
+            ["cache.block_size", "scheduler.max_num_seqs"],
+        ),
+    ],
+)
+def test_nodes_are_replaced_for_what_their_pool_sets_for_itself_and_its_values_are_not_told(
+    before: dict[str, Any], after: dict[str, Any], named: list[str]
+) -> None:
+    running, wanted = (replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, **own))) for own in (before, after))
     found = difference(running, wanted)
-    assert found.nodes == ["pools.decode.env.UCX_TLS", "pools.decode.env.max"]
+    assert found.nodes == [f"pools.decode.{name}" for name in named]
     assert (found.at_once, found.refused) == ([], [])
-    assert applied(running, wanted).pools.decode.env == {"UCX_TLS": "rc", "max": "min"}
+    assert applied(running, wanted).pools.decode == wanted.pools.decode
 
 
-def test_nodes_are_replaced_for_the_arguments_of_their_pools_engine() -> None:
-    wanted = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, engine_args={"enforce_eager": True})))
-    found = difference(CONFIG, wanted)
-    assert (found.nodes, found.refused) == (["pools.decode.engine_args.enforce_eager"], [])
-
-
-def test_nodes_are_replaced_for_what_their_pool_sets_for_itself() -> None:
-    running = replace(CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, cache={"block_size": 16})))
-    wanted = replace(
-        CONFIG, pools=PoolsConfig(decode=PoolConfig(nodes=1, cache={"block_size": 32}, scheduler={"max_num_seqs": 4}))
-    )
-    found = difference(running, wanted)
-    assert found.nodes == ["pools.decode.cache.block_size", "pools.decode.scheduler.max_num_seqs"]
-    assert (found.at_once, found.refused) == ([], [])
-
-
-def test_an_address_that_routers_were_told_is_no_difference() -> None:
+def test_a_deployment_keeps_its_name_and_the_address_that_its_routers_were_told() -> None:
     told = replace(CONFIG, router=replace(CONFIG.router, inbox_host="10.0.0.1"))
     assert not difference(told, CONFIG).refused
     assert difference(CONFIG, told).routers == ["router.inbox_host"]
     assert applied(told, CONFIG).router.inbox_host == "10.0.0.1"
-
-
-def test_a_deployment_keeps_its_name() -> None:
     named = replace(CONFIG, name="chat")
     assert not difference(named, CONFIG).refused, "a router that is asked knows whose it is"
     assert difference(named, replace(CONFIG, name="code")).refused == ["name"]

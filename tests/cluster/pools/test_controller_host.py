@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
@@ -161,6 +162,10 @@ class Rig:
         kept = await self.endings.load()
         return decode(kept, type=ClusterEnd) if kept else None
 
+    async def recorded(self) -> str | None:
+        ending = await self.ending()
+        return ending.why if ending else None
+
     async def revive(self) -> None:
         """It lives."""
 
@@ -175,6 +180,14 @@ class Rig:
         assert self.made.stopped
         await self.clock.advance(60.0)
         assert self.ended.is_set()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Rig]:
+    async with Rig() as rig:
+        rig.made.may_start.set()
+        await rig.follower.until_serving()
+        yield rig
 
 
 async def test_who_follows_sees_what_happens_until_it_serves() -> None:
@@ -214,9 +227,7 @@ async def test_a_cluster_that_answers_after_all_serves() -> None:
 
 
 async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends_and_the_cluster_goes_on() -> None:
-    async with Rig() as rig:
-        rig.made.may_start.set()
-        await rig.follower.until_serving()
+    async with serving() as rig:
         over = asyncio.create_task(rig.follower.until_over())
         rig.made.failure.set_result("supervise decode-0 died")
         await rig.restarted.wait()
@@ -228,17 +239,13 @@ async def test_a_controller_that_can_do_nothing_any_more_says_so_and_ends_and_th
 
 
 async def test_an_end_is_recorded_before_anything_is_ended_and_told_to_who_follows() -> None:
-    async with Rig() as rig:
-        rig.made.may_start.set()
-        await rig.follower.until_serving()
+    async with serving() as rig:
         over = asyncio.create_task(rig.follower.until_over())
         await settle()
         rig.made.may_stop.clear()
         ending = asyncio.create_task(rig.host.end("`tandem down`"))
         await settle()
-        recorded = await rig.ending()
-        assert recorded is not None
-        assert recorded.why == "`tandem down`"
+        assert await rig.recorded() == "`tandem down`"
         assert not rig.made.stopped
         assert not over.done(), "it is not over while it is being ended"
         rig.made.may_stop.set()
@@ -259,15 +266,11 @@ async def test_a_controller_whose_down_was_interrupted_ends_by_itself() -> None:
 
 
 async def test_a_deployment_ends_with_the_command_that_it_belongs_to() -> None:
-    async with Rig() as rig:
-        rig.made.may_start.set()
-        await rig.follower.until_serving()
+    async with serving() as rig:
         rig.owner.set_result("the command has ended")
         await rig.ended.wait()
         assert rig.made.stopped
-        recorded = await rig.ending()
-        assert recorded is not None
-        assert recorded.why == "the command has ended"
+        assert await rig.recorded() == "the command has ended"
 
 
 async def test_a_controller_that_finds_a_recorded_end_carries_it_out_and_starts_nothing() -> None:
@@ -348,33 +351,20 @@ async def test_the_same_configuration_again_changes_nothing_and_other_sizes_are_
         assert await configure(rig, TandemConfig()) == ConfigChange([], [])
         more = TandemConfig(pools=PoolsConfig(decode=PoolConfig(nodes=2)))
         assert await configure(rig, more) == ConfigChange(["decode: 2"], [])
-        assert await configure(rig, more) == ConfigChange([], [])
-
-
-async def test_what_somebody_scaled_stays_when_the_same_configuration_is_given_again() -> None:
-    async with Rig() as rig:
         await ordered(rig, ScaleOrder({Role.DECODE: 3}))
-        assert await configure(rig, TandemConfig()) == ConfigChange([], [])
-        assert rig.made.control.sizes[Role.DECODE] == 3
+        assert await configure(rig, more) == ConfigChange([], [])
+        assert rig.made.control.sizes[Role.DECODE] == 3, "what somebody scaled stays"
 
 
 async def test_what_cannot_be_applied_is_named_without_its_value() -> None:
     async with Rig() as rig:
         config = TandemConfig()
-        other = replace(
-            config,
-            name="another",
-            model=replace(config.model, path="another"),
-            router=replace(config.router, api_keys_file="/secret/file", port=9),
-        )
-        change = await configure(rig, other)
+        router = replace(config.router, api_keys_file="/secret/file", port=9)
+        model = replace(config.model, path="another")
+        change = await configure(rig, replace(config, name="another", model=model, router=router))
         assert change.applied == []
-        assert [line.split()[0] for line in change.refused] == [
-            "model.path",
-            "name",
-            "router.api_keys_file",
-            "router.port",
-        ]
+        names = [line.split()[0] for line in change.refused]
+        assert names == ["model.path", "name", "router.api_keys_file", "router.port"]
         assert ["tandem apply" in line for line in change.refused] == [True, False, True, True]
         assert "tandem down" in change.refused[1]
         assert all("secret" not in line for line in change.refused)

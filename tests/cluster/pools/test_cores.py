@@ -31,14 +31,11 @@ def test_hosts_of_one_machine_divide_its_cores(
     assert list(share_cores({name: MachineFacts("a", cores) for name in hosts}, {}).values()) == shares
 
 
-def test_one_that_comes_later_takes_what_is_used_least() -> None:
+def test_one_that_comes_later_takes_what_is_used_least_and_no_more_than_its_quota_has_time_for() -> None:
     found = {name: MachineFacts("a", (0, 1, 2, 3)) for name in "pd"}
     given_ = share_cores(found, {})
     later = share_cores(found | {"x": MachineFacts("a", (0, 1, 2, 3))}, given_ | {"gone": (0, 1)})
     assert later == given_ | {"x": (0,)}
-
-
-def test_a_container_computes_on_no_more_cores_than_its_quota_has_time_for() -> None:
     pods = {"p": MachineFacts("a", tuple(range(64)), quota=2), "d": MachineFacts("a", tuple(range(64)), quota=4)}
     assert share_cores(pods, {}) == {"p": (0, 1), "d": (2, 3, 4, 5)}
     tight = {name: MachineFacts("a", (0, 1, 2), quota=2) for name in "pd"}

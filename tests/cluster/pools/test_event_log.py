@@ -37,25 +37,11 @@ async def test_who_waits_is_woken_by_what_is_new_and_else_by_the_time() -> None:
     log.ready("router", "http://r")
     await waiting
     await log.wait_after(0, 60)  # something newer is there already
-
-
-async def test_who_followed_an_earlier_controller_sees_all_of_this_one() -> None:
-    log = EventLog(RecordedEvents())
-    log.ready("router", "http://r")
     await log.wait_after(99, 60)
-    assert [one.number for one in log.after(99)] == [1]
+    assert [one.number for one in log.after(99)] == [1], "who followed an earlier controller sees all of this one"
 
 
-async def test_old_events_are_forgotten_and_the_log_stays_small() -> None:
-    log = EventLog(RecordedEvents())
-    for number in range(2 * KEPT):
-        log.trouble("decode-0", str(number))
-    kept = log.after(0)
-    assert len(kept) == KEPT
-    assert kept[-1].number == 2 * KEPT
-
-
-async def test_replaying_says_what_was_said_there() -> None:
+async def test_old_events_are_forgotten_and_replaying_says_what_was_said_there() -> None:
     there, here = RecordedEvents(), RecordedEvents()
     log = EventLog(there)
     log.progress("router", "loading", 0.5)
@@ -64,3 +50,7 @@ async def test_replaying_says_what_was_said_there() -> None:
     log.gave_up("prefill-0", "no model")
     replay(log.after(0), here)
     assert here.happened == there.happened
+    for number in range(2 * KEPT):
+        log.trouble("decode-0", str(number))
+    kept = log.after(0)
+    assert (len(kept), kept[-1].number) == (KEPT, 2 * KEPT + 4)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from tandem.cluster.pools.supervisor import ProcessPhase
 from tandem.wire.nodes import Role
 from tests.cluster.pools.helpers import FakeProcess, Rig, settle, started
-from tests.cluster.pools.pools_rig import PD, phases
+from tests.cluster.pools.pools_rig import PD, PDD, phases
 
 
 def with_content(content: str, from_start: int = 0):  # type: ignore[no-untyped-def]
@@ -21,12 +19,9 @@ def with_content(content: str, from_start: int = 0):  # type: ignore[no-untyped-
 
 
 async def test_a_node_with_other_weights_is_left_out_and_the_rest_serves() -> None:
-    async with Rig(*PD, ("decode-1", Role.DECODE)) as rig:
+    async with Rig(*PDD) as rig:
         rig.launcher.prepare["decode-1"] = with_content("others")
-        start = asyncio.create_task(rig.controller.start())
-        await settle()
-        await rig.clock.advance(100)
-        await start
+        await rig.start(100)
         (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == ProcessPhase.LEFT_OUT]
         assert node.node_id == "decode-1"
         assert "its model is not the one that this cluster serves" in node.detail
@@ -39,9 +34,9 @@ async def test_where_the_same_bits_are_required_a_node_that_computes_otherwise_i
     async with Rig(*PD) as rig:
         rig.launcher.prepare["prefill-0"] = with_content("files+avx512")
         rig.launcher.prepare["decode-0"] = with_content("files+avx512")
-        await rig.controller.start()
+        await rig.start()
         rig.launcher.prepare["decode-0"] = with_content("files+avx2")
-        rig.launcher.node("decode-0").die()
+        rig.node("decode-0").die()
         await rig.clock.advance(100)
         (node,) = [n for n in (await rig.controller.view()).nodes if n.phase == ProcessPhase.LEFT_OUT]
         assert "model.exact is require: it computes by avx2, and they by avx512" in node.detail
@@ -49,24 +44,19 @@ async def test_where_the_same_bits_are_required_a_node_that_computes_otherwise_i
 
 
 async def test_a_node_that_comes_back_with_other_weights_stays_away() -> None:
-    """The model's folder has changed. The controller tries the node again, because it has worked before."""
-    async with Rig(*PD) as rig:
+    """The model's folder has changed. The controller tries the node again, because it has worked before. So does the next one."""
+    async with started(*PD) as rig:
         rig.launcher.prepare["decode-0"] = with_content("others", from_start=1)
-        rig.launcher.prepare["prefill-0"] = with_content("the weights")
-        await rig.controller.start()
-        rig.launcher.node("decode-0").die()
+        rig.node("decode-0").die()
         await rig.clock.advance(100)
         assert rig.routed == {"prefill-0"}
         assert (await phases(rig))["decode-0"] == ProcessPhase.LEFT_OUT
-
-
-async def test_the_next_controller_knows_the_content() -> None:
     async with started(*PD) as rig:
         await rig.kill_controller()
         rig.launcher.prepare["decode-0"] = with_content("others", from_start=1)
-        await rig.controller.start()
-        rig.launcher.node("decode-0").die()
-        rig.launcher.node("prefill-0").die()
+        await rig.start()
+        rig.node("decode-0").die()
+        rig.node("prefill-0").die()
         await rig.clock.advance(100)
         assert rig.routed == {"prefill-0"}
 
@@ -74,12 +64,12 @@ async def test_the_next_controller_knows_the_content() -> None:
 async def test_every_node_loads_the_commit_that_the_name_stood_for_at_the_start() -> None:
     async with Rig(*PD) as rig:
         rig.commit = "a" * 40
-        await rig.controller.start()
+        await rig.start()
         rig.commit = "b" * 40  # upstream pushes
         await rig.controller.scale({Role.DECODE: 2})
         await settle()
         await rig.next_controller()
-        rig.launcher.node("prefill-0").die()
+        rig.node("prefill-0").die()
         await rig.clock.advance(10)
         await rig.controller.scale({Role.DECODE: 3})
         await settle()

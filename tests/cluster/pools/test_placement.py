@@ -32,11 +32,8 @@ def config(
     prefill: int = 0, decode: int = 0, aggregated: int = 0, threads: dict[str, int] | None = None
 ) -> TandemConfig:
     counts = {"prefill": prefill, "decode": decode, "aggregated": aggregated}
-    return TandemConfig(
-        pools=PoolsConfig(
-            **{name: PoolConfig(nodes=count, threads=(threads or {}).get(name)) for name, count in counts.items()}
-        )
-    )
+    made = {name: PoolConfig(nodes=count, threads=(threads or {}).get(name)) for name, count in counts.items()}
+    return TandemConfig(pools=PoolsConfig(**made))
 
 
 def placed_on(asked: TandemConfig, machine: LocalMachine) -> dict[str, NodePlacement]:
@@ -50,15 +47,6 @@ def cores_of(nodes: list[NodeRecord]) -> dict[str, tuple[int, ...]]:
 
 def machine(cores: int, gpus: int = 0) -> LocalMachine:
     return LocalMachine(tuple(range(cores)), gpus)
-
-
-def test_the_nodes_of_a_container_share_what_its_quota_has_time_for() -> None:
-    container = LocalMachine(tuple(range(64)), quota=3)
-    assert cores_of(place_nodes(config(1, 1), container)) == {"prefill-0": (0, 1), "decode-0": (2,)}
-    with pytest.raises(ConfigurationError, match="this machine has 3"):
-        place_nodes(config(1, 1, threads={"decode": 3}), container)
-    with pytest.raises(ConfigurationError, match="too many for 3 cores"):
-        place_nodes(config(6, 7), container)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +66,16 @@ def test_cores_are_divided_and_who_reads_prompts_comes_first(
     assert list(cores_of(place_nodes(asked, machine(cores))).values()) == placed
 
 
-@pytest.mark.parametrize(
-    "asked", [config(1, 1, threads={"prefill": 3, "decode": 3}), config(1, 1, threads={"prefill": 4})]
-)
-def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers(asked: TandemConfig) -> None:
-    with pytest.raises(ConfigurationError, match=r"asks for \d cores.* this machine has 4"):
-        place_nodes(asked, machine(4))
+def test_more_cores_than_there_are_is_a_mistake_that_names_both_numbers() -> None:
+    for threads in ({"prefill": 3, "decode": 3}, {"prefill": 4}):
+        with pytest.raises(ConfigurationError, match=r"asks for \d cores.* this machine has 4"):
+            place_nodes(config(1, 1, threads=threads), machine(4))
+    container = LocalMachine(tuple(range(64)), quota=3)
+    assert cores_of(place_nodes(config(1, 1), container)) == {"prefill-0": (0, 1), "decode-0": (2,)}
+    with pytest.raises(ConfigurationError, match="this machine has 3"):
+        place_nodes(config(1, 1, threads={"decode": 3}), container)
+    with pytest.raises(ConfigurationError, match="too many for 3 cores"):
+        place_nodes(config(6, 7), container)
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))
@@ -157,14 +149,9 @@ def test_nodes_take_turns_on_gpus_and_share_the_memory_of_each() -> None:
 
 def wide(**pools: tuple[int, int]) -> TandemConfig:
     """A configuration with (nodes, ranks of a node) for each pool."""
-    return TandemConfig(
-        pools=PoolsConfig(
-            **{
-                name: PoolConfig(nodes=count, tensor_parallel=width)
-                for name, (count, width) in {"prefill": (0, 1), "decode": (0, 1), **pools}.items()
-            }
-        )
-    )
+    asked = {"prefill": (0, 1), "decode": (0, 1), **pools}
+    made = {name: PoolConfig(nodes=count, tensor_parallel=width) for name, (count, width) in asked.items()}
+    return TandemConfig(pools=PoolsConfig(**made))
 
 
 def gpus_of(asked: TandemConfig, placement: NodePlacement) -> set[int]:
@@ -198,12 +185,9 @@ def test_a_node_of_more_ranks_than_gpus_is_refused_before_it_starts() -> None:
         placed_on(wide(decode=(1, 4)), machine(8, gpus=2))
 
 
-def test_a_device_that_was_named_is_kept() -> None:
+def test_a_device_that_was_named_is_kept_and_nodes_of_one_machine_divide_its_memory() -> None:
     asked = msgspec.structs.replace(config(1, 1), model=ModelConfig(path="m", device="cuda:3"))
     assert {placement.device for placement in placed_on(asked, machine(2, gpus=8)).values()} == {"cuda:3"}
-
-
-def test_nodes_of_one_machine_divide_its_memory() -> None:
     asked = msgspec.structs.replace(config(1, 3), cache=CacheConfig(memory_share=0.8))
     assert {placement.memory_share for placement in placed_on(asked, machine(4)).values()} == {0.2}
 
@@ -219,29 +203,23 @@ def test_a_node_is_told_its_cores_threads_and_share() -> None:
     assert told.timeouts == asked.timeouts.nodes
 
 
-def test_a_pools_own_options_come_before_those_of_all_nodes() -> None:
+def test_a_pools_own_options_come_before_those_of_all_nodes_and_an_aggregated_node_has_no_transfer() -> None:
     asked = config(1, 1)
     place = placed_on(asked, machine(4))["prefill-0"]
     replace = msgspec.structs.replace
     decode = replace(asked.pools.decode, transfer_options={"progress_ms": "5", "backend.num_workers": "2"})
-    asked = replace(
-        asked,
-        pools=replace(asked.pools, decode=decode),
-        transfer=replace(asked.transfer, options={"progress_ms": "9", "backend": "UCX"}),
-    )
+    transfer = replace(asked.transfer, options={"progress_ms": "9", "backend": "UCX"})
+    asked = replace(asked, pools=replace(asked.pools, decode=decode), transfer=transfer)
     told = node_config(asked, "decode-0", Role.DECODE, place).transfer
     assert told is not None
     assert told.options == {"progress_ms": "5", "backend.num_workers": "2", "backend": "UCX"}
     assert node_config(asked, "prefill-0", Role.PREFILL, place).transfer == asked.transfer
+    (place,) = placed_on(config(aggregated=1), machine(1)).values()
+    assert node_config(config(aggregated=1), "aggregated-0", Role.AGGREGATED, place).transfer is None
 
 
-def test_an_aggregated_node_has_no_transfer() -> None:
-    asked = config(aggregated=1)
-    (place,) = placed_on(asked, machine(1)).values()
-    assert node_config(asked, "aggregated-0", Role.AGGREGATED, place).transfer is None
-
-
-def test_hardware_threads_of_one_core_stay_together(tmp_path: Path) -> None:
+def test_hardware_threads_of_one_core_stay_together_where_the_kernel_tells(tmp_path: Path) -> None:
+    assert ordered_cores({3, 1, 2}, tmp_path) == (1, 2, 3)
     for cpu, core in enumerate([0, 1, 2, 0, 1, 2]):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -251,27 +229,18 @@ def test_hardware_threads_of_one_core_stay_together(tmp_path: Path) -> None:
     assert ordered_cores({5, 1, 2}, tmp_path) == (1, 2, 5)
 
 
-def test_cores_are_in_order_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
-    assert ordered_cores({3, 1, 2}, tmp_path) == (1, 2, 3)
-
-
 @pytest.mark.parametrize(
     ("listed", "count"), [(None, 2), ("", 0), ("0", 1), ("0,1", 2), ("-1", 0), ("0,-1,1", 1), ("0,1,2,3", 2)]
 )
 def test_only_gpus_that_this_process_may_use_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, count: int
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cu130")
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert visible_gpus(environ, tmp_path) == count
-
-
-def test_a_torch_without_cuda_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda package: "2.13.0+cpu")
-    (tmp_path / "nvidia0").touch()
-    assert visible_gpus({}, tmp_path) == 0
+    for torch, usable in (("2.13.0+cu130", count), ("2.13.0+cpu", 0)):
+        monkeypatch.setattr("importlib.metadata.version", lambda package, torch=torch: torch)
+        assert visible_gpus(environ, tmp_path) == usable
 
 
 def test_a_router_on_another_machine_has_that_machine_s_addresses() -> None:
@@ -340,8 +309,5 @@ def test_what_one_machine_carries_of_a_spread_node_is_a_part_of_it() -> None:
     assert (here.pools.prefill.ranks, here.pools.prefill.resources) == (2, {"GPU": 2})
     assert place_nodes(here, machine(8, gpus=2))
     assert of_one_machine(config(1, 1)) == config(1, 1)
-
-
-def test_one_machine_is_not_several() -> None:
     with pytest.raises(ConfigurationError, match=r"pools\.prefill\.machines is 2, and this is one machine"):
         place_nodes(spread_over(2), machine(8))

@@ -27,35 +27,22 @@ def test_a_machine_without_the_labels_that_a_pool_wants_has_no_place_for_it() ->
     assert places(Offer(both), needs) == {Role.PREFILL: 1}
 
 
-def test_enough_machines_are_nothing_to_speak_of() -> None:
-    one = PoolConfig(nodes=1)
-    assert lacking(config(one, one), [Offer({"prefill": 1.0}), Offer({"decode": 2.0})]) == []
-
-
 def test_what_no_machine_offers_is_said_with_how_to_offer_it() -> None:
+    one, following = PoolConfig(nodes=1), PoolConfig(nodes=None)
+    assert lacking(config(one, one), [Offer({"prefill": 1.0}), Offer({"decode": 2.0})]) == []
     wanted = config(PoolConfig(nodes=2), PoolConfig(nodes=1, resources={"GPU": 1}))
     prefill, decode = lacking(wanted, [Offer({"prefill": 1.0, "decode": 4.0})])
     assert "pools.prefill wants 2 nodes, but the cluster's machines have room for 1" in prefill
     assert "no room for any" in decode
     assert """ray start --resources '{"decode": 1, "GPU": 1}'""" in decode
-
-
-def test_labels_that_no_machine_has_are_said() -> None:
-    one = PoolConfig(nodes=1)
     wanted = config(one, PoolConfig(nodes=1, label_selector={"zone": "!a"}))
     (said,) = lacking(wanted, [Offer({"prefill": 1.0, "decode": 1.0}, {"zone": "a"})])
     assert said.startswith("pools.decode wants 1 node, but the cluster's machines have no room for any")
     assert "with the labels {zone: !a} (ray start --resources '{\"decode\": 1}' --labels KEY=VALUE" in said
-
-
-def test_a_pool_that_follows_the_machines_needs_one_that_writes_answers() -> None:
-    following = PoolConfig(nodes=None)
-    (said,) = lacking(config(following, following), [])
-    assert "pools.decode wants 1 node" in said
-    none = PoolConfig()
-    together = PoolsConfig(prefill=none, decode=none, aggregated=following)
-    (said,) = lacking(TandemConfig(pools=together), [])
-    assert "pools.aggregated wants 1 node" in said
+    together = PoolsConfig(prefill=PoolConfig(), decode=PoolConfig(), aggregated=following)
+    for asked, pool in ((config(following, following), "decode"), (TandemConfig(pools=together), "aggregated")):
+        (said,) = lacking(asked, [])
+        assert f"pools.{pool} wants 1 node" in said
 
 
 def test_nodes_that_were_made_with_other_needs_stay_and_others_get_what_they_leave() -> None:

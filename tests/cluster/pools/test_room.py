@@ -10,14 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.base.errors import ConfigurationError
-from tandem.cluster.config import PoolConfig, PoolsConfig, TandemConfig
+from tandem.cluster.config import PoolConfig, TandemConfig
 from tandem.cluster.describe import parse_size
 from tandem.cluster.pools.placement import LocalMachine, place_nodes
 from tandem.cluster.pools.room import AROUND_BYTES, NODE_BYTES, check_memory
 from tandem.engine.config import CacheConfig
 from tandem.kvtransfer.config import TierConfig
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeHosts, Rig, started
+from tests.cluster.pools.helpers import FakeHosts, started
 from tests.cluster.pools.pools_rig import PD, machine, pools
 
 MIB = 1 << 20
@@ -25,10 +25,7 @@ GIB = 1 << 30
 
 
 def asked(prefill: PoolConfig | int = 1, decode: PoolConfig | int = 1, kv: int | None = None) -> TandemConfig:
-    wanted = pools(prefill, decode)
-    return TandemConfig(
-        pools=PoolsConfig(prefill=wanted.prefill, decode=wanted.decode), cache=CacheConfig(memory_bytes=kv)
-    )
+    return TandemConfig(pools=pools(prefill, decode), cache=CacheConfig(memory_bytes=kv))
 
 
 def cores(count: int) -> LocalMachine:
@@ -55,31 +52,21 @@ def test_more_nodes_than_may_share_the_cores_are_refused_with_how_many_fit() -> 
         "64 prefill nodes and 1 decode node are too many for 2 cores: nodes that share a core slow each other "
         "down, and 4 per core are the most, 8 in all: ask for fewer (--prefill, --decode)"
     )
-
-
-def test_a_pool_that_may_grow_counts_as_large_as_it_may_become() -> None:
     said = said_of_cores(asked(decode=PoolConfig(nodes=1, max=30)), 2)
-    assert "1 prefill node and 30 decode nodes" in said
+    assert "1 prefill node and 30 decode nodes" in said, "a pool counts as large as it may become"
     assert "(--prefill, pools.decode.max)" in said
-
-
-def test_as_many_as_fit_are_accepted_and_all_where_the_cores_are_unknown() -> None:
     assert len(place_nodes(asked(7), cores(2))) == 8
-    assert len(place_nodes(asked(9), LocalMachine(cores=()))) == 10
+    assert len(place_nodes(asked(9), LocalMachine(cores=()))) == 10, "where the cores are unknown"
 
 
 async def test_a_pool_is_not_scaled_beyond_what_the_cores_of_the_only_machine_take() -> None:
-    async with Rig(*PD) as rig:  # four cores
-        await rig.controller.start()
+    async with started(*PD) as rig:  # four cores
         await rig.controller.scale({Role.DECODE: 15})
         with pytest.raises(ConfigurationError, match=r"1 prefill node and 16 decode nodes are too many for 4 cores"):
             await rig.controller.scale({Role.DECODE: 16})
         await rig.controller.scale({Role.DECODE: 1})
-
-
-async def test_machines_that_offer_places_say_themselves_how_many_nodes_they_take() -> None:
     async with started(*PD, hosts=FakeHosts(machine("1", prefill=1, decode=9, cores=1))) as rig:
-        await rig.controller.scale({Role.DECODE: 9})
+        await rig.controller.scale({Role.DECODE: 9})  # a machine that offers places says how many it takes
 
 
 # --- memory
@@ -91,12 +78,10 @@ def test_caches_that_the_machine_cannot_hold_are_refused_with_what_it_can() -> N
         "2 nodes with 900.0 GiB of KV cache each need at least 1.8 TiB of memory, and 20.0 GiB is free on this machine: "
         "give each at most 9.3GiB (--kv-memory)"
     )
-
-
-def test_caches_that_fit_one_by_one_and_not_together_are_refused() -> None:
     said = said_of_memory(asked(3, 1, kv=6 * GIB), 20 * GIB)
     assert "4 nodes with 6.0 GiB of KV cache each need at least 26.0 GiB" in said
     assert "or ask for at most 3 nodes in all (--prefill, --decode)" in said
+    check_memory(asked(kv=900 * GIB), None, 0, on_cpu=True)  # what is unknown is left to the nodes
 
 
 def test_nodes_that_need_more_than_there_is_without_any_cache_are_refused() -> None:
@@ -104,31 +89,17 @@ def test_nodes_that_need_more_than_there_is_without_any_cache_are_refused() -> N
     assert "66 nodes need at least 25.2 GiB of memory, and 20.0 GiB is free on this machine" in said
     assert "at most 52 nodes in all" in said
     assert "--kv-memory" not in said
+    together = "is free on this machine: serve with one node that does both (--aggregated 1)"
+    assert said_of_memory(asked(), 1100 * MIB).endswith(together)
+    for said in (said_of_memory(asked(), 600 * MIB), said_of_memory(asked(), 8 * GIB, weights=40 * GIB)):
+        assert "end other processes on this machine" in said
 
 
-def test_where_two_nodes_are_too_many_one_that_does_both_is_proposed() -> None:
-    assert said_of_memory(asked(), 1100 * MIB).endswith(
-        "is free on this machine: serve with one node that does both (--aggregated 1)"
-    )
-
-
-def test_where_nothing_fits_the_rest_of_the_machine_has_to_give_way() -> None:
-    assert "end other processes on this machine" in said_of_memory(asked(), 600 * MIB)
-    assert "end other processes on this machine" in said_of_memory(asked(), 8 * GIB, weights=40 * GIB)
-
-
-def test_weights_count_for_every_node_that_holds_them() -> None:
+def test_weights_count_for_every_node_that_holds_them_and_on_a_gpu_not_in_the_machines_memory() -> None:
     check_memory(asked(), 20 * GIB, 8 * GIB, on_cpu=True)
     assert "at least" in said_of_memory(asked(3, 1), 20 * GIB, 8 * GIB)
-
-
-def test_on_a_gpu_neither_weights_nor_cache_are_in_the_machine_s_memory() -> None:
     check_memory(asked(kv=70 * GIB), 20 * GIB, 16 * GIB, on_cpu=False)
     assert "64 prefill" not in said_of_memory(asked(64), 20 * GIB, on_cpu=False)
-
-
-def test_memory_that_is_unknown_is_left_to_the_nodes() -> None:
-    check_memory(asked(kv=900 * GIB), None, 0, on_cpu=True)
 
 
 @example(2, 2, 2 * GIB, AROUND_BYTES + 4 * (NODE_BYTES + 15 * (GIB // 10)), 0)  # hardly less than 1.5 GiB each

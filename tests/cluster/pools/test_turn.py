@@ -10,8 +10,7 @@ from tandem.base.errors import Unavailable
 from tandem.cluster.pools.state import decode
 from tandem.cluster.pools.turn import LaterController
 from tandem.wire.nodes import Role
-from tests.cluster.pools.helpers import FakeHosts, Rig, one_machine, settle, started
-from tests.cluster.pools.memory_store import MemoryStore
+from tests.cluster.pools.helpers import FakeHosts, one_machine, settle, started
 from tests.cluster.pools.pools_rig import pools
 
 
@@ -19,56 +18,45 @@ async def test_an_older_controller_records_nothing_and_ends() -> None:
     async with started(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
         older = rig.controller
         rig.controller = rig.new_controller()
-        await rig.controller.start()
+        await rig.start()
         await rig.controller.scale({Role.DECODE: 3})
         await rig.clock.advance(1.0)
         with pytest.raises(LaterController, match="another controller has taken over"):
             await older.scale({Role.DECODE: 1})
         await settle()
         assert "another controller has taken over" in await older.failed()
-        kept = await rig.store.load()
-        assert kept is not None
-        assert decode(kept).sizes[Role.DECODE] == 3
+        assert decode(rig.store.state).sizes[Role.DECODE] == 3
         assert len(rig.launcher.running) == 4
         await older._tasks.stop()
 
 
 async def test_a_controller_that_slept_through_the_end_of_its_deployment_starts_nothing() -> None:
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        store = MemoryStore()
-        rig.store = store
-        controller = rig.controller = rig.new_controller()
-        await controller.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.clock.advance(1.0)
-        store.state = None  # as `tandem down` leaves it
+        rig.store.state = None  # as `tandem down` leaves it
         told = len(rig.launcher.router.memberships)
         rig.clock.stand_still(30.0)
         await rig.clock.advance(20.0)
         assert len(rig.launcher.router.memberships) <= told + 1
         with pytest.raises(LaterController, match="has been ended"):
-            await controller.scale({Role.DECODE: 3})
-        assert store.state is None
+            await rig.controller.scale({Role.DECODE: 3})
+        assert rig.store.state is None
 
 
 async def test_an_older_controller_that_wakes_up_does_nothing_before_it_knows_that() -> None:
-    async with Rig(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        store = MemoryStore()
-        rig.store = store
-        older = rig.controller = rig.new_controller()
-        await older.start()
+    async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
         await rig.clock.advance(1.0)
-        assert store.state is not None
-        kept = decode(store.state)
-        store.error = Unavailable("the control store is away")
+        kept = decode(rig.store.state)
+        rig.store.error = Unavailable("the control store is away")
         rig.clock.stand_still(30.0)
         told = len(rig.launcher.router.memberships)
         await rig.clock.advance(20.0)
         assert len(rig.launcher.router.memberships) <= told + 1, "it does not know whether it was replaced"
-        store.error = None
+        rig.store.error = None
         await rig.clock.advance(20.0)
         assert len(rig.launcher.router.memberships) > told + 1, "it was not"
-        assert decode(store.state).writer == kept.writer
-        assert older.members
+        assert decode(rig.store.state).writer == kept.writer
+        assert rig.controller.members
 
 
 async def test_a_record_that_changed_since_it_was_read_is_not_overwritten() -> None:
@@ -91,6 +79,4 @@ async def test_a_record_that_changed_since_it_was_read_is_not_overwritten() -> N
         await asyncio.gather(start, return_exceptions=True)
         await rig.controller._tasks.stop()
         rig.controller = older
-        kept = await store.load()
-        assert kept is not None
-        assert decode(kept).sizes[Role.DECODE] == 2
+        assert decode(store.state).sizes[Role.DECODE] == 2

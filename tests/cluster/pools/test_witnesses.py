@@ -3,28 +3,27 @@ for routers."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
-from tandem.cluster.config import TandemConfig
 from tandem.cluster.launcher import Host
-from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import NodeSighting, NodeState, Role
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, endpoint_of, settle, started
-from tests.cluster.pools.pools_rig import PD, machine, pool_of, pools
+from tests.cluster.pools.pools_rig import EVERY_HOST, PD, machine, machines, pool_of, pools
 
-FOR_GOOD = 2 * TIMEOUTS.start_s  # longer than any wait
+QUICK = msgspec.structs.replace(TIMEOUTS, start_s=30.0)
+FOR_GOOD = 2 * QUICK.start_s  # longer than any wait
 LONG_ENOUGH = TIMEOUTS.unresponsive_s + 2 * (TIMEOUTS.silence_s + TIMEOUTS.heartbeat_s)
 
 
 async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
     """Calls to it fail; its tokens flow."""
-    async with started(*PD) as rig:
-        node = rig.launcher.node("decode-0")
+    async with started(*PD, timeouts=QUICK) as rig:
+        node = rig.node("decode-0")
         node.mute.set()
         node.silent_s = 0.1
         await rig.clock.advance(FOR_GOOD)
@@ -37,29 +36,27 @@ async def test_a_node_that_routers_hear_is_left_as_it_is() -> None:
         node.silent_s = None  # now it is silent to all
         await rig.clock.advance(LONG_ENOUGH)
         assert node.stopped
-        assert rig.launcher.node("decode-0") is not node
+        assert rig.node("decode-0") is not node
         assert "routers have not heard from it for" in rig.events.of("trouble", "decode-0")[-1]
 
 
-@pytest.mark.parametrize("trouble", ["stuck", "failed"])
-async def test_what_routers_hear_of_it_may_be_the_reason_to_replace_it(trouble: str) -> None:
-    async with started(*PD) as rig:
-        node = rig.launcher.node("decode-0")
+@pytest.mark.parametrize("trouble", [{"step_age_s": TIMEOUTS.step_s + 1}, {"state": NodeState.FAILED}])
+async def test_what_routers_hear_of_it_may_be_the_reason_to_replace_it(trouble: dict[str, object]) -> None:
+    async with started(*PD, timeouts=QUICK) as rig:
+        node = rig.node("decode-0")
         node.mute.set()
         node.silent_s = 0.1
         await rig.clock.advance(LONG_ENOUGH)
         assert not node.stopped
-        if trouble == "stuck":
-            node.step_age_s = TIMEOUTS.step_s + 1
-        else:
-            node.state = NodeState.FAILED
+        for name, value in trouble.items():
+            setattr(node, name, value)
         await rig.clock.advance(LONG_ENOUGH)
         assert node.stopped
 
 
 async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
     """All processes are silent, so the controller itself must be cut off."""
-    async with started(*PD) as rig:
+    async with started(*PD, timeouts=QUICK) as rig:
         for process in rig.launcher.everything:
             process.mute.set()
         await rig.clock.advance(FOR_GOOD)
@@ -74,8 +71,8 @@ async def test_a_node_is_left_alone_while_no_router_can_be_asked() -> None:
 
 @pytest.mark.parametrize("heard_by", ["clients", "nodes"])
 async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> None:
-    async with started(*PD) as rig:
-        router, node = rig.launcher.router, rig.launcher.node("decode-0")
+    async with started(*PD, timeouts=QUICK) as rig:
+        router, node = rig.launcher.router, rig.node("decode-0")
         router.mute.set()
         if heard_by == "clients":
             router.serves = True
@@ -91,11 +88,9 @@ async def test_a_router_that_somebody_hears_is_left_as_it_is(heard_by: str) -> N
 
 
 async def test_one_router_vouches_for_a_node_although_another_does_not_hear_it() -> None:
-    router = RouterConfig(tokenizer_path="model", model_name="fake", placement=RouterPlacement.EVERY_HOST)
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1))
-    async with started(pools=pools(1, 1), hosts=hosts, config=TandemConfig(router=router)) as rig:
+    async with started(pools=pools(1, 1), hosts=machines("p", "d"), config=EVERY_HOST, timeouts=QUICK) as rig:
         await settle()
-        node = rig.launcher.node("decode-0")
+        node = rig.node("decode-0")
         *near, far = rig.launcher.routers
         assert near
         node.mute.set()
@@ -122,10 +117,7 @@ class CutOff:
 
     async def kill_controller_for(self, seconds: float) -> None:
         """Kills the controller. The next one starts at once, and cannot reach the machine either."""
-        await self.rig.kill_controller()
-        start = asyncio.create_task(self.rig.controller.start())
-        await self.rig.clock.advance(seconds)
-        await start
+        await self.rig.next_controller(seconds)
 
     async def is_seen_again(self) -> None:
         self.node.mute.clear()
@@ -135,8 +127,8 @@ class CutOff:
 
 @asynccontextmanager
 async def cut_off(sizes: tuple[int | None, int | None]) -> AsyncIterator[CutOff]:
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with started(pools=pools(*sizes), hosts=hosts) as rig:
+    hosts = machines("p", "d", "d")
+    async with started(pools=pools(*sizes), hosts=hosts, timeouts=QUICK) as rig:
         await settle()
         (node,) = [node for node in rig.launcher.running if node.host.name == "2"]
         routed = rig.routed
@@ -176,7 +168,7 @@ async def test_what_such_a_machine_had_is_given_up_when_routers_no_longer_hear_i
         node.silent_s = None
         await rig.clock.advance(LONG_ENOUGH)
         assert rig.routed == before - {node.info.node_id}
-        assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
+        assert any("its machine 10.0.0.2 is gone" in text for text in await rig.decided())
         assert node.stopped, "Ray ends it when its machine is seen again"
 
 
@@ -188,10 +180,8 @@ async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(sizes: tuple[i
         await rig.clock.advance(FOR_GOOD)
         assert not node.stopped
         assert rig.routed == cut.routed
-        view = await rig.controller.view()
-        assert [d.text for d in view.decisions if "not seen" in d.text] == [
-            "the machine 10.0.0.2 is not seen, but its processes are heard: it is kept"
-        ], "once"
+        kept = "the machine 10.0.0.2 is not seen, but its processes are heard: it is kept"
+        assert [text for text in await rig.decided() if "not seen" in text] == [kept], "once"
         await cut.is_seen_again()
         assert not node.stopped
         assert rig.routed == cut.routed
@@ -200,11 +190,11 @@ async def test_a_machine_that_is_not_seen_keeps_what_routers_hear(sizes: tuple[i
         node.silent_s = None
         await settle()
         assert rig.routed == cut.routed - {node.info.node_id}
-        assert any("its machine 10.0.0.2 is gone" in d.text for d in (await rig.controller.view()).decisions)
+        assert any("its machine 10.0.0.2 is gone" in text for text in await rig.decided())
 
 
 async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=2))
+    hosts = machines("p", "dd")
     async with started(pools=pools(1, 1), hosts=hosts) as rig:
         await settle()
         hosts.leave("2")
@@ -220,7 +210,7 @@ async def test_nothing_is_placed_on_a_machine_that_is_not_seen() -> None:
 
 async def test_a_controller_that_stood_still_holds_nobody_responsible_for_it() -> None:
     """The controller is stopped for minutes while it asks its processes. When it continues, all deadlines have passed at once."""
-    async with started(*PD) as rig:
+    async with started(*PD, timeouts=QUICK) as rig:
         for process in rig.launcher.everything:
             process.mute.set()  # an answer is under way
         await settle()

@@ -81,6 +81,8 @@ def test_a_trace_whose_writer_died_is_read_up_to_there(trace: Path) -> None:
     file = trace / "decode-0.jsonl"
     file.write_bytes(file.read_bytes()[:-7])
     assert len(TraceReader(trace)) == whole - 1
+    with pytest.raises(ConfigurationError, match="the trace has no step 999"):
+        replayed(trace, "--step", "999")
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
@@ -92,8 +94,3 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(ConfigurationError, match="traces of a, b: name one"):
         TraceReader(tmp_path)
-
-
-def test_a_step_that_is_not_there_is_told_with_those_that_are(trace: Path) -> None:
-    with pytest.raises(ConfigurationError, match="the trace has no step 999"):
-        replayed(trace, "--step", "999")

@@ -79,14 +79,8 @@ def hosts_of(provider: StaticHostsProvider, tags: dict[str, str]) -> list[str]:
 def test_the_head_is_found_by_its_tags_and_reached_where_it_is(provider: StaticHostsProvider) -> None:
     (head,) = provider.non_terminated_nodes({"ray-node-type": "head"})
     assert head.startswith("10.0.0.10-")
-    assert provider.is_running(head)
-    assert not provider.is_terminated(head)
-    assert provider.internal_ip(head) == "10.0.0.10"
-    assert provider.external_ip(head) == "203.0.113.7"
-
-
-def test_tags_are_kept(provider: StaticHostsProvider) -> None:
-    (head,) = provider.non_terminated_nodes({})
+    assert (provider.is_running(head), provider.is_terminated(head)) == (True, False)
+    assert (provider.internal_ip(head), provider.external_ip(head)) == ("10.0.0.10", "203.0.113.7")
     provider.set_node_tags(head, {"ray-node-status": "up-to-date"})
     assert provider.node_tags(head) == HEAD | {"ray-node-status": "up-to-date"}
 
@@ -103,11 +97,18 @@ def test_a_node_that_was_never_there_has_ended(provider: StaticHostsProvider) ->
 # --- launching
 
 
-def test_workers_get_hosts_of_their_own_pool(provider: StaticHostsProvider) -> None:
+def test_workers_get_hosts_of_their_own_pool_and_one_that_is_launched_again_is_a_new_node(
+    provider: StaticHostsProvider,
+) -> None:
     provider.create_node({}, DECODE, 2)
     assert hosts_of(provider, DECODE) == ["10.0.0.21", "10.0.0.22"]
-    (first, _) = provider.non_terminated_nodes(DECODE)
-    assert provider.external_ip(first) == provider.internal_ip(first)
+    before = set(provider.non_terminated_nodes(DECODE))
+    assert all(provider.external_ip(node) == provider.internal_ip(node) for node in before)
+    provider.terminate_nodes(list(before))
+    provider.create_node({}, DECODE, 2)
+    after = set(provider.non_terminated_nodes(DECODE))
+    assert len(after) == 2
+    assert not before & after
 
 
 def test_what_can_be_launched_is_launched_and_the_rest_is_explained(
@@ -121,16 +122,6 @@ def test_what_can_be_launched_is_launched_and_the_rest_is_explained(
     provider.create_node({}, DECODE, 1)
     with pytest.raises(Unavailable, match="decode: 0 of 1 nodes launched: every host of that type is in use"):
         provider.create_node({}, DECODE, 1)
-
-
-def test_a_host_that_is_launched_again_is_a_new_node(provider: StaticHostsProvider) -> None:
-    provider.create_node({}, DECODE, 2)
-    before = set(provider.non_terminated_nodes(DECODE))
-    provider.terminate_nodes(list(before))
-    provider.create_node({}, DECODE, 2)
-    after = set(provider.non_terminated_nodes(DECODE))
-    assert len(after) == 2
-    assert not before & after
 
 
 def test_launches_at_the_same_time_never_share_a_host(provider: StaticHostsProvider) -> None:
@@ -160,6 +151,9 @@ def test_ending_a_node_stops_ray_on_its_host_and_no_other(provider: StaticHostsP
     provider.terminate_node(first)
     assert hosts.stopped() == ["10.0.0.21"]
     assert provider.non_terminated_nodes(DECODE) == [second]
+    provider.terminate_nodes(provider.nodes_for_teardown({"ray-node-type": "head"}))
+    assert hosts.stopped() == ["10.0.0.21", "203.0.113.7"], "the head where it is reached"
+    assert provider.non_terminated_nodes(HEAD) == []
 
 
 @pytest.mark.parametrize("trouble", ["silent", "failing"])
@@ -173,31 +167,22 @@ def test_a_host_where_ray_cannot_be_stopped_is_given_back_and_named(
     assert "10.0.0.21" in caplog.text
 
 
-def test_ending_the_head_stops_ray_where_the_head_is_reached(provider: StaticHostsProvider, hosts: NotedHosts) -> None:
-    provider.terminate_nodes(provider.nodes_for_teardown({"ray-node-type": "head"}))
-    assert hosts.stopped() == ["203.0.113.7"]
-    assert provider.non_terminated_nodes({}) == []
-
-
 # --- `ray up` again
 
 
-def test_a_host_that_is_added_can_be_launched(provider: StaticHostsProvider, config: dict[str, Any]) -> None:
-    provider.create_node({}, DECODE, 2)
-    config["available_node_types"]["decode"]["node_config"]["hosts"].append("10.0.0.23")
-    provider.prepare_for_head_node(config)
-    provider.create_node({}, DECODE, 1)
-    assert hosts_of(provider, DECODE) == ["10.0.0.21", "10.0.0.22", "10.0.0.23"]
-
-
-def test_a_host_that_is_taken_out_is_stopped_and_no_other(
+def test_a_host_that_is_added_can_be_launched_and_one_that_is_taken_out_is_stopped_and_no_other(
     provider: StaticHostsProvider, config: dict[str, Any], hosts: NotedHosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provider.create_node({}, DECODE, 2)
-    config["available_node_types"]["decode"]["node_config"]["hosts"].remove("10.0.0.21")
+    listed = config["available_node_types"]["decode"]["node_config"]["hosts"]
+    listed.append("10.0.0.23")
+    provider.prepare_for_head_node(config)
+    provider.create_node({}, DECODE, 1)
+    assert hosts_of(provider, DECODE) == ["10.0.0.21", "10.0.0.22", "10.0.0.23"]
+    listed.remove("10.0.0.21")
     provider.prepare_for_head_node(config)
     assert hosts.stopped() == ["10.0.0.21"]
-    assert hosts_of(provider, {}) == ["10.0.0.10", "10.0.0.22"]
+    assert hosts_of(provider, {}) == ["10.0.0.10", "10.0.0.22", "10.0.0.23"]
     assert "10.0.0.21 is no longer listed for decode" in capsys.readouterr().out
 
 
@@ -290,20 +275,14 @@ def test_the_head_opens_the_record_and_others_ask_it_for_it(config: dict[str, An
     assert (there.head_address, there.entrance) == ("192.0.2.1", "192.0.2.2")
 
 
-def test_an_address_is_our_own_when_it_can_be_bound() -> None:
+def test_an_address_is_our_own_when_it_can_be_bound_and_a_name_that_does_not_resolve_is_refused() -> None:
     assert is_own_address("127.0.0.1")
     assert not is_own_address("192.0.2.1")  # reserved for documentation
-
-
-def test_a_name_that_does_not_resolve_is_refused() -> None:
     assert resolve("127.0.0.1") == "127.0.0.1"
     with pytest.raises(ConfigurationError, match=r"no-such-host\.invalid is neither"):
         resolve("no-such-host.invalid")
-
-
-def test_a_file_that_did_not_come_through_ray_up_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"provider\.ssh is missing"):
-        StaticHostsProvider(CONFIG["provider"], "tandem")
+        StaticHostsProvider(CONFIG["provider"], "tandem")  # it did not come through `ray up`
 
 
 # --- under Ray's autoscaler

@@ -30,31 +30,22 @@ def workers(config: dict[str, Any], pool: str) -> tuple[int, int]:
     return node_type["min_workers"], node_type["max_workers"]
 
 
-def test_every_listed_host_is_started(config: dict[str, Any]) -> None:
+def test_every_listed_host_is_started_and_numbers_in_the_file_hold_within_what_there_is(config: dict[str, Any]) -> None:
+    assert (workers(config, "decode"), workers(config, "prefill")) == ((3, 3), (1, 1))
+    made = bootstrapped(config)
+    assert made["max_workers"] == 4
+    assert made["provider"]["ssh"] == {"user": "ubuntu", "private_key": "~/key", "proxy_command": None}
+    assert config == CONFIG, "the operator's file is left alone"
+    decode = config["available_node_types"]["decode"]
+    decode |= {"min_workers": 1, "max_workers": 2}
+    assert workers(config, "decode") == (1, 2)
+    decode |= {"min_workers": 0, "max_workers": 1000}
     assert workers(config, "decode") == (3, 3)
-    assert workers(config, "prefill") == (1, 1)
-    assert bootstrapped(config)["max_workers"] == 4
 
 
 def test_hosts_on_standby_wait_for_the_load(config: dict[str, Any]) -> None:
     config["available_node_types"]["decode"]["node_config"]["standby"] = 2
     assert workers(config, "decode") == (1, 3)
-
-
-def test_numbers_in_the_file_hold_within_what_there_is(config: dict[str, Any]) -> None:
-    config["available_node_types"]["decode"] |= {"min_workers": 1, "max_workers": 2}
-    assert workers(config, "decode") == (1, 2)
-    config["available_node_types"]["decode"] |= {"min_workers": 0, "max_workers": 1000}
-    assert workers(config, "decode") == (3, 3)
-
-
-def test_the_operators_file_is_left_alone(config: dict[str, Any]) -> None:
-    bootstrapped(config)
-    assert config == CONFIG
-
-
-def test_the_provider_learns_how_the_hosts_are_reached(config: dict[str, Any]) -> None:
-    assert bootstrapped(config)["provider"]["ssh"] == {"user": "ubuntu", "private_key": "~/key", "proxy_command": None}
 
 
 def test_the_head_uses_the_key_where_ray_up_puts_it_and_no_way_in_from_outside() -> None:

@@ -55,12 +55,8 @@ def test_a_host_that_is_listed_no_more_or_elsewhere_strands_its_node_and_never_t
     assert stranded_nodes(record) == [dropped, moved]
 
 
-def test_tags_of_a_node_that_has_ended_are_nobodys() -> None:
-    record = ClusterRecord()
-    assert with_tags(record, "gone-1", {"status": "ok"}) == record
-
-
 def test_what_is_no_record_is_refused_by_name() -> None:
+    assert with_tags(ClusterRecord(), "gone-1", {"status": "ok"}) == ClusterRecord(), "tags of a node that has ended"
     assert decode(b"", "file") == ClusterRecord()
     with pytest.raises(ConfigurationError, match=r"^file is not a cluster record"):
         decode(b"{", "file")

@@ -44,54 +44,35 @@ def through_head(head: str = "head") -> ThroughHead:
 
 @pytest.mark.usefixtures("ssh")
 @pytest.mark.parametrize("shell", [LocalShell(), SshShell(SETTINGS), through_head()], ids=["here", "ssh", "head"])
-def test_a_script_arrives_as_it_was_written(shell: LocalShell) -> None:
+def test_a_script_arrives_as_it_was_written_and_one_that_fails_says_how_and_where(shell: LocalShell) -> None:
     assert shell.run("host", 'cat; printf %s "$0" >&2', stdin=AWKWARD.encode()) == AWKWARD.encode()
     quoted = AWKWARD.replace("'", "'\\''")
     assert shell.run("host", f"printf %s '{quoted}'") == AWKWARD.encode()
-
-
-@pytest.mark.usefixtures("ssh")
-@pytest.mark.parametrize("shell", [LocalShell(), SshShell(SETTINGS), through_head()], ids=["here", "ssh", "head"])
-def test_a_script_that_fails_says_how_and_where(shell: LocalShell) -> None:
     with pytest.raises(ScriptFailed, match=r"host: no such pool$") as caught:
         shell.run("host", "echo first; echo no such pool >&2; exit 3")
     assert caught.value.status == 3
 
 
 @pytest.mark.usefixtures("ssh")
-def test_a_host_that_does_not_answer_is_unreachable_and_not_a_failure() -> None:
+def test_a_host_that_does_not_answer_is_unreachable_and_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostUnreachable, match=r"ubuntu@dead-1 does not answer over ssh: .*timed out"):
         SshShell(SETTINGS).run("dead-1", "true")
-
-
-@pytest.mark.usefixtures("ssh")
-def test_it_is_said_whether_the_head_or_the_host_behind_it_is_silent() -> None:
     with pytest.raises(HostUnreachable, match=r"^dead-1 does not answer the head"):
         through_head().run("dead-1", "true")
     with pytest.raises(HostUnreachable, match=r"^ubuntu@dead-head does not answer over ssh"):
         through_head("dead-head").run("host", "true")
-
-
-@pytest.mark.usefixtures("ssh")
-def test_a_host_that_takes_too_long_is_unreachable() -> None:
     with pytest.raises(HostUnreachable, match="did not answer within"):
         SshShell(SETTINGS).run("host", "exec sleep 60", timeout_s=0.2)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(HostUnreachable, match="ssh cannot be started here"):
+        SshShell(SETTINGS).run("host", "true")
 
 
 def test_ssh_asks_no_questions_and_uses_the_key_and_the_way_in_that_it_was_given(ssh: Path) -> None:
     SshShell(SshSettings("ubuntu", "~/key", "nc -x gate %h %p")).run("host", "true")
-    (call,) = ssh.read_text().splitlines()
-    for words in ("BatchMode=yes", "ConnectTimeout=5", "-i ~/key", "ProxyCommand=nc -x gate %h %p", "ubuntu@host"):
-        assert words in call
-
-
-def test_without_a_key_ssh_finds_its_own(ssh: Path) -> None:
     SshShell(SshSettings("ubuntu")).run("host", "true")
-    assert " -i " not in ssh.read_text()
-    assert "IdentitiesOnly" not in ssh.read_text()
-
-
-def test_where_there_is_no_ssh_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(HostUnreachable, match="ssh cannot be started here"):
-        SshShell(SETTINGS).run("host", "true")
+    given, without = ssh.read_text().splitlines()
+    for words in ("BatchMode=yes", "ConnectTimeout=5", "-i ~/key", "ProxyCommand=nc -x gate %h %p", "ubuntu@host"):
+        assert words in given
+    assert " -i " not in without
+    assert "IdentitiesOnly" not in without, "ssh finds its own key"

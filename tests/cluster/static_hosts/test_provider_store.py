@@ -36,21 +36,14 @@ def added(name: str) -> LaunchRecord:
     return LaunchRecord(name, name, name, "decode", {})
 
 
-def test_a_cluster_that_never_was_is_an_empty_record() -> None:
-    assert LocalStore("tandem").read() == remote().read() == ClusterRecord()
-
-
-def test_what_one_writes_the_other_reads() -> None:
+def test_what_one_writes_the_other_reads(home: Path) -> None:
     here, there = LocalStore("tandem"), remote()
+    assert here.read() == there.read() == ClusterRecord()
     there.update(lambda record: with_hosts(record, {"decode": ("d1",)}))
+    assert (home / record_file("tandem")).stat().st_mode & 0o077 == 0, "by its owner alone"
     here.update(lambda record: with_node(record, added("d1-1")))
     expected = ClusterRecord(hosts={"decode": ("d1",)}, nodes={"d1-1": added("d1-1")})
     assert here.read() == there.read() == expected
-
-
-def test_the_file_is_readable_by_its_owner_alone_when_written_from_elsewhere(home: Path) -> None:
-    remote().update(lambda record: with_node(record, added("d1-1")))
-    assert (home / record_file("tandem")).stat().st_mode & 0o077 == 0
 
 
 def test_a_change_that_meets_another_is_made_on_top_of_it() -> None:
@@ -104,16 +97,13 @@ def test_nothing_is_lost_when_everybody_writes_at_once() -> None:
     assert len(LocalStore("tandem").read().nodes) == 20
 
 
-@pytest.mark.parametrize("name", ["../etc", "a b", "", "$(id)"])
-def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="cluster_name"):
-        record_file(name)
-
-
-def test_a_file_that_somebody_spoiled_is_named(home: Path) -> None:
+def test_a_file_that_somebody_spoiled_and_a_name_that_is_no_files_are_refused(home: Path) -> None:
     LocalStore("tandem").update(lambda record: with_node(record, added("d1-1")))
     (home / record_file("tandem")).write_text("[]")
     with pytest.raises(ConfigurationError, match=r"tandem\.json is not a cluster record"):
         LocalStore("tandem").read()
     with pytest.raises(ConfigurationError, match=r"head:~/\.tandem/clusters/tandem\.json"):
         remote().read()
+    for name in ("../etc", "a b", "", "$(id)"):
+        with pytest.raises(ConfigurationError, match="cluster_name"):
+            record_file(name)

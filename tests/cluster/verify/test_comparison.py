@@ -29,8 +29,11 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None if found is None else f"{found.place}: {found.what}"
 
 
-def test_the_same_is_the_same() -> None:
-    assert difference(answer(), answer()) is None
+def test_the_same_is_the_same_and_an_alternative_alone_is_a_difference() -> None:
+    other = answer()
+    assert difference(answer(), other) is None
+    other["choices"][0]["logprobs"]["top_logprobs"][0] = {"a": -0.25}
+    assert difference(answer(), other) == "token 0 of the answer: other tokens' log-probabilities"
 
 
 @pytest.mark.parametrize(
@@ -49,13 +52,7 @@ def test_one_difference_is_named_with_its_place(changed: dict[str, Any], said: s
     assert difference(answer(), changed) == said
 
 
-def test_an_alternative_alone_is_a_difference() -> None:
-    other = answer()
-    other["choices"][0]["logprobs"]["top_logprobs"][0] = {"a": -0.25}
-    assert difference(answer(), other) == "token 0 of the answer: other tokens' log-probabilities"
-
-
-def test_a_chat_is_read_as_well() -> None:
+def test_a_chat_is_read_as_well_and_a_server_that_tells_no_tokens_cannot_be_compared() -> None:
     def chat(logprob: float) -> dict[str, Any]:
         content = [{"token": "a", "logprob": logprob, "top_logprobs": [{"token": "b", "logprob": -2.0}]}]
         choice = {"message": {}, "token_ids": [5], "logprobs": {"content": content}, "finish_reason": "stop"}
@@ -63,8 +60,5 @@ def test_a_chat_is_read_as_well() -> None:
 
     assert difference(chat(-1.0), chat(-1.0)) is None
     assert difference(chat(-1.0), chat(-1.5)) == "token 0 of the answer: log-probabilities"
-
-
-def test_a_server_that_tells_no_tokens_cannot_be_compared() -> None:
     with pytest.raises(ConfigurationError, match="both URLs must be Tandem servers"):
         choices_of({"choices": [{"text": "a"}]})

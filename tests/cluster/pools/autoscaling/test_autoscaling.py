@@ -35,48 +35,44 @@ async def pass_time(simulation: Simulation, seconds: int) -> None:
 # --- whole loads
 
 
-SOME_LOAD = {
-    "requests_per_s": st.floats(0.5, 30.0),
-    "answer_s": st.floats(2.0, 20.0),
-    "prefill": st.integers(1, 4),
-    "decode": st.integers(1, 4),
-}
+Load = tuple[float, float, int, int, int | None]
+"""Requests in a second, seconds of an answer, prefill and decode nodes at first, and the seed of chance; None: even arrivals."""
+LOADS = st.tuples(
+    st.floats(0.5, 30.0), st.floats(2.0, 20.0), st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(0, 1000)
+)
 
 
-@settings(max_examples=2, deadline=None)
-@given(**SOME_LOAD)
+@pytest.mark.parametrize("load", [(26.0, 12.0, 1, 1, None), (3.0, 5.0, 3, 4, 7)])
+async def test_under_a_steady_load_pools_find_their_size_and_stay(load: Load) -> None:
+    await find_a_size(load)
+
+
+@pytest.mark.more
+@settings(max_examples=8, deadline=None)
+@given(LOADS)
 @in_loop
-async def test_under_a_steady_load_pools_find_their_size_and_stay(
-    requests_per_s: float, answer_s: float, prefill: int, decode: int
-) -> None:
+async def test_under_any_steady_load_pools_find_their_size_and_stay(load: Load) -> None:
+    await find_a_size(load)
+
+
+async def find_a_size(load: Load) -> None:
+    """Random arrivals may show late that a pool is too small, but they never make its size swing."""
+    requests_per_s, answer_s, prefill, decode, seed = load
     simulation = Simulation(
-        lambda _: requests_per_s, answer_s=answer_s, seed=None, prefill=(prefill, 1, 4), decode=(decode, 1, 4)
+        lambda _: requests_per_s, answer_s=answer_s, seed=seed, prefill=(prefill, 1, 4), decode=(decode, 1, 4)
     )
     # Three sizes of each pool down, two minutes each, is the longest way.
     await pass_time(simulation, 900)
     found, decided = simulation.sizes(), len(simulation.decisions)
     await pass_time(simulation, 600)
-    assert (simulation.sizes(), len(simulation.decisions)) == (found, decided)
     for role in found:
         assert simulation.turns(role) <= 1, "it may have grown too far at first, and gone back once"
+    if seed is not None:
+        return
+    assert (simulation.sizes(), len(simulation.decisions)) == (found, decided)
     reading = simulation.pools[Role.PREFILL]
     if found[Role.PREFILL] < reading.maximum:
         assert reading.waiting_tokens / (reading.size * READS_PER_S) < 2.0, "prompts are read in time"
-
-
-@settings(max_examples=2, deadline=None)
-@given(seed=st.integers(0, 1000), **SOME_LOAD)
-@in_loop
-async def test_chance_makes_no_pool_go_up_and_down(
-    requests_per_s: float, answer_s: float, prefill: int, decode: int, seed: int
-) -> None:
-    """Random arrivals may show late that a pool is too small, but they never make its size swing."""
-    simulation = Simulation(
-        lambda _: requests_per_s, answer_s=answer_s, seed=seed, prefill=(prefill, 1, 4), decode=(decode, 1, 4)
-    )
-    await pass_time(simulation, 1500)
-    for role in (Role.PREFILL, Role.DECODE):
-        assert simulation.turns(role) <= 1, simulation.decisions
 
 
 async def test_a_load_that_grows_and_goes_takes_the_pools_up_and_down_again_once() -> None:
@@ -94,7 +90,7 @@ async def test_a_load_that_grows_and_goes_takes_the_pools_up_and_down_again_once
 
 
 async def test_bursts_that_come_again_and_again_are_expected() -> None:
-    """Ten bursts of a minute, each after four quiet minutes."""
+    """Bursts of a minute, each after four quiet minutes."""
     simulation = Simulation(
         lambda at: 12.0 * ONE_NODE_READS / 4 if at % 300 >= 240 else 0.5 * ONE_NODE_READS,
         answer_s=4.0,
@@ -102,9 +98,9 @@ async def test_bursts_that_come_again_and_again_are_expected() -> None:
         prefill=(1, 1, 8),
         decode=(4, 4, 4),
     )
-    await pass_time(simulation, 1500)
+    await pass_time(simulation, 1200)
     learned = simulation.turns(Role.PREFILL)
-    await pass_time(simulation, 1500)
+    await pass_time(simulation, 900)
     assert simulation.turns(Role.PREFILL) - learned <= 2
     assert simulation.sizes()[Role.PREFILL] >= 3, "it stays for the next one"
 
@@ -246,11 +242,8 @@ def test_what_runs_when_nothing_else_does_is_no_load() -> None:
     assert (found[0].busy, found[0].step_s, found[0].written_per_s) == (0.2, 0.1, 6.0)
 
 
-def test_what_a_decode_pool_computes_all_the_time_is_no_load() -> None:
+def test_what_a_decode_pool_computes_all_the_time_and_a_moment_are_no_reason() -> None:
     assert decided(pool(wanted=2), loads(busy=1.0, blocks=0.1)).size == 1
-
-
-def test_a_moment_is_no_reason() -> None:
     history = loads(blocks=0.5)
     history[-2:] = [PoolLoad(load.at, 2, False, True, blocks=0.99) for load in history[-2:]]
     assert decided(pool(), history) is None
@@ -265,15 +258,11 @@ def test_nothing_is_decided_while_something_changes_or_has_just_changed() -> Non
     assert decided(pool(), crowded, changed_at=just - 3) is not None
 
 
-def test_of_two_pools_the_one_in_greater_need_comes_first() -> None:
+def test_the_greatest_need_comes_first_and_is_answered_with_more_than_one_node() -> None:
     history = {Role.PREFILL: loads(Role.PREFILL, queue_s=1.2), Role.DECODE: loads(Role.DECODE, step_s=0.19)}
-    both = [pool(Role.PREFILL), pool(Role.DECODE)]
-    resize = decide(60.0, 0.0, history, both, {}, SLO, CONFIG)
+    resize = decide(60.0, 0.0, history, [pool(Role.PREFILL), pool(Role.DECODE)], {}, SLO, CONFIG)
     assert resize is not None
     assert resize.role is Role.DECODE
-
-
-def test_a_great_need_is_answered_with_more_than_one_node() -> None:
     crowded = loads(Role.PREFILL, nodes=6, queue_s=5.0)
     assert decided(pool(Role.PREFILL, wanted=6, max_nodes=20), crowded).size == 9
     assert decided(pool(Role.PREFILL, wanted=6, max_nodes=7), crowded).size == 7

@@ -13,30 +13,12 @@ from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import settle, started
 from tests.cluster.pools.pools_rig import PD, pool_of, pools
 
+QUICK = AutoscalingConfig(grow_after_s=3.0, shrink_after_s=20.0, settle_s=1.0)
+
 
 async def test_what_waits_for_the_end_of_a_pause_makes_no_pool_grow() -> None:
-    config = TandemConfig(
-        router=RouterConfig(tokenizer_path="model", model_name="fake"),
-        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
-    )
-    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
-    async with started(pools=limits, config=config) as rig:
-        rig.launcher.router.load = RouterQueue(9, 60.0)
-        await rig.controller.pause([])
-        await rig.clock.advance(60.0)
-        assert (await pool_of(rig, Role.DECODE)).wanted == 1
-        await rig.controller.resume([])
-        await rig.clock.advance(30.0)
-        assert (await pool_of(rig, Role.DECODE)).wanted > 1
-
-
-async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_is() -> None:
-    config = TandemConfig(
-        router=RouterConfig(tokenizer_path="model", model_name="fake"),
-        autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
-    )
-    limits = pools(1, PoolConfig(nodes=1, min=1, max=3))
-    async with started(pools=limits, config=config) as rig:
+    config = TandemConfig(router=RouterConfig("model", "fake"), autoscaling=QUICK)
+    async with started(pools=pools(1, PoolConfig(nodes=1, min=1, max=3)), config=config) as rig:
         rig.launcher.router.load = RouterQueue(9, 60.0)
         save, may_save = rig.store.save, asyncio.Event()
 
@@ -44,13 +26,16 @@ async def test_a_pause_that_comes_while_a_pool_is_about_to_grow_keeps_it_as_it_i
             await may_save.wait()
             await save(kept, check)
 
-        rig.store.save = save_late  # type: ignore[method-assign]
+        rig.store.save = save_late
         pausing = asyncio.create_task(rig.controller.pause([]))
         await rig.clock.advance(20.0)
         may_save.set()
         await pausing
-        await settle()
-        assert (await pool_of(rig, Role.DECODE)).wanted == 1
+        await rig.clock.advance(60.0)
+        assert (await pool_of(rig, Role.DECODE)).wanted == 1, "also while the pause was being recorded"
+        await rig.controller.resume([])
+        await rig.clock.advance(30.0)
+        assert (await pool_of(rig, Role.DECODE)).wanted > 1
 
 
 async def test_no_pool_grows_while_everything_finishes_for_the_end() -> None:
@@ -72,11 +57,7 @@ async def test_no_pool_grows_while_everything_finishes_for_the_end() -> None:
 
 async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> None:
     async with started(pools=pools(1, 1)) as rig:
-        scaled = replace(
-            rig.config,
-            pools=pools(1, PoolConfig(nodes=2, min=1, max=3)),
-            autoscaling=AutoscalingConfig(grow_after_s=3.0, settle_s=1.0),
-        )
+        scaled = replace(rig.config, pools=pools(1, PoolConfig(nodes=2, min=1, max=3)), autoscaling=QUICK)
         await rig.controller.apply(scaled, dry_run=False)
         await settle()
         rig.launcher.router.load = RouterQueue(9, 60.0)
@@ -85,37 +66,35 @@ async def test_a_pool_that_got_a_limit_is_scaled_by_its_load_from_now_on() -> No
 
 
 async def test_a_crowded_pool_grows_by_itself_and_says_why() -> None:
-    asked = pools(1, PoolConfig(nodes=1, min=1, max=2))
-    async with started(pools=asked) as rig:
-        rig.launcher.node("decode-0").free_blocks = 2
+    async with started(pools=pools(1, PoolConfig(nodes=1, min=1, max=2))) as rig:
+        rig.node("decode-0").free_blocks = 2
         await rig.clock.advance(60)
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}
-        texts = [decision.text for decision in (await rig.controller.view()).decisions]
-        assert texts == ["decode: from 1 to 2: 98% of its blocks are taken, more than 90%"]
-        await rig.clock.advance(300)
+        assert await rig.decided() == ["decode: from 1 to 2: 98% of its blocks are taken, more than 90%"]
+        await rig.clock.advance(120)
         assert (await pool_of(rig, Role.DECODE)).wanted == 2, "no room to spare, and not above its maximum"
 
 
 async def test_one_node_that_keeps_dying_does_not_keep_the_pools_from_growing() -> None:
     async with started(pools=pools(PoolConfig(nodes=2), PoolConfig(nodes=1, min=1, max=2))) as rig:
-        rig.launcher.node("decode-0").free_blocks = 2
+        rig.node("decode-0").free_blocks = 2
         for _ in range(40):
-            if rig.launcher.node("prefill-1").died.done() is False:
-                rig.launcher.node("prefill-1").die("its device is broken")
+            if rig.node("prefill-1").died.done() is False:
+                rig.node("prefill-1").die("its device is broken")
             await rig.clock.advance(3.0)
         assert "decode-1" in rig.routed
 
 
 async def test_a_pool_without_a_maximum_is_left_alone() -> None:
     async with started(*PD) as rig:
-        rig.launcher.node("decode-0").free_blocks = 2
-        await rig.clock.advance(120)
+        rig.node("decode-0").free_blocks = 2
+        await rig.clock.advance(60)
         assert (await pool_of(rig, Role.DECODE)).wanted == 1
 
 
 async def test_an_idle_pool_shrinks_to_its_minimum_without_a_failed_request() -> None:
-    asked = pools(1, PoolConfig(nodes=3, min=2, max=4))
-    async with started(pools=asked) as rig:
-        await rig.clock.advance(600)
+    config = TandemConfig(router=RouterConfig("model", "fake"), autoscaling=QUICK)
+    async with started(pools=pools(1, PoolConfig(nodes=3, min=2, max=4)), config=config) as rig:
+        await rig.clock.advance(120)
         assert (await pool_of(rig, Role.DECODE)).wanted == 2
-        assert rig.launcher.node("decode-2").drained_with is not None
+        assert rig.node("decode-2").drained_with is not None

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import ForesightView
-from tandem.cluster.pools.foresight.wing import LIMIT_S, REACH_S, SETTLE_S
+from tandem.cluster.pools.foresight import wing
+from tandem.cluster.pools.foresight.wing import LIMIT_S, SETTLE_S
 from tandem.router.config import RouterConfig
 from tandem.wire.forecasts import Forecast, MeasuredRequest
 from tandem.wire.nodes import Role
 from tests.cluster.pools.foresight.test_grading import forecast
-from tests.cluster.pools.helpers import FakeRouter, Rig, started
-from tests.cluster.pools.pools_rig import PD
+from tests.cluster.pools.helpers import TIMEOUTS, FakeRouter, Rig, started
+from tests.cluster.pools.pools_rig import PD, replace
 
 MINUTE = SETTLE_S + 10.0
+CALM = replace(TIMEOUTS, heartbeat_s=5.0, silence_s=9.0, unresponsive_s=20.0)
 
 
 class Traffic:
@@ -67,27 +67,28 @@ async def test_what_comes_after_the_change_is_compared_with_what_was_said() -> N
         assert (graded.requests, graded.figures[0].came, graded.figures[0].inside) == (60, 1.1, True)
         assert (view.score.graded, view.score.figures[0].inside) == (1, 1)
         assert rig.launcher.router.forecasts == view.score, "routers show it, too"
-        decided = [decision.text for decision in (await rig.controller.view()).decisions]
-        assert "inside the forecast" in decided[-1]
+        assert "inside the forecast" in (await rig.decided())[-1]
 
 
 async def test_requests_that_began_before_the_sizes_served_do_not_count() -> None:
-    async with started(*PD) as rig:
-        rig.launcher.prepare["prefill-1"] = lambda node, earlier: setattr(node, "starts_at_once", False)
+    async with started(*PD, timeouts=CALM) as rig:
+        rig.hold("prefill-1")
         traffic = Traffic(rig, rig.launcher.router)
         await scaled(rig)
         await rig.clock.advance(50.0)
-        rig.launcher.node("prefill-1").may_start.set()
+        rig.node("prefill-1").may_start.set()
         await rig.clock.advance(MINUTE)
         traffic.add(40, 9.0, total_s=90.0)
-        traffic.add(30, 1.0)
-        await rig.clock.advance(LIMIT_S + 10.0)
+        traffic.add(25, 1.0)
+        await rig.clock.advance(LIMIT_S - 20.0)
+        assert not (await foresight(rig)).graded
+        await rig.clock.advance(30.0)
         (graded,) = (await foresight(rig)).graded
-        assert (graded.requests, graded.figures[0].came) == (30, 1.0)
+        assert (graded.requests, graded.figures[0].came) == (25, 1.0), "ten minutes are enough"
 
 
 async def test_where_requests_take_long_it_waits_as_long_as_the_longest() -> None:
-    async with started(*PD) as rig:
+    async with started(*PD, timeouts=CALM) as rig:
         traffic = Traffic(rig, rig.launcher.router)
         await scaled(rig, said=forecast(longest_s=300.0))
         await rig.clock.advance(MINUTE)
@@ -99,49 +100,26 @@ async def test_where_requests_take_long_it_waits_as_long_as_the_longest() -> Non
         assert (await foresight(rig)).graded[0].requests == 60
 
 
-async def test_ten_minutes_are_enough() -> None:
-    async with started(*PD) as rig:
-        traffic = Traffic(rig, rig.launcher.router)
-        await scaled(rig)
-        await rig.clock.advance(MINUTE)
-        traffic.add(25, 1.0)
-        await rig.clock.advance(LIMIT_S - 20.0)
-        assert not (await foresight(rig)).graded
-        await rig.clock.advance(20.0)
-        assert (await foresight(rig)).graded[0].requests == 25
-
-
-async def pause(rig: Rig) -> None:
-    await rig.controller.pause(["decode"])
-
-
-async def scale_again(rig: Rig) -> None:
-    await rig.controller.scale({Role.PREFILL: 1})
-
-
-async def lose_a_node(rig: Rig) -> None:
-    rig.launcher.prepare["prefill-0"] = lambda node, earlier: setattr(node, "starts_at_once", False)
-    rig.launcher.node("prefill-0").die()
-
-
-async def no_requests(rig: Rig) -> None:
-    await rig.clock.advance(LIMIT_S)
-
-
 @pytest.mark.parametrize(
-    ("what", "why"),
+    "why",
     [
-        (no_requests, "too few requests came: 0"),
-        (scale_again, "the sizes were changed again, to 1 prefill, 1 decode"),
-        (pause, "decode was paused"),
-        (lose_a_node, "a node stopped serving"),
+        "too few requests came: 0", "the sizes were changed again, to 1 prefill, 1 decode", "decode was paused",
+        "a node stopped serving",
     ],
-)
-async def test_what_happens_meanwhile_is_why_it_is_not_graded(what: Callable[..., object], why: str) -> None:
-    async with started(*PD) as rig:
+)  # fmt: skip
+async def test_what_happens_meanwhile_is_why_it_is_not_graded(why: str) -> None:
+    async with started(*PD, timeouts=CALM) as rig:
         await scaled(rig)
         await rig.clock.advance(MINUTE)
-        await what(rig)  # type: ignore[misc]
+        if "too few" in why:
+            await rig.clock.advance(LIMIT_S)
+        elif "again" in why:
+            await rig.controller.scale({Role.PREFILL: 1})
+        elif "paused" in why:
+            await rig.controller.pause(["decode"])
+        else:
+            rig.hold("prefill-0")
+            rig.node("prefill-0").die()
         await rig.clock.advance(10.0)
         view = await foresight(rig)
         assert view.graded[0].not_graded.startswith(why)
@@ -149,12 +127,14 @@ async def test_what_happens_meanwhile_is_why_it_is_not_graded(what: Callable[...
         assert f"was not graded: {why}" in view.score.said[0]
 
 
-async def test_nodes_that_never_serve_leave_it_ungraded() -> None:
-    async with started(*PD) as rig:
-        rig.launcher.prepare["prefill-1"] = lambda node, earlier: setattr(node, "starts_at_once", False)
+async def test_nodes_that_never_serve_leave_it_ungraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wing, "REACH_S", 60.0)
+    async with started(*PD, timeouts=CALM) as rig:
+        rig.hold("prefill-1")
         await scaled(rig)
-        for _ in range(5):
-            await rig.clock.advance(REACH_S / 4)
+        await rig.clock.advance(55.0)
+        assert not (await foresight(rig)).graded
+        await rig.clock.advance(10.0)
         assert "did not all serve" in (await foresight(rig)).graded[0].not_graded
 
 
@@ -168,36 +148,6 @@ async def test_a_second_change_takes_the_place_of_the_first() -> None:
         assert view.graded[0].not_graded == "the sizes were changed again, to 3 prefill, 1 decode"
         assert view.pending is not None
         assert view.pending.sizes[Role.PREFILL] == 3
-
-
-async def test_the_requests_of_all_routers_count() -> None:
-    router = RouterConfig("model", "fake", processes=2)
-    async with started(*PD, config=TandemConfig(router=router)) as rig:
-        await rig.clock.advance(5.0)
-        traffics = [Traffic(rig, each) for each in rig.launcher.routers]
-        await scaled(rig)
-        await rig.clock.advance(MINUTE)
-        for traffic, first_token_s in zip(traffics, (1.0, 1.2), strict=True):
-            traffic.add(30, first_token_s)
-        await rig.clock.advance(30.0)
-        (graded,) = (await foresight(rig)).graded
-        assert (graded.requests, graded.figures[0].came) == (60, 1.2)
-        assert all(each.forecasts.graded == 1 for each in rig.launcher.routers)
-
-
-async def test_what_a_router_told_before_it_died_counts() -> None:
-    async with started(*PD) as rig:
-        traffic = Traffic(rig, rig.launcher.router)
-        await scaled(rig)
-        await rig.clock.advance(MINUTE)
-        traffic.add(30, 1.0)
-        await rig.clock.advance(20.0)
-        rig.launcher.router.die()
-        await rig.clock.advance(20.0)
-        Traffic(rig, rig.launcher.router, "after").add(40, 1.2)
-        await rig.clock.advance(40.0)
-        (graded,) = (await foresight(rig)).graded
-        assert (graded.requests, graded.figures[0].came) == (60, 1.2)
 
 
 async def test_the_next_controller_goes_on_and_keeps_the_score() -> None:
@@ -220,13 +170,33 @@ async def test_the_next_controller_goes_on_and_keeps_the_score() -> None:
         assert rig.launcher.router.forecasts == view.score
 
 
-async def test_a_router_that_came_later_shows_the_score() -> None:
+async def test_the_requests_of_all_routers_count() -> None:
+    async with started(*PD, config=TandemConfig(router=RouterConfig("model", "fake", processes=2))) as rig:
+        await rig.clock.advance(5.0)
+        traffics = [Traffic(rig, each) for each in rig.launcher.routers]
+        await scaled(rig)
+        await rig.clock.advance(MINUTE)
+        for traffic, first_token_s in zip(traffics, (1.0, 1.2), strict=True):
+            traffic.add(30, first_token_s)
+        await rig.clock.advance(30.0)
+        (graded,) = (await foresight(rig)).graded
+        assert (graded.requests, graded.figures[0].came) == (60, 1.2)
+        assert all(each.forecasts.graded == 1 for each in rig.launcher.routers)
+
+
+async def test_what_a_router_told_before_it_died_counts_and_the_next_one_shows_the_score() -> None:
     async with started(*PD) as rig:
         traffic = Traffic(rig, rig.launcher.router)
         await scaled(rig)
         await rig.clock.advance(MINUTE)
-        traffic.add(60, 1.0)
+        traffic.add(30, 1.0)
+        await rig.clock.advance(20.0)
+        rig.launcher.router.die()
+        await rig.clock.advance(20.0)
+        Traffic(rig, rig.launcher.router, "after").add(40, 1.2)
         await rig.clock.advance(40.0)
+        (graded,) = (await foresight(rig)).graded
+        assert (graded.requests, graded.figures[0].came) == (60, 1.2)
         rig.launcher.router.die()
         await rig.clock.advance(20.0)
         assert rig.launcher.router.forecasts.graded == 1

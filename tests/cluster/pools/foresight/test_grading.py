@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tandem.cluster.pools.foresight.grading import grade, not_graded, said_of, score_of
@@ -28,28 +29,18 @@ def test_a_figure_lies_in_its_interval_or_does_not(came: float, inside: bool) ->
     assert (first.came, first.inside, further.inside) == (came, inside, True)
 
 
-def test_the_first_sixty_count() -> None:
+def test_the_first_sixty_count_by_their_percentile() -> None:
     graded = grade(forecast(), [*took(1.0, 60), *took(9.0, 40)])
     assert (graded.requests, graded.figures[0].came) == (60, 1.0)
-
-
-def test_the_percentile_is_of_the_requests_and_not_their_mean() -> None:
     assert grade(forecast(), [*took(0.1, 25), *took(1.2, 5)]).figures[0].came == 1.2
-
-
-def test_too_few_requests_grade_nothing() -> None:
-    graded = grade(forecast(), took(1.0, 19))
-    assert not graded.figures
-    assert graded.not_graded == "too few requests came: 19, and 20 are the fewest"
+    few = grade(forecast(), took(1.0, 19))
+    assert (few.figures, few.not_graded) == ([], "too few requests came: 19, and 20 are the fewest")
 
 
 def test_a_figure_that_this_version_does_not_know_is_passed_over() -> None:
-    unknown = forecast().expected[0]
-    other = ExpectedFigure(
-        "carbon, p90", *(getattr(unknown, name) for name in ("measured", "simulated", "then", "low", "high"))
-    )
-    known = Forecast("a", "b", 60, 90.0, [other, unknown], {}, {})
-    assert [figure.what for figure in grade(known, took(1.0, 30)).figures] == ["first token, p90"]
+    known = forecast().expected[0]
+    told = Forecast("a", "b", 60, 90.0, [msgspec.structs.replace(known, what="carbon, p90"), known], {}, {})
+    assert [figure.what for figure in grade(told, took(1.0, 30)).figures] == ["first token, p90"]
 
 
 def test_the_score_is_of_the_graded_and_its_error_is_the_median() -> None:

@@ -9,7 +9,7 @@ from tandem.cluster.launcher import Host
 from tandem.wire.nodes import NodeState, Role
 from tandem.wire.requests import SickDevice
 from tests.cluster.pools.helpers import FakeHosts, Rig, started
-from tests.cluster.pools.pools_rig import DRAIN_S, machine, pools
+from tests.cluster.pools.pools_rig import DRAIN_S, machines, pools
 
 SICK = (SickDevice("cuda:0", "Xid 79: it has fallen off the bus"),)
 
@@ -30,18 +30,17 @@ def aggregated(nodes: int, **options: int) -> PoolsConfig:
 async def test_another_node_takes_its_place_on_a_card_that_is_free() -> None:
     async with started(pools=aggregated(2), hosts=cards(3)) as rig:
         assert devices(rig) == {"aggregated-0": "cuda:0", "aggregated-1": "cuda:1"}
-        rig.launcher.node("aggregated-0").sick = SICK
+        rig.node("aggregated-0").sick = SICK
         await rig.clock.advance(5)
-        assert rig.launcher.node("aggregated-0").drained_with is not None
+        assert rig.node("aggregated-0").drained_with is not None
         assert devices(rig) == {"aggregated-1": "cuda:1", "aggregated-2": "cuda:2"}
         assert rig.routed == {"aggregated-1", "aggregated-2"}
-        decisions = [each.text for each in (await rig.controller.view()).decisions]
-        assert any("aggregated-0 leaves 10.0.0.1" in each and "Xid 79" in each for each in decisions)
+        assert any("aggregated-0 leaves 10.0.0.1" in each and "Xid 79" in each for each in await rig.decided())
 
 
 async def test_without_a_free_card_it_waits_until_an_operator_says_that_one_was_mended() -> None:
     async with started(pools=aggregated(2), hosts=cards(2)) as rig:
-        rig.launcher.node("aggregated-0").sick = SICK
+        rig.node("aggregated-0").sick = SICK
         await rig.clock.advance(DRAIN_S)
         assert devices(rig) == {"aggregated-1": "cuda:1"}  # whose memory is given away
         await rig.controller.scale({Role.AGGREGATED: 2})
@@ -51,14 +50,13 @@ async def test_without_a_free_card_it_waits_until_an_operator_says_that_one_was_
 
 async def test_ranks_need_cards_beside_each_other() -> None:
     async with started(pools=aggregated(1, tensor_parallel=2), hosts=cards(5)) as rig:
-        rig.launcher.node("aggregated-0").sick = (SickDevice("cuda:1", "Xid 95: ..."),)
+        rig.node("aggregated-0").sick = (SickDevice("cuda:1", "Xid 95: ..."),)
         await rig.clock.advance(5)
         assert devices(rig) == {"aggregated-1": "cuda:2"}
 
 
 async def test_a_machine_that_offers_places_has_one_less() -> None:
-    hosts = FakeHosts(machine("1", prefill=1), machine("2", decode=1), machine("3", decode=1))
-    async with started(pools=pools(1, 1), hosts=hosts) as rig:
+    async with started(pools=pools(1, 1), hosts=machines("p", "d", "d")) as rig:
         (first,) = [node for node in rig.launcher.running if node.info.node_id == "decode-0"]
         first.sick = SICK
         await rig.clock.advance(5)
@@ -70,20 +68,14 @@ async def test_a_machine_that_offers_places_has_one_less() -> None:
         assert rig.routed == {"prefill-0", "decode-1"}
 
 
-async def test_a_node_that_fails_with_its_card_is_not_started_on_it_again() -> None:
+async def test_a_node_that_fails_with_its_card_is_not_started_on_it_again_and_the_next_controller_knows_it() -> None:
     async with started(pools=aggregated(1), hosts=cards(2)) as rig:
-        node = rig.launcher.node("aggregated-0")
+        node = rig.node("aggregated-0")
         node.sick, node.state = SICK, NodeState.FAILED
         await rig.clock.advance(10)
         assert devices(rig) == {"aggregated-1": "cuda:1"}
-
-
-async def test_the_next_controller_keeps_the_place_closed() -> None:
-    async with started(pools=aggregated(1), hosts=cards(2)) as rig:
-        rig.launcher.node("aggregated-0").sick = SICK
-        await rig.clock.advance(5)
         await rig.next_controller()
         await rig.clock.advance(5)
-        rig.launcher.node("aggregated-1").sick = (msgspec.structs.replace(SICK[0], device="cuda:1"),)
+        rig.node("aggregated-1").sick = (msgspec.structs.replace(SICK[0], device="cuda:1"),)
         await rig.clock.advance(DRAIN_S)
         assert devices(rig) == {}

@@ -1,40 +1,42 @@
-"""A new configuration while the cluster serves: nodes are replaced one by one, or the whole change is rolled back."""
+"""A new configuration while the cluster serves: nodes are replaced one by one, or the whole change is rolled back. The deaths of a
+controller at any of its steps, and other orders and an end meanwhile, are schedules of `tests/world/control.py`."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
+from typing import Any
 
 import hypothesis.strategies as st
-import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 
 from tandem.base.errors import ConfigurationError, Unavailable
 from tandem.cluster.config import AutoscalingConfig, PoolConfig, RolloutConfig, TandemConfig
+from tandem.cluster.control import ClusterView
 from tandem.cluster.launcher import CheckKept
 from tandem.cluster.pools import state, wings
+from tandem.router.config import RouterConfig
 from tandem.wire.nodes import PoolReport, Role, RouterQueue
 from tests.cluster.pools.helpers import TIMEOUTS, FakeHosts, FakeNode, Rig, in_loop, one_machine, settle, started
-from tests.cluster.pools.pools_rig import machine, pools
+from tests.cluster.pools.pools_rig import machine, machines, pools, replace, seqs_of, with_seqs
 
-replace = msgspec.structs.replace
-LONG_S = 160.0
+LONG_S = 100.0
 
 
-def wish(rig: Rig, *, model: str | None = None, seqs: int = 77, **changes: object) -> TandemConfig:
+def wish(rig: Rig, *, model: str | None = None, **changes: object) -> TandemConfig:
     """The rig's configuration with a change that needs new nodes."""
     config = rig.config
-    if model is not None:
-        config = replace(config, model=replace(config.model, path=model))
-    else:
-        config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=seqs))
+    config = with_seqs(config) if model is None else replace(config, model=replace(config.model, path=model))
     return replace(config, **changes)
 
 
-def made_with(rig: Rig) -> Counter[int]:
-    return Counter(node.config.engine.scheduler.max_num_seqs for node in rig.launcher.running)
+async def applied(rig: Rig, wanted: TandemConfig | None = None, seconds: float = LONG_S) -> ClusterView:
+    """What the controller shows when it has had this much time for the change."""
+    change = await rig.controller.apply(wanted or wish(rig), dry_run=False)
+    assert not change.refused
+    await rig.clock.advance(seconds)
+    return await rig.controller.view()
 
 
 def names(rig: Rig) -> set[str]:
@@ -43,62 +45,46 @@ def names(rig: Rig) -> set[str]:
 
 async def test_new_nodes_start_before_old_ones_go() -> None:
     async with started(pools=pools(1, 2)) as rig:
-        rig.launcher.prepare |= dict.fromkeys(
-            ["prefill-1", "decode-2", "decode-3"], lambda node, _: setattr(node, "starts_at_once", False)
-        )
+        rig.hold("prefill-1", "decode-2", "decode-3")
         change = await rig.controller.apply(wish(rig), dry_run=False)
         assert change.nodes == ["scheduler.max_num_seqs"]
         assert set(change.replaced) == {"prefill-0", "decode-0", "decode-1"}
         await rig.clock.advance(20.0)
         assert rig.routed == {"prefill-0", "decode-0", "decode-1"}, "nothing goes before something new is ready"
         assert names(rig) == {*rig.routed, "prefill-1", "decode-2"}
-        view = (await rig.controller.view()).rollout
-        assert view is not None
-        assert (view.replaced, len(view.left)) == (0, 3)
+        rollout = (await rig.controller.view()).rollout
+        assert rollout is not None
+        assert (rollout.replaced, len(rollout.left)) == (0, 3)
         assert rig.launcher.router.pools[Role.DECODE] == PoolReport(Role.DECODE, 2, starting=1)
-        rig.launcher.node("decode-2").may_start.set()
-        await rig.clock.advance(2.0)
-        assert "decode-0" in rig.routed, "it has not served long enough"
+        rig.node("decode-2").may_start.set()
+        await rig.clock.advance(1.5)
+        rig.node("decode-2").mute.set()
+        await rig.clock.advance(8.0)
+        assert "decode-0" in rig.routed, "it became silent, and has not served long enough"
+        rig.node("decode-2").mute.clear()
         await rig.clock.advance(20.0)
         assert rig.routed == {"prefill-0", "decode-1", "decode-2"}
-        rig.launcher.node("prefill-1").may_start.set()
-        rig.launcher.node("decode-3").may_start.set()
+        rig.node("prefill-1").may_start.set()
+        rig.node("decode-3").may_start.set()
         await rig.clock.advance(60.0)
         assert rig.routed == names(rig) == {"prefill-1", "decode-2", "decode-3"}
-        assert made_with(rig) == {77: 3}
+        assert seqs_of(rig) == {77: 3}
         assert len(rig.launcher.routers) == 1, "the router goes on"
         view = await rig.controller.view()
-        assert (view.rollout, view.revision) == (None, change.revision)  # type: ignore[attr-defined]
-        assert view.decisions[-1].text == "the rollout is done"  # type: ignore[attr-defined]
-
-
-async def test_a_new_node_that_has_become_silent_has_not_served_long_enough() -> None:
-    """The end of a process on a machine that is not seen is told late."""
-    async with started(pools=pools(1, 2)) as rig:
-        rig.launcher.prepare["decode-2"] = lambda node, _: setattr(node, "starts_at_once", False)
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(20.0)
-        rig.launcher.node("decode-2").may_start.set()
-        await rig.clock.advance(1.5)
-        rig.launcher.node("decode-2").mute.set()
-        await rig.clock.advance(8.0)
-        assert {"decode-0", "decode-1"} <= rig.routed
-        rig.launcher.node("decode-2").mute.clear()
-        await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {77: 3}
+        assert (view.rollout, view.revision) == (None, change.revision)
+        assert view.decisions[-1].text == "the rollout is done"
 
 
 async def test_a_new_content_is_the_revisions_own_and_the_old_one_stays_the_olds() -> None:
     async with started(pools=pools(1, 2)) as rig:
-        await rig.controller.apply(wish(rig, model="other"), dry_run=False)
-        await rig.clock.advance(8.0)
+        await applied(rig, wish(rig, model="other"), 8.0)
         routed = {member.node_id: member.content for member in rig.launcher.router.memberships[-1]}
         assert len(set(routed.values())) == 2, routed
         old = next(iter({"decode-0", "decode-1"} & set(routed)))
-        before = rig.launcher.node(old)
+        before = rig.node(old)
         before.die()
         await rig.clock.advance(3.0)
-        assert rig.launcher.node(old).info.content == before.info.content, "it comes back as what it was"
+        assert rig.node(old).info.content == before.info.content, "it comes back as what it was"
         await rig.clock.advance(LONG_S)
         assert {node.info.content for node in rig.launcher.running} == {"the weights of other"}
         assert (await rig.controller.view()).rollout is None
@@ -112,10 +98,8 @@ async def test_what_does_not_start_is_taken_back() -> None:
                 process.start_error = ConfigurationError("there are no weights")
 
         rig.launcher.prepare |= {f"{role.value}-{i}": broken for role in Role for i in range(9)}
-        await rig.controller.apply(wish(rig, model="broken"), dry_run=False)
-        await rig.clock.advance(LONG_S)
+        view = await applied(rig, wish(rig, model="broken"))
         assert rig.routed == names(rig) == {"prefill-0", "decode-0", "decode-1"}, "none of them was touched"
-        view = await rig.controller.view()
         assert (view.rollout, view.revision) == (None, 0)
         assert any("taken back: " in one.text and "no weights" in one.text for one in view.decisions)
         assert (await rig.controller.configuration()).model == rig.config.model
@@ -123,14 +107,9 @@ async def test_what_does_not_start_is_taken_back() -> None:
 
 async def test_what_answers_with_errors_is_taken_back() -> None:
     async with started(pools=pools(1, 2)) as rig:
-
-        def fails(process: FakeNode, _: int) -> None:
-            process.finished = {"stop": 10, "error": 5}
-
-        rig.launcher.prepare["decode-2"] = fails
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {rig.config.scheduler.max_num_seqs: 3}
+        rig.launcher.prepare["decode-2"] = lambda node, _: setattr(node, "finished", {"stop": 10, "error": 5})
+        await applied(rig)
+        assert seqs_of(rig) == {rig.config.scheduler.max_num_seqs: 3}
         assert {"decode-0", "decode-1"} <= rig.routed
 
 
@@ -140,97 +119,71 @@ async def test_what_sends_kv_that_others_find_wrong_is_taken_back(sender: str, b
     is_taken_back = (sender, blocks) == ("prefill-1", 3)
     async with started(pools=pools(1, 1)) as rig:
         rig.launcher.prepare["decode-1"] = lambda node, _: setattr(node, "wrong_kv", {sender: blocks})
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {rig.config.scheduler.max_num_seqs if is_taken_back else 77: 2}
-        decisions = (await rig.controller.view()).decisions
-        why = "prefill-1: the KV that it sent to decode-1 is wrong"
-        assert any(f"taken back: {why}" in one.text for one in decisions) == is_taken_back
+        view = await applied(rig)
+        assert seqs_of(rig) == {rig.config.scheduler.max_num_seqs if is_taken_back else 77: 2}
+        why = "taken back: prefill-1: the KV that it sent to decode-1 is wrong"
+        assert any(why in one.text for one in view.decisions) == is_taken_back
 
 
 async def test_a_model_with_another_tokenizer_is_taken_back() -> None:
+    def prepare(node: Any, _: int) -> None:
+        node.info = replace(node.info, tokenizer="old" if node.info.node_id.endswith("0") else "new")
+
     async with Rig(pools=pools(1, 1)) as rig:
-        for number in range(3):
-            for role in ("prefill", "decode"):
-                digest = "old" if number == 0 else "new"
-                rig.launcher.prepare[f"{role}-{number}"] = lambda node, _, digest=digest: setattr(
-                    node, "info", replace(node.info, tokenizer=digest)
-                )
-        await rig.controller.start()
-        await rig.controller.apply(wish(rig, model="other"), dry_run=False)
-        await rig.clock.advance(LONG_S)
+        rig.launcher.prepare = {f"{role}-{number}": prepare for role in ("prefill", "decode") for number in range(3)}
+        await rig.start()
+        view = await applied(rig, wish(rig, model="other"))
         assert rig.routed == {"prefill-0", "decode-0"}
-        assert any("tokenizer.json" in one.text for one in (await rig.controller.view()).decisions)
+        assert any("tokenizer.json" in one.text for one in view.decisions)
 
 
 async def test_while_requests_wait_too_long_nothing_goes() -> None:
     async with started(pools=pools(1, 2)) as rig:
         rig.launcher.router.load = RouterQueue(5, 60.0)
         await rig.clock.advance(2 * TIMEOUTS.heartbeat_s)
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(60.0)
+        rollout = (await applied(rig, seconds=30.0)).rollout
         assert {"prefill-0", "decode-0", "decode-1"} <= rig.routed
-        view = (await rig.controller.view()).rollout
-        assert view is not None
-        assert "slo.ttft_s" in view.waits
+        assert rollout is not None
+        assert "slo.ttft_s" in rollout.waits
         rig.launcher.router.load = RouterQueue()
-        await rig.clock.advance(LONG_S)
+        await rig.clock.advance(60.0)
         assert (await rig.controller.view()).rollout is None
-        assert made_with(rig) == {77: 3}
+        assert seqs_of(rig) == {77: 3}
 
 
-async def test_where_no_machine_has_room_for_more_one_goes_first() -> None:
-    hosts = FakeHosts(machine("1", prefill=1, decode=2))
-    async with started(pools=pools(1, 2), hosts=hosts) as rig:
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {77: 3}
-        assert (await rig.controller.view()).rollout is None
-
-
-async def test_the_only_node_that_writes_answers_waits_for_room() -> None:
-    hosts = FakeHosts(machine("1", prefill=1, decode=1))
-    async with started(pools=pools(1, 1), hosts=hosts) as rig:
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(LONG_S)
+async def test_where_no_machine_has_room_for_more_one_goes_first_and_never_the_last_that_writes_answers() -> None:
+    async with started(pools=pools(1, 2), hosts=machines("pdd")) as rig:
+        assert (await applied(rig)).rollout is None
+        assert seqs_of(rig) == {77: 3}
+    async with started(pools=pools(1, 1), hosts=machines("pd")) as rig:
+        rollout = (await applied(rig, seconds=60.0)).rollout
         assert "decode-0" in rig.routed
-        view = (await rig.controller.view()).rollout
-        assert view is not None
-        assert "rollout.max_unavailable" in view.waits
-        hosts.join(machine("2", decode=1))
-        await rig.clock.advance(LONG_S)
+        assert rollout is not None
+        assert "rollout.max_unavailable" in rollout.waits
+        rig.hosts.join(machine("2", decode=1))
+        await rig.clock.advance(60.0)
         assert (await rig.controller.view()).rollout is None
-        assert made_with(rig) == {77: 2}
+        assert seqs_of(rig) == {77: 2}
 
 
 async def test_what_lacks_a_machine_or_is_left_out_anyway_keeps_no_rollout_from_its_end() -> None:
-    hosts = FakeHosts(machine("1", prefill=2, decode=2))
-    async with Rig(pools=pools(1, 3), hosts=hosts) as rig:
-        rig.launcher.prepare["decode-1"] = lambda node, _: setattr(node, "start_error", ConfigurationError("never"))
-        rig.launcher.prepare |= {
-            f"{role}-{number}": lambda node, _: setattr(node, "start_error", Unavailable("not now"))
-            for role, number in (("prefill", 1), ("decode", 3))
-        }
-        starting = asyncio.create_task(rig.controller.start())
-        await rig.clock.advance(10.0)
-        await starting
+    async with Rig(pools=pools(1, 3), hosts=machines("ppdd")) as rig:
+        rig.refuse("decode-1", ConfigurationError("never"))
+        rig.refuse("prefill-1", Unavailable("not now"))
+        rig.refuse("decode-3", Unavailable("not now"))
+        await rig.start(10.0)
         assert rig.routed == {"prefill-0", "decode-0"}
-        await rig.controller.apply(wish(rig), dry_run=False)
-        await rig.clock.advance(LONG_S)
-        view = await rig.controller.view()
+        view = await applied(rig)
         assert (view.rollout, view.revision) == (None, 0), "it was taken back"
-        assert "prefill-0" in rig.routed
-        assert "decode-0" in rig.routed
+        assert {"prefill-0", "decode-0"} <= rig.routed
 
 
 async def test_a_node_that_was_left_out_on_the_way_back_is_tried_again_with_its_pool() -> None:
     """It has the place that the rollout has beyond the pool's size, so without it no old node can go."""
     async with started(pools=pools(1, 1), hosts=FakeHosts(one_machine(16))) as rig:
-        old = rig.launcher.node("decode-0")
+        old = rig.node("decode-0")
         old.may_finish.clear()
-        rig.launcher.prepare["decode-2"] = lambda node, earlier: (
-            setattr(node, "start_error", Unavailable("out of reach")) if earlier < 3 else None
-        )
+        rig.refuse("decode-2", Unavailable("out of reach"), times=3)
         await rig.controller.apply(wish(rig), dry_run=False)
         while old.drained_with is None:
             await rig.clock.advance(1.0)
@@ -271,42 +224,75 @@ async def test_what_nodes_do_not_read_is_applied_at_once() -> None:
 
 async def test_what_cannot_be_wished_for_is_refused() -> None:
     async with started(pools=pools(1, 1)) as rig:
+        controller = rig.controller
         renamed = replace(rig.config, router=replace(rig.config.router, model_name="other"))
         with pytest.raises(ConfigurationError, match=r"model\.served_name: fake"):
-            await rig.controller.apply(renamed, dry_run=True)
+            await controller.apply(renamed, dry_run=True)
         with pytest.raises(ConfigurationError, match="would be left to decode"):
-            await rig.controller.apply(replace(rig.config, pools=pools(1, 0)), dry_run=False)
+            await controller.apply(replace(rig.config, pools=pools(1, 0)), dry_run=False)
         with pytest.raises(ConfigurationError, match="no rollout"):
-            await rig.controller.go_back()
-        await rig.controller.apply(wish(rig), dry_run=False)
+            await controller.go_back()
+        await controller.apply(wish(rig), dry_run=False)
         with pytest.raises(Unavailable, match="a rollout is running"):
-            await rig.controller.apply(wish(rig, seqs=5), dry_run=False)
+            await controller.apply(with_seqs(rig.config, 5), dry_run=False)
         with pytest.raises(Unavailable, match="a rollout is replacing nodes"):
-            await rig.controller.change_role("prefill-0", Role.DECODE)
+            await controller.change_role("prefill-0", Role.DECODE)
         await rig.clock.advance(4.0)
-        await rig.controller.go_back()
+        await controller.go_back()
         await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {rig.config.scheduler.max_num_seqs: 2}
+        assert seqs_of(rig) == {rig.config.scheduler.max_num_seqs: 2}
 
 
 async def test_sizes_and_the_configuration_are_recorded_together() -> None:
     """A controller that dies between two records would leave half of the change."""
     async with started(pools=pools(1, 2)) as rig:
-        saved = []
-        keep = rig.store.save
+        saved, keep = [], rig.store.save
 
         async def counting(kept: bytes, check: CheckKept | None = None) -> None:
             saved.append(state.decode(kept))
             await keep(kept, check)
 
         rig.store.save = counting
-        await rig.controller.apply(wish(rig, pools=pools(2, 1)), dry_run=False)
+        await applied(rig, wish(rig, pools=pools(2, 1)))
         first = saved[0]
         assert (first.sizes[Role.PREFILL], first.sizes[Role.DECODE]) == (2, 1)
         assert first.revision.config is not None
         assert first.revision.config.scheduler.max_num_seqs == 77
+        assert seqs_of(rig) == {77: 3}
+
+
+async def test_a_store_that_takes_nothing_for_a_while_only_delays_a_rollout() -> None:
+    full = Unavailable("no space left on device")
+    async with started(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
+        before = await rig.controller.configuration()
+        router = replace(rig.config.router, max_failovers=7)
+        rig.store.error = full
+        with pytest.raises(Unavailable, match="no space left"):
+            await rig.controller.apply(wish(rig, router=router), dry_run=False)
+        assert await rig.controller.configuration() == before
+        rig.store.error = None
+        await rig.controller.apply(wish(rig, router=router), dry_run=False)
+        for _ in range(12):
+            rig.store.error = full
+            await rig.clock.advance(9.0)
+            assert any(node.config.role is Role.DECODE for node in rig.launcher.running)
+            rig.store.error = None
+            await rig.clock.advance(4.0)
         await rig.clock.advance(LONG_S)
-        assert made_with(rig) == {77: 3}
+        assert (await rig.controller.view()).rollout is None
+        assert not any("taken back" in text for text in await rig.decided())
+        assert seqs_of(rig) == {77: 3}
+
+
+@pytest.mark.parametrize("decode", [1, 4])
+async def test_a_pool_that_is_scaled_during_a_rollout_has_its_size_and_one_configuration(decode: int) -> None:
+    async with started(pools=pools(1, 2), hosts=FakeHosts(one_machine(16))) as rig:
+        await applied(rig, wish(rig, router=replace(rig.config.router, max_failovers=7)), 9.0)
+        await rig.controller.scale({Role.DECODE: decode})
+        await rig.clock.advance(LONG_S)
+        assert (await rig.controller.view()).rollout is None
+        assert not any("taken back" in text for text in await rig.decided())
+        assert seqs_of(rig) == {77: 1 + decode}
 
 
 class Watched:
@@ -322,12 +308,13 @@ class Watched:
         serving = Counter(
             member.role
             for member in self.rig.launcher.router.memberships[-1]
-            if self.rig.launcher.node(member.node_id).drained_with is None
+            if self.rig.node(member.node_id).drained_with is None
         )
         for role, count in least.items():
             assert serving[role] >= count, (role, serving)
 
 
+Blow = tuple[str, int, float]
 BLOWS = st.lists(
     st.tuples(
         st.sampled_from(["nothing", "kill a node", "kill the controller", "back"]),
@@ -338,8 +325,22 @@ BLOWS = st.lists(
 )
 
 
-@settings(max_examples=4, deadline=None)
-@example(sizes=(1, 1), surge=1, unavailable=1, broken="all", blows=[("kill the controller", 0, 1.0)])
+@pytest.mark.parametrize(
+    ("sizes", "surge", "unavailable", "broken", "blows"),
+    [
+        ((1, 1), 1, 1, "all", [("kill the controller", 0, 1.0)]),
+        ((2, 2), 1, None, "none", [("kill a node", 3, 4.0), ("kill the controller", 0, 11.0), ("back", 0, 4.0)]),
+        ((1, 2), 0, 1, "late", [("kill the controller", 1, 4.0), ("nothing", 0, 11.0)]),
+    ],
+)
+def test_whatever_happens_meanwhile_all_nodes_have_one_configuration_in_the_end(
+    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
+) -> None:
+    roll_out_under_blows(sizes, surge, unavailable, broken, blows)
+
+
+@pytest.mark.more
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
     surge=st.integers(0, 2),
@@ -347,55 +348,54 @@ BLOWS = st.lists(
     broken=st.sampled_from(["none", "none", "all", "late"]),
     blows=BLOWS,
 )
-def test_whatever_happens_meanwhile_all_nodes_have_one_configuration_in_the_end(
-    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[tuple[str, int, float]]
+def test_many_blows_leave_one_configuration(
+    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
+) -> None:
+    roll_out_under_blows(sizes, surge, unavailable, broken, blows)
+
+
+@in_loop
+async def roll_out_under_blows(
+    sizes: tuple[int, int], surge: int, unavailable: int | None, broken: str, blows: list[Blow]
 ) -> None:
     if surge == 0 and unavailable == 0:
         surge = 1  # nothing could ever go
+    base = TandemConfig(
+        router=RouterConfig("model", "fake"), rollout=RolloutConfig(surge=surge, max_unavailable=unavailable)
+    )
+    async with Rig(pools=pools(*sizes), config=base, hosts=FakeHosts(one_machine(16))) as rig:
+        watched = Watched(rig)
 
-    @in_loop
-    async def run() -> None:
-        base = TandemConfig(
-            router=TandemConfig().router, rollout=RolloutConfig(surge=surge, max_unavailable=unavailable)
-        )
-        base = replace(base, router=replace(base.router, model_name="fake"))
-        async with Rig(pools=pools(*sizes), config=base, hosts=FakeHosts(one_machine(16))) as rig:
-            watched = Watched(rig)
+        def prepare(process: FakeNode, _: int) -> None:
+            is_new = process.config.engine.model.path == "other"
+            late = broken == "late" and process.config.role is Role.PREFILL
+            if is_new and (broken == "all" or late):
+                process.start_error = Unavailable("not this one")
 
-            def prepare(process: FakeNode, _: int) -> None:
-                is_new = process.config.engine.model.path == "other"
-                late = broken == "late" and process.config.role is Role.PREFILL
-                if is_new and (broken == "all" or late):
-                    process.start_error = Unavailable("not this one")
-
-            rig.launcher.prepare |= {f"{role.value}-{i}": prepare for role in Role for i in range(60)}
-            await rig.controller.start()
-            await rig.controller.apply(wish(rig, model="other"), dry_run=False)
-            less = 1 if unavailable is None else unavailable
-            least = {Role.PREFILL: sizes[0] - less, Role.DECODE: sizes[1] - less}
-            if unavailable is None and surge:
-                least[Role.DECODE] = sizes[1]  # there is room for one more
-            if surge == 0 and unavailable is None and sizes[1] == 1:
-                least[Role.DECODE] = 1
-            for blow, which, seconds in blows:
-                await hit(rig, watched, blow, which)
-                for _ in range(int(seconds)):
-                    await rig.clock.advance(1.0)
-                    watched.look(least)
-            stuck = surge == 0 and unavailable is None and sizes[1] == 1
-            for _ in range(8):
-                await rig.clock.advance(LONG_S / 4)
+        rig.launcher.prepare |= {f"{role.value}-{i}": prepare for role in Role for i in range(60)}
+        await rig.start()
+        await rig.controller.apply(wish(rig, model="other"), dry_run=False)
+        less = 1 if unavailable is None else unavailable
+        least = {Role.PREFILL: sizes[0] - less, Role.DECODE: sizes[1] - less}
+        stuck = surge == 0 and unavailable is None and sizes[1] == 1
+        if unavailable is None and (surge or stuck):
+            least[Role.DECODE] = sizes[1]  # there is room for one more, or the last one stays
+        for blow, which, seconds in blows:
+            await hit(rig, watched, blow, which)
+            for _ in range(int(seconds)):
+                await rig.clock.advance(1.0)
                 watched.look(least)
-            kept = state.decode(await rig.store.load() or b"")
-            view = await rig.controller.view()
-            assert not view.failure
-            if not stuck:
-                assert view.rollout is None, view.rollout
-                assert len({node.info.content for node in rig.launcher.running}) == 1
-            assert rig.routed == names(rig)
-            assert len(rig.routed) == sum(sizes) == len(kept.nodes)
-
-    run()
+        for _ in range(8):
+            await rig.clock.advance(LONG_S / 4)
+            watched.look(least)
+        kept = state.decode(await rig.store.load() or b"")
+        view = await rig.controller.view()
+        assert not view.failure
+        if not stuck:
+            assert view.rollout is None, view.rollout
+            assert len({node.info.content for node in rig.launcher.running}) == 1
+        assert rig.routed == names(rig)
+        assert len(rig.routed) == sum(sizes) == len(kept.nodes)
 
 
 async def hit(rig: Rig, watched: Watched, blow: str, which: int) -> None:
@@ -404,12 +404,7 @@ async def hit(rig: Rig, watched: Watched, blow: str, which: int) -> None:
         running[which % len(running)].die()
         watched.hurt = rig.clock.now() + LONG_S
     elif blow == "kill the controller":
-        rig.hosts.forget_waiters()
-        await rig.kill_controller()
-        starting = asyncio.create_task(rig.controller.start())
-        await settle()
-        await rig.clock.advance(TIMEOUTS.unresponsive_s)
-        await starting
+        await rig.next_controller(TIMEOUTS.unresponsive_s)
     elif blow == "back":
         with contextlib.suppress(ConfigurationError):  # it is over
             await rig.controller.go_back()

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 import pytest
 
 from tandem.base.errors import ConfigurationError
 from tandem.cluster.config import TandemConfig
 from tandem.cluster.control import RolloutView
-from tandem.router.config import RouterPlacement
+from tandem.router.config import RouterConfig, RouterPlacement
 from tandem.wire.nodes import Role, RouterQueue
 from tests.cluster.pools.helpers import FakeHosts, FakeRouter, Rig, one_machine, settle, started
-from tests.cluster.pools.pools_rig import machine, pools
+from tests.cluster.pools.pools_rig import EVERY_HOST, machine, pools, replace, seqs_of, with_seqs
 
-replace = msgspec.structs.replace
-LONG_S = 160.0
+LONG_S = 100.0
 
 
-def wish(rig: Rig, *, failovers: int = 7, seqs: int | None = None) -> TandemConfig:
-    """The rig's configuration with a change that needs new routers, and with `seqs` one that needs new nodes."""
-    config = replace(rig.config, router=replace(rig.config.router, max_failovers=failovers))
-    return config if seqs is None else replace(config, scheduler=replace(config.scheduler, max_num_seqs=seqs))
+def with_router(rig: Rig, **changes: object) -> TandemConfig:
+    """The rig's configuration with a change that needs new routers."""
+    return replace(rig.config, router=replace(rig.config.router, **(changes or {"max_failovers": 7})))
 
 
 def running(rig: Rig) -> dict[str, FakeRouter]:
     return {router.name: router for router in rig.launcher.routers if not router.died.done()}
+
+
+def head_and_two() -> FakeHosts:
+    return FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
 
 
 async def rollout_of(rig: Rig) -> RolloutView | None:
@@ -37,7 +38,7 @@ async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() 
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
-        change = await rig.controller.apply(wish(rig), dry_run=False)
+        change = await rig.controller.apply(with_router(rig), dry_run=False)
         assert (change.nodes, change.routers, change.refused) == ([], ["router.max_failovers"], [])
         assert change.replaced == ["router"]
         await rig.clock.advance(3.0)
@@ -58,18 +59,15 @@ async def test_a_new_router_gets_the_old_ones_socket_and_the_old_one_finishes() 
         old.may_leave.set()
         await rig.clock.advance(3.0)
         assert list(running(rig)) == ["router~2"]
-        await rig.controller.apply(wish(rig, failovers=8), dry_run=False)
+        await rig.controller.apply(with_router(rig, max_failovers=8), dry_run=False)
         await rig.clock.advance(30.0)
         assert list(running(rig)) == ["router"], "a name is free when its process is gone"
 
 
 async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> None:
-    hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
-    config = TandemConfig(
-        router=replace(TandemConfig().router, model_name="fake", placement=RouterPlacement.EVERY_HOST, host="0.0.0.0")
-    )
-    async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
-        await rig.controller.apply(wish(rig, seqs=77), dry_run=False)
+    config = replace(EVERY_HOST, router=replace(EVERY_HOST.router, host="0.0.0.0"))
+    async with started(pools=pools(1, 1), hosts=head_and_two(), config=config) as rig:
+        await rig.controller.apply(with_seqs(with_router(rig)), dry_run=False)
         most = 0
         for _ in range(40):
             await rig.clock.advance(1.0)
@@ -84,26 +82,22 @@ async def test_machines_routers_go_one_after_the_other_and_before_nodes() -> Non
         assert set(routers) == {"router~2", "router-10.0.0.1~2", "router-10.0.0.2~2"}
         assert {router.config.max_failovers for router in routers.values()} == {7}
         assert routers["router-10.0.0.1~2"].config.inbox_host == "10.0.0.1"
-        assert {node.config.engine.scheduler.max_num_seqs for node in rig.launcher.running} == {77}
+        assert seqs_of(rig) == {77: 2}
 
 
-@pytest.mark.parametrize("fault", ["it does not start", "it answers with errors"])
-async def test_what_is_wrong_with_a_new_router_takes_all_back(fault: str) -> None:
+@pytest.mark.parametrize("why", ["no such template", "9 of its 20 responses"])
+async def test_what_is_wrong_with_a_new_router_takes_all_back(why: str) -> None:
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
-
-        def broken(router: FakeRouter, _: int) -> None:
-            if fault == "it does not start":
-                router.start_error = ConfigurationError("there is no such template")
-            else:
-                router.load = RouterQueue(answers=20, errors=9)
-
-        rig.launcher.prepare["router~2"] = broken
-        await rig.controller.apply(wish(rig, seqs=77), dry_run=False)
+        if why == "no such template":
+            rig.refuse("router~2", ConfigurationError("there is no such template"))
+        else:
+            answers = RouterQueue(answers=20, errors=9)
+            rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "load", answers)
+        await rig.controller.apply(with_seqs(with_router(rig)), dry_run=False)
         await rig.clock.advance(LONG_S)
         view = await rig.controller.view()
         assert (view.rollout, view.revision) == (None, 0)
-        why = "no such template" if fault == "it does not start" else "9 of its 20 responses"
         assert any("taken back: " in one.text and why in one.text for one in view.decisions)
         assert list(running(rig).values()) == [old]
         assert old.left_with is None, "it served all the time"
@@ -115,7 +109,7 @@ async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_stop.clear()
-        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.controller.apply(with_router(rig), dry_run=False)
         await rig.clock.advance(20.0)
         assert old.left_with is not None
         await rig.controller.scale({Role.DECODE: 2})  # the controller looks at everything again
@@ -129,7 +123,7 @@ async def test_a_router_whose_process_takes_long_to_end_is_not_started_again() -
 async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place() -> None:
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
-        rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "starts_at_once", False)
+        rig.hold("router~2")
         old.load = RouterQueue(is_ending=True)
         await rig.clock.advance(3.0)
         new = rig.launcher.router
@@ -139,9 +133,8 @@ async def test_a_router_that_was_told_to_end_goes_when_another_one_has_its_place
         await rig.clock.advance(3.0)
         assert old.left_with is not None
         assert list(running(rig)) == ["router~2"]
-        view = await rig.controller.view()
-        assert view.rollout is None
-        assert any("got SIGTERM" in one.text for one in view.decisions)
+        assert await rollout_of(rig) is None
+        assert any("got SIGTERM" in text for text in await rig.decided())
 
 
 async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_itself() -> None:
@@ -152,14 +145,14 @@ async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_its
 
         rig.launcher.prepare["router~2"] = broken
         old = rig.launcher.router
-        await rig.controller.apply(wish(rig), dry_run=False)
+        await rig.controller.apply(with_router(rig), dry_run=False)
         await rig.clock.advance(1.0)
         old.load = RouterQueue(is_ending=True)
         await rig.clock.advance(2.0)
         rig.launcher.router.may_start.set()
         await rig.clock.advance(LONG_S)
-        view = await rig.controller.view()
-        assert any("taken back: router~2" in one.text and "no such template" in one.text for one in view.decisions)
+        decided = await rig.decided()
+        assert any("taken back: router~2" in text and "no such template" in text for text in decided)
         (router,) = running(rig).values()
         assert router.config == rig.config.router
         assert router.node_ids == {"prefill-0", "decode-0"}
@@ -167,68 +160,42 @@ async def test_a_rollout_judges_the_only_new_router_when_the_old_one_ends_by_its
 
 async def test_a_new_router_that_comes_just_before_the_old_one_is_back_gets_its_socket_then() -> None:
     async with started(pools=pools(1, 1)) as rig:
-        old = rig.launcher.router
-        old.die()
-        rig.launcher.prepare["router"] = lambda router, _: setattr(router, "starts_at_once", False)
+        rig.launcher.router.die()
+        rig.hold("router")
         await rig.clock.advance(1.5)
-        taken = ConfigurationError("router.port: cannot listen: Address already in use")
-        rig.launcher.prepare["router~2"] = lambda router, earlier: setattr(
-            router, "start_error", None if earlier else taken
-        )
-        await rig.controller.apply(wish(rig), dry_run=False)
+        rig.refuse("router~2", ConfigurationError("router.port: cannot listen: Address already in use"), times=1)
+        await rig.controller.apply(with_router(rig), dry_run=False)
         await rig.clock.advance(0.5)
-        (back,) = [router for router in running(rig).values() if router.name == "router"]
-        back.may_start.set()
+        running(rig)["router"].may_start.set()
         await rig.clock.advance(LONG_S)
-        view = await rig.controller.view()
-        assert (view.rollout, [one.text for one in view.decisions if "taken back" in one.text]) == (None, [])
+        assert await rollout_of(rig) is None
+        assert not any("taken back" in text for text in await rig.decided())
         assert list(running(rig)) == ["router~2"]
         assert rig.launcher.router.door == "door of router 1"
 
 
-def sharing(rig: Rig, processes: int, failovers: int = 3) -> TandemConfig:
-    router = replace(rig.config.router, processes=processes, max_failovers=failovers)
-    return replace(rig.config, router=router)
-
-
 async def test_further_processes_get_the_socket_of_one_that_serves_and_know_each_other() -> None:
-    config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=3))
-    async with started(pools=pools(1, 1), config=config) as rig:
-        await rig.clock.advance(10.0)
+    """Their number changes while those that stay serve on, and one that dies is replaced."""
+    async with started(pools=pools(1, 1)) as rig:
+        first = rig.launcher.router
+        await rig.controller.apply(with_router(rig, processes=3), dry_run=False)
+        await rig.clock.advance(30.0)
         routers = running(rig)
-        assert {name: router.door for name, router in routers.items()} == {
-            "router": "",
-            "router~2": "door of router 0",
-            "router~3": "door of router 0",
-        }
+        doors = {"router": "", "router~2": "door of router 0", "router~3": "door of router 0"}
+        assert {name: router.door for name, router in routers.items()} == doors
         desks = {name: f"desk of {name} 0" for name in routers}
         assert [router.desks for router in routers.values()] == [desks] * 3
         assert [router.node_ids for router in routers.values()] == [{"prefill-0", "decode-0"}] * 3
-
-
-async def test_one_of_several_that_dies_is_replaced_with_anothers_socket() -> None:
-    config = replace(TandemConfig(), router=replace(TandemConfig().router, model_name="fake", processes=2))
-    async with started(pools=pools(1, 1), config=config) as rig:
-        await rig.clock.advance(10.0)
-        first, second = running(rig).values()
+        await rig.controller.apply(with_router(rig, processes=2), dry_run=False)
+        await rig.clock.advance(30.0)
+        second = running(rig)["router~2"]
+        assert list(running(rig).values()) == [first, second]
         first.die("it was killed")
         await rig.clock.advance(10.0)
         assert running(rig)["router"].door == "door of router~2 0"
         assert running(rig)["router~2"] is second
-        assert second.left_with is None
+        assert (first.left_with, second.left_with) == (None, None)
         assert second.desks == {"router": "desk of router 1", "router~2": "desk of router~2 0"}
-
-
-async def test_their_number_changes_while_those_that_stay_serve_on() -> None:
-    async with started(pools=pools(1, 1)) as rig:
-        first = rig.launcher.router
-        await rig.controller.apply(sharing(rig, 3), dry_run=False)
-        await rig.clock.advance(30.0)
-        assert set(running(rig)) == {"router", "router~2", "router~3"}
-        await rig.controller.apply(sharing(rig, 1), dry_run=False)
-        await rig.clock.advance(30.0)
-        assert list(running(rig).values()) == [first]
-        assert first.left_with is None
         assert await rollout_of(rig) is None
 
 
@@ -236,7 +203,7 @@ async def test_a_router_with_another_environment_gets_the_socket_and_shares_noth
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
-        wanted = replace(rig.config, router=replace(rig.config.router, env={"PYTHONPATH": "/shared/next"}))
+        wanted = with_router(rig, env={"PYTHONPATH": "/shared/next"})
         change = await rig.controller.apply(wanted, dry_run=False)
         assert (change.routers, change.refused) == (["router.env.PYTHONPATH"], [])
         await rig.clock.advance(3.0)
@@ -253,8 +220,7 @@ async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_
     async with started(pools=pools(1, 1)) as rig:
         old = rig.launcher.router
         old.may_leave.clear()
-        wanted = replace(rig.config, router=replace(rig.config.router, host="0.0.0.0", port=8123))
-        change = await rig.controller.apply(wanted, dry_run=False)
+        change = await rig.controller.apply(with_router(rig, host="0.0.0.0", port=8123), dry_run=False)
         assert (change.routers, change.refused) == (["router.host", "router.port"], [])
         await rig.clock.advance(3.0)
         new = rig.launcher.router
@@ -271,12 +237,10 @@ async def test_at_another_address_the_new_router_is_told_of_the_old_ones_socket_
 
 
 async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> None:
-    hosts = FakeHosts(one_machine(8), machine("1", prefill=1, decode=2), machine("2", prefill=1, decode=2))
-    config = TandemConfig(router=replace(TandemConfig().router, model_name="fake", host="0.0.0.0"))
-    async with started(pools=pools(1, 1), hosts=hosts, config=config) as rig:
+    config = TandemConfig(router=RouterConfig("model", "fake", host="0.0.0.0"))
+    async with started(pools=pools(1, 1), hosts=head_and_two(), config=config) as rig:
         heads = rig.launcher.router
-        everywhere = replace(config, router=replace(config.router, placement=RouterPlacement.EVERY_HOST))
-        change = await rig.controller.apply(everywhere, dry_run=False)
+        change = await rig.controller.apply(with_router(rig, placement=RouterPlacement.EVERY_HOST), dry_run=False)
         assert (change.routers, change.refused) == (["router.placement"], [])
         await rig.clock.advance(20.0)
         assert set(running(rig)) == {"router", "router-10.0.0.1", "router-10.0.0.2"}
@@ -287,12 +251,7 @@ async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> Non
         await rig.clock.advance(20.0)
         assert all(router.left_with is not None for router in others)
         assert set(running(rig)) == {"router", "router-10.0.0.1", "router-10.0.0.2"}, "they finish what they have"
-        rig.hosts.forget_waiters()
-        await rig.kill_controller()
-        starting = asyncio.create_task(rig.controller.start())
-        await settle()
-        await starting
-        await rig.clock.advance(5.0)
+        await rig.next_controller(5.0)
         assert len(rig.launcher.routers) == 3, "a controller that comes back starts none of them again"
         for router in others:
             router.may_leave.set()
@@ -305,11 +264,10 @@ async def test_machines_get_routers_and_lose_them_while_the_heads_stays() -> Non
 async def test_a_new_router_gets_the_socket_of_one_that_the_next_controller_has_not_reached_yet() -> None:
     """Without it the new router finds its port taken, and the change would be taken back for that."""
     async with started(pools=pools(1, 1)) as rig:
-        rig.launcher.prepare["router~2"] = lambda router, _: setattr(router, "starts_at_once", False)
-        await rig.controller.apply(wish(rig), dry_run=False)
+        rig.hold("router~2")
+        await rig.controller.apply(with_router(rig), dry_run=False)
         await settle()
         rig.launcher.routers = [router for router in rig.launcher.routers if router.name == "router"]
-        rig.hosts.forget_waiters()
         await rig.kill_controller()  # its new router was recorded, and its process never came to be
         starting = asyncio.create_task(rig.controller.start())
         await settle()
