@@ -48,8 +48,14 @@ def head_of(engine: OneEngine) -> EagleHead:
     return found
 
 
-@pytest.mark.parametrize("ahead", [AsyncScheduling.NEVER, AsyncScheduling.ALWAYS])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("sampling", "ahead"),
+    [
+        (GREEDY, AsyncScheduling.ALWAYS),
+        (SEEDED, AsyncScheduling.NEVER),
+        *more([(GREEDY, AsyncScheduling.NEVER), (SEEDED, AsyncScheduling.ALWAYS)]),
+    ],
+)
 def test_it_changes_no_token(
     llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams, ahead: AsyncScheduling
 ) -> None:
@@ -60,7 +66,7 @@ def test_it_changes_no_token(
     assert head_of(engine).num_cold == 0
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [SEEDED, *more([GREEDY])])
 def test_with_preemptions_and_a_shared_cache(
     llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams
 ) -> None:

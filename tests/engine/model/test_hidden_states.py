@@ -61,7 +61,7 @@ def check(folder: Path, name: str, path: Path, prompt: list[int]) -> None:
     torch.testing.assert_close(found["hidden_states"], expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "width"), [("llama", 1), ("gemma3", 1), ("qwen3.5", 1), ("mixtral", 1), ("llama", 2)])
+@pytest.mark.parametrize(("name", "width"), [("qwen3.5", 1), ("mixtral", 1), ("llama", 2), *more([("gemma3", 1)])])
 def test_the_files_have_what_transformers_gives(name: str, width: int, tmp_path: Path) -> None:
     path, folder = tiny.save(name, tmp_path / "model"), tmp_path / "states"
     asked = prompts((1, 23, 37, 9))

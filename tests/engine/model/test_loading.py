@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -416,12 +414,6 @@ def test_where_there_is_no_compiler_the_model_runs_all_the_same(
     with caplog.at_level("INFO"):
         assert greedy(load(llama)) == expected
     assert any("no C++ compiler" in record.getMessage() for record in caplog.records)
-
-
-def test_a_native_model_does_not_wait_for_transformers() -> None:
-    """Importing it takes seconds of every node's start."""
-    code = "import sys, tandem.engine.model.loading; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_a_model_that_is_computed_without_the_native_library_says_so(

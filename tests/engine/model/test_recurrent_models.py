@@ -69,6 +69,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(path, load(path), prompts, [a.tokens for a in answers], [a.logprobs for a in answers])
 
 
+@pytest.fixture(scope="module")
+def guessing(case: Case) -> TorchRunner:
+    """Another runner, with drafts."""
+    return load(case.path, GUESSING)
+
+
 def finish_all(driver: Driver) -> None:
     for req_id in list(driver.requests):
         driver.finish(req_id)
@@ -88,8 +94,8 @@ def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
     Driver(case.runner, seed).expect(case.prompts, case.answers, case.logprobs, within)
 
 
-def test_a_request_moves_to_another_runner_with_its_blocks(case: Case) -> None:
-    prefill, decode = Driver(case.runner, 1), Driver(load(case.path), 2)
+def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, guessing: TorchRunner) -> None:
+    prefill, decode = Driver(case.runner, 1), Driver(guessing, 2)
     for index in (2, 3):
         prefill.add(f"r{index}", case.prompts[index])
     prefill.generate(1, max_chunk=9)
@@ -101,10 +107,12 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Case, drafts: bool) -> None:
+def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(
+    case: Case, guessing: TorchRunner, drafts: bool
+) -> None:
     """The longest request has room, and few others beside it. Every block is accounted for after each step. With drafts there are
     checkpoints, too."""
-    runner = load(case.path, GUESSING) if drafts else case.runner
+    runner = guessing if drafts else case.runner
     info = runner.info
     state = info.groups[-1].blocks_per_request
     blocks = 1 + (4 if drafts else 2) * state + (len(info.groups) - 1) * (20 if drafts else 17)
@@ -115,7 +123,7 @@ def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Ca
     runner.kv_cache[1:] = float("nan")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     answers: dict[str, list[int]] = {}
-    for round_ in range(3):
+    for round_ in range(2):
         for index, prompt in enumerate(case.prompts):
             engine.add_request(made_request(f"r{round_}-{index}", prompt, params))
         engine.add_request(made_request(f"given-up-{round_}", case.prompts[3], params))
@@ -128,7 +136,7 @@ def test_requests_are_preempted_and_aborted_in_a_pool_that_is_too_small(case: Ca
             if steps == 3 + round_:
                 engine.abort_requests([f"given-up-{round_}"])
             assert steps < 500
-    for round_ in range(3):
+    for round_ in range(2):
         for index, expected in enumerate(case.answers):
             assert answers[f"r{round_}-{index}"] == expected
     stats = scheduler.stats()
@@ -166,9 +174,10 @@ def test_a_prompt_begins_with_the_states_that_an_earlier_one_left(case: Case) ->
     assert stats.free_blocks == stats.total_blocks
 
 
-def test_drafts_change_no_token(case: Case) -> None:
+def test_drafts_change_no_token(case: Case, guessing: TorchRunner) -> None:
     """In every step, some all right, some in part, some not at all; beside chunks of prompts and single tokens."""
-    driver, numbers = Driver(load(case.path, GUESSING), 5), random.Random(3)
+    guessing.forget_requests()
+    driver, numbers = Driver(guessing, 5), random.Random(3)
     for index, prompt in enumerate(case.prompts):
         driver.add(f"r{index}", prompt)
     while unfinished := [r for r in driver.requests.values() if len(r.output) < NUM_TOKENS]:
@@ -183,6 +192,7 @@ def test_drafts_change_no_token(case: Case) -> None:
         driver.step({r.req_id: numbers.randint(1, min(r.pending, 11)) for r in unfinished})
     assert [request.output[:NUM_TOKENS] for request in driver.requests.values()] == case.answers
     assert driver.num_accepted > len(case.prompts)
+    finish_all(driver)
 
 
 @pytest.mark.parametrize("name", REFUSED)

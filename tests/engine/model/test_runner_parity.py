@@ -13,7 +13,7 @@ from tests.engine.model import tiny
 from tests.engine.model.driver import Driver, load
 from tests.more import more
 
-NUM_TOKENS = 10
+NUM_TOKENS = 7
 LENGTHS = (1, 5, 23, 37, 16)
 
 
@@ -68,7 +68,8 @@ def case(
 
 @pytest.fixture(scope="module")
 def other_runner(case: Case) -> TorchRunner:
-    return load(case.path, native=case.native)
+    """One with drafts."""
+    return load(case.path, native=case.native, num_speculative_tokens=4)
 
 
 def finish_all(driver: Driver) -> None:
@@ -98,7 +99,7 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
     finish_all(driver)
 
 
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("after", [1, *more([4])])
 def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_runner: TorchRunner, after: int) -> None:
     prefill, decode = case.driver(1), Driver(other_runner, 2)
     for index in (2, 3):
@@ -111,9 +112,9 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_run
     finish_all(decode)
 
 
-def test_drafts_change_no_token(case: Case) -> None:
+def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
     """Speculation: what is proposed from the text is verified in one pass, and what is wrong leaves no trace."""
-    driver = Driver(load(case.path, native=case.native, num_speculative_tokens=4), 5)
+    driver = Driver(other_runner, 5)
     for index, prompt in enumerate(case.prompts):
         driver.add(f"r{index}", prompt)
         # Also proposals that are right in part, or not at all.
@@ -123,3 +124,4 @@ def test_drafts_change_no_token(case: Case) -> None:
     outputs = driver.generate(NUM_TOKENS)
     assert list(outputs.values()) == case.answers
     assert driver.num_accepted >= sum(index % 4 for index in range(len(case.prompts)))
+    finish_all(driver)

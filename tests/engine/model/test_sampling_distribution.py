@@ -20,7 +20,7 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.model.fake_device import CUDA, FakeDevice
 
 VOCAB = 40
-DRAWS = 4000
+DRAWS = 2000
 EOS = frozenset({2, 5})
 
 

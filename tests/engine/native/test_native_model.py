@@ -109,20 +109,6 @@ def test_logits_of_chunks_and_neighbours(unit: Unit, name: str) -> None:
         assert (actual - expected).std() < 1.2 * (theirs - expected).std()
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
-def test_greedy_tokens_are_those_of_generate(float_unit: Unit, name: str) -> None:
-    model = build(name)
-    prompt = tokens(17, seed=5)
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, pad_token_id=0)
-    forward, sequences = native(model, float_unit[1])
-    answer, step = [], prompt
-    for _ in range(20):
-        logits = forward(sequences.batch({1: step}, [len(step) - 1]))
-        step = [int(logits.argmax())]
-        answer += step
-    assert answer == expected[0, len(prompt) :].tolist()
-
-
 def test_threads_and_batches_change_no_bit(unit: Unit) -> None:
     model = build("qwen3").to(unit[0])
     ids = tokens(70)
