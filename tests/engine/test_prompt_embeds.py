@@ -186,7 +186,7 @@ def test_rows_of_fewer_bits_are_what_they_say(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [True, *more([False])])
 def test_the_other_side_of_a_handover(lab: Lab, caching: bool) -> None:
     transfer = TransferConfig(connector="nixl")
     with (
@@ -194,7 +194,7 @@ def test_the_other_side_of_a_handover(lab: Lab, caching: bool) -> None:
         lab.start(transfer, "d", caching=caching) as decode,
     ):
         for turn in range(2):
-            for name in ("23", "61", "other end"):
+            for name in ("61", "other end"):
                 embeds = embeds_of(lab.prompts[name])
                 prompt = [PLACEHOLDER] * embeds.count
                 found = hand_over(prefill, decode, f"{name}/{turn}", prompt, NEW_TOKENS, embeds=embeds)

@@ -185,6 +185,12 @@ class Driver:
         self.drafts.pop(req_id, None)
         return request
 
+    def finish_all(self) -> None:
+        """Ends every request, and tells the runner."""
+        for req_id in list(self.requests):
+            self.finish(req_id)
+        self.step({})
+
     def step(self, work: dict[str, int], hooks: LayerHooks | None = None, *, guesses: bool = True) -> ModelOutput:
         """Computes this many tokens of each request, with its drafts after its newest token. Without `guesses` the runner makes no drafts
         for the next step."""

@@ -206,9 +206,7 @@ def _serve(model_type: str, folder: Path, prompts: list[list[int]], expected: li
         return Outcome(model_type, "wrong", f"{found} for {expected}")
     info = runner.info
     if cut:
-        for req_id in list(driver.requests):
-            driver.finish(req_id)
-        driver.step({})
+        driver.finish_all()
         moves = tiny.hash_of(model_type) % MOVED == 0
         for req_id, tokens in _disturbed(runner, prompts[-1], expected[-1], _load(folder) if moves else None).items():
             if tokens != expected[-1]:

@@ -81,14 +81,7 @@ class Case:
         self.answers = plain.generate(NUM_TOKENS)
         with pytest.MonkeyPatch.context() as patch:
             if attention == "flashinfer":
-                patch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
-                patch.setattr(
-                    paths,
-                    "_choose_attention",
-                    lambda of, _: FlashInferAttention(
-                        fake_flashinfer, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
-                    ),
-                )
+                fake_flashinfer.use_here(patch)
             self.runner = load(path, DevicePieces())
         self.expected = FlashInferAttention if attention == "flashinfer" else GatheredAttention
         self.eager = self.runner.forward
@@ -119,8 +112,7 @@ def test_layers_are_announced_around_a_recorded_step(case: Case) -> None:
     assert case.graphs.num_replays == before + 1
     layers = range(case.runner.info.num_layers)
     assert recorder.calls == [("load", layer) for layer in layers] + [("save", layer) for layer in layers]
-    driver.finish("r")
-    driver.step({})
+    driver.finish_all()
 
 
 def test_a_step_that_looks_at_its_own_results_runs_unrecorded(tmp_path: Path) -> None:

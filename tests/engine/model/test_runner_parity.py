@@ -72,12 +72,6 @@ def other_runner(case: Case) -> TorchRunner:
     return load(case.path, native=case.native, num_speculative_tokens=4)
 
 
-def finish_all(driver: Driver) -> None:
-    for req_id in list(driver.requests):
-        driver.finish(req_id)
-    driver.step({})
-
-
 @pytest.mark.parametrize("seed", [0, *more([1])])
 def test_mixed_batches_in_random_chunks(case: Case, seed: int) -> None:
     case.driver(seed).expect(case.prompts, case.answers, case.logprobs)
@@ -96,7 +90,7 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
     driver.add("second", case.prompts[5], prefix_of="first", shared_tokens=28)
     outputs = driver.generate(NUM_TOKENS)
     assert outputs == {"first": case.answers[3], "second": case.answers[5]}
-    finish_all(driver)
+    driver.finish_all()
 
 
 @pytest.mark.parametrize("after", [1, *more([4])])
@@ -108,8 +102,8 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_run
     for index in (2, 3):
         decode.adopt(f"r{index}", prefill)
     assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
-    finish_all(prefill)
-    finish_all(decode)
+    prefill.finish_all()
+    decode.finish_all()
 
 
 def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
@@ -124,4 +118,4 @@ def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
     outputs = driver.generate(NUM_TOKENS)
     assert list(outputs.values()) == case.answers
     assert driver.num_accepted >= sum(index % 4 for index in range(len(case.prompts)))
-    finish_all(driver)
+    driver.finish_all()

@@ -90,12 +90,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(*request.param, tmp_path_factory.mktemp("models"))  # type: ignore[call-arg]
 
 
-def close(driver: Driver) -> None:
-    for req_id in list(driver.requests):
-        driver.finish(req_id)
-    driver.step({})
-
-
 def finish(driver: Driver, most: int = 1 << 30) -> None:
     """Every vector, in chunks of random size."""
     while unfinished := [r for r in driver.requests.values() if r.pooling and r.vector is None]:
@@ -114,7 +108,7 @@ def test_each_kind_in_chunks_of_any_size(case: Case, kind: PoolingKind) -> None:
     finish(driver, most=9)
     for index, hidden in enumerate(case.hidden):
         assert driver.requests[f"r{index}"].vector == pytest.approx(pooled(hidden, kind), abs=TOLERANCE)
-    close(driver)
+    driver.finish_all()
 
 
 def test_vectors_and_answers_share_steps(case: Case) -> None:
@@ -122,7 +116,7 @@ def test_vectors_and_answers_share_steps(case: Case) -> None:
     alone = Driver(case.runner)
     alone.add("text", case.prompts[2])
     tokens = alone.generate(6)["text"]
-    close(alone)
+    alone.finish_all()
     driver = Driver(case.runner, seed=5)
     driver.add("text", case.prompts[2])
     for index, kind in enumerate(KINDS):
@@ -135,7 +129,7 @@ def test_vectors_and_answers_share_steps(case: Case) -> None:
     for index, kind in enumerate(KINDS):
         expected = pooled(case.hidden[3], kind, normalize=False)
         assert driver.requests[f"v{index}"].vector == pytest.approx(expected, abs=TOLERANCE)
-    close(driver)
+    driver.finish_all()
 
 
 @pytest.mark.parametrize("kind", [PoolingKind.MEAN, PoolingKind.CLS])
@@ -147,7 +141,7 @@ def test_a_preempted_one_begins_again(case: Case, kind: PoolingKind) -> None:
     driver.step({})
     finish(driver, most=9)
     assert driver.requests["r"].vector == pytest.approx(pooled(case.hidden[3], kind), abs=TOLERANCE)
-    close(driver)
+    driver.finish_all()
 
 
 def test_the_last_tokens_vector_may_begin_with_a_cached_prefix(case: Case) -> None:
@@ -158,7 +152,7 @@ def test_the_last_tokens_vector_may_begin_with_a_cached_prefix(case: Case) -> No
     finish(driver)
     expected = pooled(case.hidden[3], PoolingKind.LAST)
     assert driver.requests["second"].vector == pytest.approx(expected, abs=TOLERANCE)
-    close(driver)
+    driver.finish_all()
 
 
 def test_fewer_dimensions_are_cut_before_the_length_is_made_one(case: Case) -> None:
@@ -167,7 +161,7 @@ def test_fewer_dimensions_are_cut_before_the_length_is_made_one(case: Case) -> N
     finish(driver)
     expected = pooled(case.hidden[2], PoolingKind.MEAN, dimensions=7)
     assert driver.requests["r"].vector == pytest.approx(expected, abs=TOLERANCE)
-    close(driver)
+    driver.finish_all()
 
 
 def test_what_is_no_number_is_an_error(case: Case) -> None:
@@ -178,7 +172,7 @@ def test_what_is_no_number_is_an_error(case: Case) -> None:
     driver.failing.add("r")
     driver.step({"r": driver.requests["r"].pending})
     assert driver.last.errors["r"].code == "invalid_logits"
-    close(driver)
+    driver.finish_all()
 
 
 @pytest.mark.parametrize("native", [True, False])

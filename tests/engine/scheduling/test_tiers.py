@@ -508,6 +508,7 @@ def test_random_conversations_read_only_their_own_kv(states: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("states", [False, True])
 def test_many_random_conversations(states: bool) -> None:
     for number in range(40, 40 + RUNS):
