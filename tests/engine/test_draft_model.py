@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -73,17 +74,8 @@ def start(
         async_scheduling=ahead,
         reserve=Reserve.NONE if num_blocks else Reserve.PROMPT,
     )
-    return OneEngine.start(
-        model,
-        name,
-        4,
-        transfer,
-        scheduler=scheduler,
-        memory_bytes=4 << 20,
-        prefix_caching=caching,
-        num_blocks=num_blocks,
-        draft=draft,
-    )
+    cache: dict[str, Any] = {"memory_bytes": 4 << 20, "prefix_caching": caching, "num_blocks": num_blocks}
+    return OneEngine.start(model, name, 4, transfer, scheduler=scheduler, draft=draft, **cache)
 
 
 def answers(engine: OneEngine, sampling: SamplingParams = GREEDY) -> dict[str, list[int]]:
@@ -336,16 +328,10 @@ def test_what_cannot_guess_is_refused(llama: Path, tmp_path: Path) -> None:
     assert "there is no model at" in refused(llama, tmp_path / "nothing")
 
 
-def test_it_guesses_for_a_model_with_recurrent_states(tmp_path: Path) -> None:
-    path, draft = tiny.save("qwen3.5", tmp_path), tiny.save("llama", tmp_path)
-    expected = start(path, guesses=0).answer("r", PROMPTS["r3"], NEW_TOKENS)
-    engine = start(path, draft)
-    assert engine.answer("r", PROMPTS["r3"], NEW_TOKENS) == expected
-    assert stats(engine).speculative_drafted
-
-
-def test_beside_windows_it_reads_the_table_that_keeps_all(tmp_path: Path) -> None:
-    path, draft = tiny.save("gemma3", tmp_path), tiny.save("llama", tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3.5", "gemma3"])
+def test_it_guesses_beside_recurrent_states_and_windows(kind: str, tmp_path: Path) -> None:
+    """Of windows' tables it reads the one that keeps all."""
+    path, draft = tiny.save(kind, tmp_path), tiny.save("llama", tmp_path)
     expected = start(path, guesses=0).answer("r", PROMPTS["r3"], NEW_TOKENS)
     engine = start(path, draft)
     assert engine.answer("r", PROMPTS["r3"], NEW_TOKENS) == expected

@@ -60,19 +60,11 @@ class Lab:
         *,
         batched: int = 64,
         caching: bool = False,
-        num_blocks: int | None = None,
         **scheduling: Any,
     ) -> OneEngine:
-        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=batched, **scheduling)
+        made = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=batched, **scheduling)
         return OneEngine.start(
-            self.path,
-            name,
-            4,
-            transfer,
-            scheduler=scheduler,
-            memory_bytes=4 << 20,
-            prefix_caching=caching,
-            num_blocks=num_blocks,
+            self.path, name, 4, transfer, scheduler=made, memory_bytes=4 << 20, prefix_caching=caching
         )
 
     def add(self, engine: OneEngine, name: str, request_id: str | None = None, **options: Any) -> None:
@@ -105,17 +97,14 @@ def test_models_that_ask_for_tokens_take_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batched", [7, *more([1, 64])])
 def test_any_chunks_beside_any_others(lab: Lab, batched: int) -> None:
-    engine = lab.start(batched=batched)
     tokens = [5, 9, 3, 77, 21, 8]
-    try:
+    with lab.start(batched=batched) as engine:
         for name in lab.prompts:
             lab.add(engine, name)
         engine.add("tokens", tokens, NEW_TOKENS, None)
         answers = engine.run_all()
         (of_tokens,) = tiny.reference(lab.path, [tokens], NEW_TOKENS)
         assert answers == {**lab.answers, "tokens": of_tokens.tokens}
-    finally:
-        engine.engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -131,9 +120,8 @@ def test_with_what_else_a_step_can_have(lab: Lab, scheduling: dict[str, Any]) ->
 
 
 def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
-    engine = lab.start(caching=True)
     found = []
-    try:
+    with lab.start(caching=True) as engine:
         # All have the same placeholders.
         for name, request_id in [("61", "61"), ("23", "23"), ("61", "again"), ("other end", "other end")]:
             before = engine.engine.scheduler.stats().prompt_tokens_cached
@@ -143,8 +131,6 @@ def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
         assert found[:2] == [0, 0]
         if engine.engine.runner.info.state_blocks == 0:
             assert found[2:] == [60, 32]  # of 40, for a hash is over sixteen rows
-    finally:
-        engine.engine.shutdown()
 
 
 def test_a_request_goes_on_elsewhere_with_its_tokens_so_far(lab: Lab) -> None:
@@ -167,13 +153,10 @@ def test_penalties_know_that_placeholders_were_not_said(tmp_path: Path) -> None:
     (answer,) = expected(path, [rows], repetition_penalty=1.8)
     assert answer[0] == PLACEHOLDER
     lab = Lab(path, {"one": rows}, {"one": answer})
-    engine = lab.start()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, repetition_penalty=1.8)
-    try:
+    with lab.start() as engine:
         lab.add(engine, "one", sampling=sampling)
         assert engine.run_all() == {"one": answer}
-    finally:
-        engine.engine.shutdown()
 
 
 def test_rows_of_fewer_bits_are_what_they_say(lab: Lab) -> None:

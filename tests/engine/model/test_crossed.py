@@ -21,7 +21,7 @@ from tests.engine.model import tiny_crossed
 from tests.engine.model.driver import Driver, load
 from tests.more import more
 
-NUM_TOKENS = 8
+NUM_TOKENS = 10
 LENGTHS = (1, 5, 23, 37, 16)
 QUICK = ("bart-forced", "t5")
 

@@ -122,13 +122,6 @@ def test_half_precision_runs(llama: Path, dtype: str, native: bool) -> None:
     assert len(greedy(runner)) == 6
 
 
-def test_sharded_weights_are_the_same_model(llama: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(llama)
-    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    assert greedy(load(tmp_path / "sharded")) == greedy(load(llama))
-
-
 @pytest.mark.parametrize("native", [True, False])
 def test_progress_is_told_and_ends(llama: Path, native: bool) -> None:
     told: list[tuple[str, float]] = []
