@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tandem.kernels import library
 from tests.engine.model import quantized_files as files
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver, load
+from tests.engine.model.test_plain_config import LOAD_WITHOUT_TRANSFORMERS
 from tests.engine.native.batches import Sequences
 
 PROMPT = [5, 17, 99, 3, 42, 42, 8]
@@ -191,6 +193,12 @@ def test_scales_that_are_found_anew_are_left_aside(tmp_path: Path) -> None:
         tensors[f"model.layers.0.self_attn.k_proj.{part}"] = torch.ones(1)
     files.save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
     assert tokens_of(quantized, native=False) == tokens_of(ordinary, native=False)
+
+
+@pytest.mark.more
+def test_integers_are_read_without_transformers(tmp_path: Path) -> None:
+    quantized, _ = files.save("awq", tmp_path)
+    subprocess.run([sys.executable, "-c", LOAD_WITHOUT_TRANSFORMERS, str(quantized)], check=True, timeout=120)
 
 
 def test_half_precision_becomes_what_the_kernels_compute_in(tmp_path: Path) -> None:
