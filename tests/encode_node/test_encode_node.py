@@ -94,20 +94,12 @@ class Served:
         salt: str | None = None,
     ) -> None:
         tokens, media, files = prompt_of(PROMPTS[name], self.family)
-        self.channel.receive(
-            Submit(
-                request_id,
-                ROUTER,
-                prompt_token_ids=tokens,
-                sampling=SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
-                timeout_s=PATIENCE_S,
-                transfer=transfer,
-                cache_salt=salt,
-                media=media,
-                images=images or files,
-                encoders=[encoder] * len(files) if encoder is not None else [],
-            )
-        )
+        self.channel.receive(Submit(
+            request_id, ROUTER, prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True), timeout_s=PATIENCE_S,
+            transfer=transfer, cache_salt=salt, media=media, images=images or files,
+            encoders=[encoder] * len(files) if encoder is not None else []
+        ))  # fmt: skip
 
     def answers(self, *request_ids: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {each: [] for each in request_ids}
@@ -344,18 +336,10 @@ def test_a_file_that_is_no_image_is_the_clients_mistake_and_no_others(house: Hou
     broken = b"no image"
     named = [msgspec.structs.replace(part, identifier=f"{digest_of_image(broken)}/{part.part}") for part in media]
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
-    reader.channel.receive(
-        Submit(
-            "b",
-            ROUTER,
-            PATIENCE_S,
-            prompt_token_ids=tokens,
-            sampling=sampling,
-            media=named,
-            images=[broken],
-            encoders=[where],
-        )
-    )
+    reader.channel.receive(Submit(
+        "b", ROUTER, PATIENCE_S, prompt_token_ids=tokens, sampling=sampling, media=named, images=[broken],
+        encoders=[where]
+    ))  # fmt: skip
     chunk = reader.channel.chunks.get(timeout=PATIENCE_S)
     assert chunk.finish is FinishReason.ERROR
     assert chunk.error is not None

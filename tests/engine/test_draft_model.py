@@ -67,13 +67,9 @@ def start(
     ahead: AsyncScheduling = AsyncScheduling.NEVER,
 ) -> OneEngine:
     scheduler = SchedulerConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        num_speculative_tokens=guesses,
-        max_draft_loss=1.0,
-        async_scheduling=ahead,
-        reserve=Reserve.NONE if num_blocks else Reserve.PROMPT,
-    )
+        max_num_seqs=8, max_num_batched_tokens=32, num_speculative_tokens=guesses, max_draft_loss=1.0,
+        async_scheduling=ahead, reserve=Reserve.NONE if num_blocks else Reserve.PROMPT
+    )  # fmt: skip
     cache: dict[str, Any] = {"memory_bytes": 4 << 20, "prefix_caching": caching, "num_blocks": num_blocks}
     return OneEngine.start(model, name, 4, transfer, scheduler=scheduler, draft=draft, **cache)
 

@@ -36,13 +36,9 @@ def expected(path: Path, prompts: list[torch.Tensor], **options: Any) -> list[li
     for rows in prompts:
         mask = torch.ones(1, len(rows), dtype=torch.int64)
         found = model.generate(
-            inputs_embeds=rows[None].float(),
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-            **options,
-        )
+            inputs_embeds=rows[None].float(), attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS,
+            pad_token_id=0, **options
+        )  # fmt: skip
         answers.append(found[0].tolist())
     return answers
 

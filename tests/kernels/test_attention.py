@@ -117,15 +117,9 @@ def test_mixed_batches(
     unit: Unit, lengths: list[tuple[int, int]], kv_heads: int, group: int, window: int, threads: int, seed: int
 ) -> None:
     PagedKeys(
-        unit,
-        [query for query, _ in lengths],
-        [query + past for query, past in lengths],
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        head_dim=32,
-        window=window,
-        seed=seed,
-    ).check(threads)
+        unit, [query for query, _ in lengths], [query + past for query, past in lengths], heads=kv_heads * group,
+        kv_heads=kv_heads, head_dim=32, window=window, seed=seed
+    ).check(threads)  # fmt: skip
 
 
 @pytest.mark.parametrize("window", [0, 70])

@@ -61,14 +61,9 @@ def test_allocation_is_all_or_nothing_over_all_groups():
 
 CHUNKS = KVCacheGroup(AttentionKind.CHUNKED, 4, (1,), 16)
 KINDS = [
-    (FULL,),
-    (sliding(6),),
-    (sliding(20),),
-    (CHUNKS,),
-    (FULL, CHUNKS),
-    (FULL, sliding(6)),
-    (FULL, sliding(6), sliding(10)),
-]
+    (FULL,), (sliding(6),), (sliding(20),), (CHUNKS,), (FULL, CHUNKS), (FULL, sliding(6)),
+    (FULL, sliding(6), sliding(10))
+]  # fmt: skip
 
 
 @given(

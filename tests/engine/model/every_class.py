@@ -442,14 +442,9 @@ def _keys_and_values(heads: str, size: str, config: Any) -> int | None:
 
 
 HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "decoder_attention_heads",
-)
+    "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads", "num_heads",
+    "decoder_attention_heads"
+)  # fmt: skip
 SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
 # Formulas for what a layer keeps of a token.
 FORMULAS: tuple[Callable[[Any], int | None], ...] = (

@@ -247,19 +247,13 @@ def chunks_of(*shapes: tuple[int, int], num_groups: int = 1) -> Batch:
     logit_rows = (starts[1:] - 1).astype(np.int64)
     host = HostBatch(positions, starts, contexts, (slots,) * num_groups, (table,) * num_groups, logit_rows)
     return Batch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.from_numpy(positions),
-        query_start=torch.from_numpy(starts),
-        context_lens=torch.from_numpy(contexts),
+        token_ids=torch.zeros(len(positions), dtype=torch.int64), positions=torch.from_numpy(positions),
+        query_start=torch.from_numpy(starts), context_lens=torch.from_numpy(contexts),
         slot_mapping=tuple(torch.from_numpy(of_group) for of_group in host.slot_mapping),
         block_tables=tuple(torch.from_numpy(of_group) for of_group in host.block_tables),
-        logit_rows=torch.from_numpy(logit_rows),
-        num_decodes=int((counts == 1).sum()),
-        max_context_len=int(contexts.max()),
-        host_query_start=starts,
-        host_context_lens=contexts,
-        host=host,
-    )
+        logit_rows=torch.from_numpy(logit_rows), num_decodes=int((counts == 1).sum()),
+        max_context_len=int(contexts.max()), host_query_start=starts, host_context_lens=contexts, host=host
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -251,15 +251,9 @@ def test_attention_that_is_not_ours_to_page_is_noticed(tmp_path: Path, kind: str
 def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> None:
     """It accepts positions and ignores them."""
     config = transformers.BartConfig(
-        vocab_size=50,
-        d_model=16,
-        decoder_layers=1,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=16,
-        max_position_embeddings=64,
-        is_encoder_decoder=False,
-        is_decoder=True,
-    )
+        vocab_size=50, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
+        max_position_embeddings=64, is_encoder_decoder=False, is_decoder=True
+    )  # fmt: skip
     transformers.BartForCausalLM(config).save_pretrained(tmp_path / "bart")
     assert "bart cannot be served: it counts positions by itself" in refusal(tmp_path / "bart")
 
@@ -371,16 +365,9 @@ def test_what_a_step_needs_beside_the_cache_stays_free(llama: Path, monkeypatch:
 
     def blocks(beside: int, device: str = "cuda", mapped: int = 0, **cache: Any) -> int:
         return size_block_pool(
-            plan,
-            CacheConfig(**cache),
-            dtype=torch.float32,
-            device=torch.device(device),
-            max_model_len=64,
-            max_num_seqs=1 << 20,
-            tokens_per_step=64,
-            beside=beside,
-            mapped=mapped,
-        )
+            plan, CacheConfig(**cache), dtype=torch.float32, device=torch.device(device), max_model_len=64,
+            max_num_seqs=1 << 20, tokens_per_step=64, beside=beside, mapped=mapped
+        )  # fmt: skip
 
     assert blocks(0) == int((100 << 20) * 0.85) // block
     assert blocks(0, "cpu") == (50 << 20) // block

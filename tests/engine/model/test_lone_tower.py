@@ -26,12 +26,8 @@ from tests.engine.model.tiny_vision import IDEFICS3, QWEN2_5_VL, QWEN2_VL, QWEN3
 from tests.pictures import picture
 
 FAMILIES = {
-    "SmolVLM": SMOLVLM,
-    "Idefics3": IDEFICS3,
-    "Qwen2-VL": QWEN2_VL,
-    "Qwen2.5-VL": QWEN2_5_VL,
-    "Qwen3-VL": QWEN3_VL,
-}
+    "SmolVLM": SMOLVLM, "Idefics3": IDEFICS3, "Qwen2-VL": QWEN2_VL, "Qwen2.5-VL": QWEN2_5_VL, "Qwen3-VL": QWEN3_VL
+}  # fmt: skip
 FILE = picture(1)
 
 

@@ -95,18 +95,10 @@ def what_counts(config: Any, source: ModelSource) -> tuple[Any, ...]:
     dtype = choose_dtype("auto", source, config)
     frequencies, scaling = rotary_of(config)
     return (
-        describe(config),
-        refusal(config, dtype, torch.device("cpu")),
-        dtype,
-        config.model_type,
-        config.vocab_size,
-        _native_layers(config),
-        eos_tokens(source, config),
-        context_length(config, None),
-        config.rope_parameters["rope_theta"],
-        frequencies.tolist(),
-        scaling,
-    )
+        describe(config), refusal(config, dtype, torch.device("cpu")), dtype, config.model_type, config.vocab_size,
+        _native_layers(config), eos_tokens(source, config), context_length(config, None),
+        config.rope_parameters["rope_theta"], frequencies.tolist(), scaling
+    )  # fmt: skip
 
 
 def agrees(content: dict[str, Any], folder: Path) -> bool:

@@ -149,15 +149,9 @@ def generated(model: Any, prompt: list[int], num_tokens: int) -> Any:
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=num_tokens,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, num_beams=1, max_new_tokens=num_tokens,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )  # fmt: skip
 
 
 def reference(path: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:

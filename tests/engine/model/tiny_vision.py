@@ -126,14 +126,9 @@ SMOLVLM = VisionFamily(
 )
 IDEFICS3 = dataclasses.replace(SMOLVLM, save=functools.partial(smolvlm, kind="Idefics3"))
 QWEN2_5_VL = VisionFamily(
-    QWEN_RULES,
-    tokenizer(QWEN_SPECIAL),
-    "<|image_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    Qwen2VLImageProcessorPil(**QWEN_PROCESSOR),
-    qwen,
-)
+    QWEN_RULES, tokenizer(QWEN_SPECIAL), "<|image_pad|>", "<|vision_start|>", "<|vision_end|>",
+    Qwen2VLImageProcessorPil(**QWEN_PROCESSOR), qwen
+)  # fmt: skip
 QWEN2_VL = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen2VL"))
 QWEN3_VL = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen3VL"))
 QWEN3_VL_MOE = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen3VLMoe"))

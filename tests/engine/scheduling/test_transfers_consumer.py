@@ -206,14 +206,10 @@ def test_a_failed_load_ends_the_request_where_that_is_the_policy():
 
 def test_news_of_unknown_requests_is_ignored():
     driver, _, request = waiting_driver()
-    driver.step(
-        ConnectorOutput(
-            finished_sending={"x"},
-            finished_recving={"y": Handoff(1, 2)},
-            failed_recving=failed("z").failed_recving,
-            invalid_block_ids={77},
-        )
-    )
+    driver.step(ConnectorOutput(
+        finished_sending={"x"}, finished_recving={"y": Handoff(1, 2)}, failed_recving=failed("z").failed_recving,
+        invalid_block_ids={77}
+    ))  # fmt: skip
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
