@@ -176,7 +176,7 @@ def test_conversations_say_the_same_with_a_tier_and_without(
 
 @pytest.mark.parametrize(
     ("runner", "sessions"),
-    [(("llama", True), 30), (("qwen3.5", False), 10), *more([(("recurrent-gemma", False), 10)])],
+    [(("llama", True), 30), *more([(("qwen3.5", False), 10), (("recurrent-gemma", False), 10)])],
     indirect=["runner"],
 )
 def test_a_restarted_engine_goes_on_from_its_disk(runner: TorchRunner, sessions: int, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_every_number_of_rows(unit: Unit) -> None:
         close(probes.gemm(*unit, probes.STORE, x, [w]), expected, 1e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(m=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 200))
 def test_odd_shapes_with_bias_added_to_what_is_there(unit: Unit, m: int, n: int, k: int) -> None:
     x, w, bias = operands(m, n, k, unit[0])
