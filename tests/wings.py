@@ -207,6 +207,7 @@ WINGS: dict[str, Wing] = {
     "cuda": Wing(
         ("engine/model/cuda/",),
         (
+            "tests/engine/model/fake_flashinfer.py",
             "tests/engine/model/test_cuda.py",
             "tests/engine/model/test_decode_graphs.py",
             "tests/engine/model/test_device_order.py",

@@ -94,20 +94,12 @@ class Served:
         salt: str | None = None,
     ) -> None:
         tokens, media, files = prompt_of(PROMPTS[name], self.family)
-        self.channel.receive(
-            Submit(
-                request_id,
-                ROUTER,
-                prompt_token_ids=tokens,
-                sampling=SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True),
-                timeout_s=PATIENCE_S,
-                transfer=transfer,
-                cache_salt=salt,
-                media=media,
-                images=images or files,
-                encoders=[encoder] * len(files) if encoder is not None else [],
-            )
-        )
+        self.channel.receive(Submit(
+            request_id, ROUTER, prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True), timeout_s=PATIENCE_S,
+            transfer=transfer, cache_salt=salt, media=media, images=images or files,
+            encoders=[encoder] * len(files) if encoder is not None else []
+        ))  # fmt: skip
 
     def answers(self, *request_ids: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {each: [] for each in request_ids}
@@ -262,44 +254,41 @@ def test_an_encoder_node_that_ends_loses_no_request(house: House) -> None:
     until(lambda: reader.counter("encoder_tokens") > 0)
 
 
-def test_an_encoder_node_that_dies_with_a_question_is_noticed_before_the_deadline(house: House) -> None:
+@contextlib.contextmanager
+def silent() -> Iterator[tuple[queue.SimpleQueue[Encode], PeerAddress]]:
+    """An encoder node that takes questions, and never answers."""
     questions: queue.SimpleQueue[Encode] = queue.SimpleQueue()
-    dying = Inbox("127.0.0.1", Encode, questions.put, name="dying")
-    reader = house.serve(DecodeRules(Role.AGGREGATED), encoder_s=10 * PATIENCE_S)
+    inbox = Inbox("127.0.0.1", Encode, questions.put, name="silent")
     try:
-        reader.submit("two", "two", PeerAddress("encode-9", 1, dying.endpoint))
-        assert {questions.get(timeout=PATIENCE_S).digest for _ in range(2)} == {
-            digest_of_image(ONE),
-            digest_of_image(OTHER),
-        }
+        yield questions, PeerAddress("encode-9", 1, inbox.endpoint)
     finally:
-        dying.close()
+        inbox.close()
+
+
+def test_an_encoder_node_that_dies_with_a_question_is_noticed_before_the_deadline(house: House) -> None:
+    reader = house.serve(DecodeRules(Role.AGGREGATED), encoder_s=10 * PATIENCE_S)
+    with silent() as (questions, where):
+        reader.submit("two", "two", where)
+        asked = {questions.get(timeout=PATIENCE_S).digest for _ in range(2)}
+        assert asked == {digest_of_image(ONE), digest_of_image(OTHER)}
     assert reader.answers("two") == {"two": house.expected["two"]}
     assert reader.node.status().counters.encoder_fallbacks == {"gone": 2}
 
 
 def test_a_prompt_that_waits_for_rows_stops_no_other(house: House) -> None:
-    """The encoder node takes questions, and never answers."""
-    questions: queue.SimpleQueue[Encode] = queue.SimpleQueue()
-    frozen = Inbox("127.0.0.1", Encode, questions.put, name="frozen")
     reader = house.serve(DecodeRules(Role.AGGREGATED), encoder_s=10 * PATIENCE_S)
-    try:
-        reader.submit("one", "one", PeerAddress("encode-9", 1, frozen.endpoint))
+    with silent() as (questions, where):
+        reader.submit("one", "one", where)
         assert questions.get(timeout=PATIENCE_S).digest == digest_of_image(ONE)
         reader.submit("text", "text", None)
         reader.submit("other", "other", None)
         assert reader.answers("text", "other") == {name: house.expected[name] for name in ("text", "other")}
-    finally:
-        frozen.close()
     assert reader.answers("one") == {"one": house.expected["one"]}
 
 
 def test_a_frozen_encoder_node_is_waited_for_once(house: House) -> None:
-    questions: queue.SimpleQueue[Encode] = queue.SimpleQueue()
-    frozen = Inbox("127.0.0.1", Encode, questions.put, name="frozen")
     reader = house.serve(DecodeRules(Role.AGGREGATED), encoder_s=0.5)
-    where = PeerAddress("encode-9", 1, frozen.endpoint)
-    try:
+    with silent() as (questions, where):
         reader.submit("one", "one", where)
         assert reader.answers("one") == {"one": house.expected["one"]}
         assert reader.node.status().counters.encoder_fallbacks == {"late": 1}
@@ -307,8 +296,6 @@ def test_a_frozen_encoder_node_is_waited_for_once(house: House) -> None:
         assert reader.answers("other") == {"other": house.expected["other"]}
         assert reader.node.status().counters.encoder_fallbacks == {"late": 1, "left_out": 1}
         assert questions.qsize() == 1
-    finally:
-        frozen.close()
 
 
 @pytest.mark.parametrize("wrong", ["model", "checksum", "identifier", "width", "refused", "too many"])
@@ -349,18 +336,10 @@ def test_a_file_that_is_no_image_is_the_clients_mistake_and_no_others(house: Hou
     broken = b"no image"
     named = [msgspec.structs.replace(part, identifier=f"{digest_of_image(broken)}/{part.part}") for part in media]
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
-    reader.channel.receive(
-        Submit(
-            "b",
-            ROUTER,
-            PATIENCE_S,
-            prompt_token_ids=tokens,
-            sampling=sampling,
-            media=named,
-            images=[broken],
-            encoders=[where],
-        )
-    )
+    reader.channel.receive(Submit(
+        "b", ROUTER, PATIENCE_S, prompt_token_ids=tokens, sampling=sampling, media=named, images=[broken],
+        encoders=[where]
+    ))  # fmt: skip
     chunk = reader.channel.chunks.get(timeout=PATIENCE_S)
     assert chunk.finish is FinishReason.ERROR
     assert chunk.error is not None

@@ -22,18 +22,10 @@ def token_at(position: int) -> int:
 class FakeRunner:
     def __init__(self, num_blocks: int = 64, max_model_len: int = 256) -> None:
         self.info = ModelInfo(
-            name="fake",
-            dtype="float32",
-            device="cpu",
-            vocab_size=2000,
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset({EOS}),
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-            groups=(KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,)),),
-            num_blocks=num_blocks,
-        )
+            name="fake", dtype="float32", device="cpu", vocab_size=2000, max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}), num_layers=1, num_kv_heads=1, head_dim=8,
+            groups=(KVCacheGroup(AttentionKind.FULL, BLOCK_SIZE, (0,)),), num_blocks=num_blocks
+        )  # fmt: skip
         self.kv_cache = None
         self.kv_in_memory = 0
         self.grammars = None
@@ -86,11 +78,7 @@ def make_scheduler(
     runner: FakeRunner, connector: SchedulerConnector | None = None, config: SchedulerConfig | None = None
 ) -> Scheduler:
     return Scheduler(
-        config or SchedulerConfig(max_num_batched_tokens=64),
-        CacheConfig(block_size=BLOCK_SIZE),
-        groups=runner.info.groups,
-        num_blocks=runner.info.num_blocks,
-        max_model_len=runner.info.max_model_len,
-        eos_token_ids=runner.info.eos_token_ids,
-        connector=connector,
-    )
+        config or SchedulerConfig(max_num_batched_tokens=64), CacheConfig(block_size=BLOCK_SIZE),
+        groups=runner.info.groups, num_blocks=runner.info.num_blocks, max_model_len=runner.info.max_model_len,
+        eos_token_ids=runner.info.eos_token_ids, connector=connector
+    )  # fmt: skip

@@ -48,8 +48,14 @@ def head_of(engine: OneEngine) -> EagleHead:
     return found
 
 
-@pytest.mark.parametrize("ahead", [AsyncScheduling.NEVER, AsyncScheduling.ALWAYS])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("sampling", "ahead"),
+    [
+        (GREEDY, AsyncScheduling.ALWAYS),
+        (SEEDED, AsyncScheduling.NEVER),
+        *more([(GREEDY, AsyncScheduling.NEVER), (SEEDED, AsyncScheduling.ALWAYS)]),
+    ],
+)
 def test_it_changes_no_token(
     llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams, ahead: AsyncScheduling
 ) -> None:
@@ -60,7 +66,7 @@ def test_it_changes_no_token(
     assert head_of(engine).num_cold == 0
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [SEEDED, *more([GREEDY])])
 def test_with_preemptions_and_a_shared_cache(
     llama: Path, head: Path, alone: dict[str, dict[str, list[int]]], sampling: SamplingParams
 ) -> None:
@@ -70,8 +76,7 @@ def test_with_preemptions_and_a_shared_cache(
     assert stats(engine).preemptions
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "general"])
-@pytest.mark.parametrize("piece", [3, *more([64])])
+@pytest.mark.parametrize(("native", "piece"), [(False, 3), *more([(True, 3), (True, 64), (False, 64)])])
 def test_its_guesses_are_those_of_the_whole_text(llama: Path, head: Path, native: bool, piece: int) -> None:
     driver, reference = Driver(driven(llama, head, native)), reference_of(llama, head)
     for name, prompt in PROMPTS.items():

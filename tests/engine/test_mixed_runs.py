@@ -171,15 +171,9 @@ class MixedRun:
                 )
             )  # fmt: skip
         self.scheduler = Scheduler(
-            self.config,
-            cache,
-            info.groups,
-            self.blocks,
-            info.max_model_len,
-            connector=planner,
-            clock=lambda: 0.0,
-            reads_images=info.images is not None,
-        )
+            self.config, cache, info.groups, self.blocks, info.max_model_len, connector=planner, clock=lambda: 0.0,
+            reads_images=info.images is not None
+        )  # fmt: skip
         self.engine = Engine(self.scheduler, self.runner, mover, ahead=self.ahead, debug=True)
         self.canary = self.engine.idle_check = CanaryChecks(self.scheduler, self.runner, 1.0)
         names = [f"{life}.{number}" for number in range(REQUESTS)]
@@ -260,15 +254,11 @@ class MixedRun:
             embeds = embeds_of(rows[: draw.randrange(4, len(rows) + 1)])
             fields = {"embeds": embeds, "media": embeds.features()}
             prompt = [PLACEHOLDER] * embeds.count
-        sampling = draw.choice(
-            [
-                {"temperature": 0.0},
-                {"temperature": 0.0},
-                {"temperature": 1.0},
-                {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-                {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-            ]
-        )
+        sampling = draw.choice([
+            {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 1.0},
+            {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+            {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+        ])  # fmt: skip
         question = Question(
             prompt,
             SamplingParams(max_tokens=draw.randrange(1, 14), seed=draw.randrange(99), ignore_eos=True, **sampling),

@@ -36,13 +36,9 @@ def expected(path: Path, prompts: list[torch.Tensor], **options: Any) -> list[li
     for rows in prompts:
         mask = torch.ones(1, len(rows), dtype=torch.int64)
         found = model.generate(
-            inputs_embeds=rows[None].float(),
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-            **options,
-        )
+            inputs_embeds=rows[None].float(), attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS,
+            pad_token_id=0, **options
+        )  # fmt: skip
         answers.append(found[0].tolist())
     return answers
 
@@ -60,19 +56,11 @@ class Lab:
         *,
         batched: int = 64,
         caching: bool = False,
-        num_blocks: int | None = None,
         **scheduling: Any,
     ) -> OneEngine:
-        scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=batched, **scheduling)
+        made = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=batched, **scheduling)
         return OneEngine.start(
-            self.path,
-            name,
-            4,
-            transfer,
-            scheduler=scheduler,
-            memory_bytes=4 << 20,
-            prefix_caching=caching,
-            num_blocks=num_blocks,
+            self.path, name, 4, transfer, scheduler=made, memory_bytes=4 << 20, prefix_caching=caching
         )
 
     def add(self, engine: OneEngine, name: str, request_id: str | None = None, **options: Any) -> None:
@@ -103,19 +91,16 @@ def test_models_that_ask_for_tokens_take_none(tmp_path: Path) -> None:
         assert engine.engine.runner.info.embed_size == 0
 
 
-@pytest.mark.parametrize("batched", [1, 64, *more([7])])
+@pytest.mark.parametrize("batched", [7, *more([1, 64])])
 def test_any_chunks_beside_any_others(lab: Lab, batched: int) -> None:
-    engine = lab.start(batched=batched)
     tokens = [5, 9, 3, 77, 21, 8]
-    try:
+    with lab.start(batched=batched) as engine:
         for name in lab.prompts:
             lab.add(engine, name)
         engine.add("tokens", tokens, NEW_TOKENS, None)
         answers = engine.run_all()
         (of_tokens,) = tiny.reference(lab.path, [tokens], NEW_TOKENS)
         assert answers == {**lab.answers, "tokens": of_tokens.tokens}
-    finally:
-        engine.engine.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -131,9 +116,8 @@ def test_with_what_else_a_step_can_have(lab: Lab, scheduling: dict[str, Any]) ->
 
 
 def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
-    engine = lab.start(caching=True)
     found = []
-    try:
+    with lab.start(caching=True) as engine:
         # All have the same placeholders.
         for name, request_id in [("61", "61"), ("23", "23"), ("61", "again"), ("other end", "other end")]:
             before = engine.engine.scheduler.stats().prompt_tokens_cached
@@ -143,8 +127,6 @@ def test_prompts_share_what_they_begin_with_and_nothing_else(lab: Lab) -> None:
         assert found[:2] == [0, 0]
         if engine.engine.runner.info.state_blocks == 0:
             assert found[2:] == [60, 32]  # of 40, for a hash is over sixteen rows
-    finally:
-        engine.engine.shutdown()
 
 
 def test_a_request_goes_on_elsewhere_with_its_tokens_so_far(lab: Lab) -> None:
@@ -167,13 +149,10 @@ def test_penalties_know_that_placeholders_were_not_said(tmp_path: Path) -> None:
     (answer,) = expected(path, [rows], repetition_penalty=1.8)
     assert answer[0] == PLACEHOLDER
     lab = Lab(path, {"one": rows}, {"one": answer})
-    engine = lab.start()
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, repetition_penalty=1.8)
-    try:
+    with lab.start() as engine:
         lab.add(engine, "one", sampling=sampling)
         assert engine.run_all() == {"one": answer}
-    finally:
-        engine.engine.shutdown()
 
 
 def test_rows_of_fewer_bits_are_what_they_say(lab: Lab) -> None:
@@ -186,7 +165,7 @@ def test_rows_of_fewer_bits_are_what_they_say(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("caching", [True, *more([False])])
 def test_the_other_side_of_a_handover(lab: Lab, caching: bool) -> None:
     transfer = TransferConfig(connector="nixl")
     with (
@@ -194,7 +173,7 @@ def test_the_other_side_of_a_handover(lab: Lab, caching: bool) -> None:
         lab.start(transfer, "d", caching=caching) as decode,
     ):
         for turn in range(2):
-            for name in ("23", "61", "other end"):
+            for name in ("61", "other end"):
                 embeds = embeds_of(lab.prompts[name])
                 prompt = [PLACEHOLDER] * embeds.count
                 found = hand_over(prefill, decode, f"{name}/{turn}", prompt, NEW_TOKENS, embeds=embeds)

@@ -17,27 +17,6 @@ def request(
     return made_request(name, prompt, sampling or SamplingParams(max_tokens=5), **fields)
 
 
-def test_tokens_are_the_prompt_and_then_the_output():
-    each = request(output_token_ids=[8, 9])
-    each.append_output_token(10)
-    assert each.all_token_ids == [1, 2, 3, 8, 9, 10]
-    assert (each.prompt_token_ids, each.output_token_ids) == ([1, 2, 3], [8, 9, 10])
-    assert (each.num_prompt_tokens, each.num_tokens, each.num_output_tokens) == (3, 6, 3)
-
-
-def test_drafts_count_only_where_they_should():
-    each = request()
-    each.spec_token_ids = [7, 8]
-    assert (each.num_tokens, each.num_tokens_with_spec) == (3, 5)
-
-
-def test_a_fresh_request_waits_and_has_nothing_computed():
-    each = request()
-    assert each.status is RequestStatus.WAITING
-    assert (each.num_computed_tokens, each.num_cached_tokens, each.num_preemptions) == (0, -1, 0)
-    assert (each.num_external_tokens, each.num_output_placeholders) == (0, 0)
-
-
 def test_everything_after_preempted_is_an_end_and_has_a_reason():
     for status in RequestStatus:
         each = request()

@@ -123,28 +123,23 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-# A model, on the native path or the general one, and how many conversations and blocks there are.
+# A model, on the native path or the general one, how many conversations and blocks there are, and the tier's policy.
 TALKS = [
-    (("llama", True), 80, BLOCKS),
-    (("llama", False), 40, BLOCKS),
-    (("gemma3", False), 24, 100),  # layers of four groups
-    (("mistral-window", False), 24, 24),  # none keeps more than a window
-    (("llama4", False), 24, 100),  # chunks
-    (("qwen3.5", False), 12, BLOCKS),  # recurrent states beside attention
-    (("recurrent-gemma", False), 12, 24),  # and beside windows
+    (("llama", True), 80, BLOCKS, EvictionPolicy.LRU),
+    (("gemma3", False), 24, 100, EvictionPolicy.LRU),  # layers of four groups
+    (("recurrent-gemma", False), 12, 24, EvictionPolicy.ARC),  # recurrent states beside windows
 ]
-POLICIES = list(EvictionPolicy)
+OTHERS = [
+    (("llama", True), 80, BLOCKS, EvictionPolicy.ARC),
+    (("llama", False), 40, BLOCKS, EvictionPolicy.ARC),
+    (("mistral-window", False), 24, 24, EvictionPolicy.ARC),  # none keeps more than a window
+    (("llama4", False), 24, 100, EvictionPolicy.LRU),  # chunks
+    (("qwen3.5", False), 12, BLOCKS, EvictionPolicy.ARC),  # beside attention
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("runner", "sessions", "blocks", "policy"),
-    [
-        *((*talk, POLICIES[number % 2]) for number, talk in enumerate(TALKS)),
-        *more((*talk, POLICIES[(number + 1) % 2]) for number, talk in enumerate(TALKS)),
-    ],
-    indirect=["runner"],
-)
+@pytest.mark.parametrize(("runner", "sessions", "blocks", "policy"), [*TALKS, *more(OTHERS)], indirect=["runner"])
 def test_conversations_say_the_same_with_a_tier_and_without(
     runner: TorchRunner, sessions: int, blocks: int, policy: EvictionPolicy
 ) -> None:
@@ -181,7 +176,7 @@ def test_conversations_say_the_same_with_a_tier_and_without(
 
 @pytest.mark.parametrize(
     ("runner", "sessions"),
-    [(("llama", True), 30), (("qwen3.5", False), 10), (("recurrent-gemma", False), 10)],
+    [(("llama", True), 30), *more([(("qwen3.5", False), 10), (("recurrent-gemma", False), 10)])],
     indirect=["runner"],
 )
 def test_a_restarted_engine_goes_on_from_its_disk(runner: TorchRunner, sessions: int, tmp_path: Path) -> None:

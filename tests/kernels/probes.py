@@ -95,15 +95,9 @@ def norm(dtype: torch.dtype, unit: str, x: torch.Tensor, weight: torch.Tensor, e
 def _layout(cache: torch.Tensor) -> library.CacheLayout:
     zero = (c_int32 * 1)()
     return library.CacheLayout(
-        data=cache.data_ptr(),
-        blocks=cache.shape[0],
-        slots=cache.shape[1],
-        block_size=cache.shape[4],
-        layer_group=zero,
-        layer_slot=zero,
-        layer_window=zero,
-        groups=1,
-    )
+        data=cache.data_ptr(), blocks=cache.shape[0], slots=cache.shape[1], block_size=cache.shape[4], layer_group=zero,
+        layer_slot=zero, layer_window=zero, groups=1
+    )  # fmt: skip
 
 
 def _shape(cache: torch.Tensor, heads: int, window: int = 0) -> Shape:
@@ -150,13 +144,9 @@ def attention(
     tables = requests.tables.contiguous()
     pointers = (c_void_p * 1)(tables.data_ptr())
     batch = library.StepBatch(
-        tokens=q.shape[0],
-        requests=len(requests.queries),
-        query_start=starts.data_ptr(),
-        context_lens=contexts.data_ptr(),
-        block_tables=pointers,
-        block_table_strides=(c_int64 * 1)(tables.stride(0)),
-    )
+        tokens=q.shape[0], requests=len(requests.queries), query_start=starts.data_ptr(),
+        context_lens=contexts.data_ptr(), block_tables=pointers, block_table_strides=(c_int64 * 1)(tables.stride(0))
+    )  # fmt: skip
     q, out = q.contiguous(), torch.empty_like(q)
     _call(
         "tandem_probe_attention",

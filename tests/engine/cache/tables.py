@@ -14,6 +14,7 @@ from tests.engine.made_requests import made_request
 
 BLOCK = 4
 FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
+STATES = KVCacheGroup(AttentionKind.STATE, BLOCK, (1,), blocks_per_request=3)
 HASHER = make_block_hasher(HashAlgorithm.SHA256, BLOCK, "seed")
 
 

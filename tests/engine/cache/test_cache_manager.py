@@ -29,21 +29,6 @@ def test_beyond_the_horizon_and_only_there_is_something_to_do():
     check(cache, a)
 
 
-def test_too_few_blocks_change_nothing():
-    cache = manager(num_blocks=6)
-    a, b, c = (request(name, range(start, start + 8)) for name, start in [("a", 0), ("b", 10), ("c", 20)])
-    admit(cache, a)
-    admit(cache, b)
-    assert admit(cache, c) is None
-    assert not cache.has_blocks("c")
-    check(cache, a, b)
-    decode(cache, a, 8)  # the last block
-    b.append_output_token(8)
-    assert cache.extend_slots(b, 1) is None
-    assert table(cache, "b") == [3, 4]
-    check(cache, a, b)
-
-
 def test_a_hit_is_not_taken_for_itself():
     """Blocks that were found leave the free queue too: they can't be counted on for what is new."""
     cache = manager(num_blocks=5)
@@ -75,16 +60,6 @@ def test_a_copy_of_a_cached_block_stays_where_it_is():
     assert admit(cache, c) == 8
     assert table(cache, "c")[:2] == [1, 2]
     check(cache, a, c)
-
-
-def test_what_was_filed_and_never_computed_is_not_found():
-    cache = manager()
-    a = request("a", range(8))
-    admit(cache, a)
-    a.num_computed_tokens = 5  # the step that would have computed the rest was taken back
-    cache.free(a)
-    assert cache.pool.num_cached == 1
-    check(cache)
 
 
 def test_without_caching_there_is_nothing_to_find():
@@ -141,16 +116,6 @@ def test_a_rewind_keeps_blocks_and_forgets_what_was_wrong():
     a.num_computed_tokens = 12
     assert cache.pool.num_cached == 3
     check(cache, a)
-
-
-def test_a_rewind_to_the_beginning_gives_everything_back():
-    cache = manager()
-    a = request("a", range(12))
-    admit(cache, a)
-    cache.rewind(a, 0)
-    assert a.num_computed_tokens == 0
-    assert not cache.has_blocks("a")
-    check(cache)
 
 
 def test_blocks_ahead_of_a_request():

@@ -7,37 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
-from tandem.engine.cache.hashing import make_block_hasher
 from tandem.engine.cache.manager import KVCacheManager
-from tandem.engine.config import HashAlgorithm
 from tandem.engine.request import Request
 from tandem.kvtransfer.base import BlockIds, ConnectorMetadata, ScheduledStep, SchedulerConnector
-from tandem.wire.sampling import SamplingParams
-from tests.engine.made_requests import made_request
-
-BLOCK = 4
-FULL = KVCacheGroup(AttentionKind.FULL, BLOCK, (0,))
-STATES = KVCacheGroup(AttentionKind.STATE, BLOCK, (1,), blocks_per_request=3)
-HASHER = make_block_hasher(HashAlgorithm.SHA256, BLOCK, "tests")
+from tests.engine.cache.tables import BLOCK, FULL, STATES, manager
+from tests.engine.cache.tables import request as a_request
 
 
 def a_cache(num_blocks: int = 60, min_tokens: int = BLOCK, num_lookahead_tokens: int = 0) -> KVCacheManager:
-    return KVCacheManager(
-        (FULL, STATES),
-        num_blocks,
-        caching=True,
-        max_model_len=256,
-        max_new_tokens=16,
-        num_lookahead_tokens=num_lookahead_tokens,
-        checkpoint_tokens=min_tokens,
-    )
-
-
-def a_request(name: str, tokens: list[int]) -> Request:
-    request = made_request(name, tokens, SamplingParams(max_tokens=8))
-    request.hash_with(HASHER)
-    return request
+    options = {"num_lookahead_tokens": num_lookahead_tokens, "checkpoint_tokens": min_tokens}
+    return manager(FULL, STATES, num_blocks=num_blocks, max_model_len=256, max_new_tokens=16, **options)
 
 
 def begin(
@@ -73,7 +52,7 @@ def book(cache: KVCacheManager) -> list[tuple[int, int]]:
 
 
 def test_a_prompt_stops_at_its_last_whole_block_and_leaves_a_copy_there() -> None:
-    cache, one = a_cache(), a_request("a", list(range(11)))
+    cache, one = a_cache(), a_request("a", range(11))
     assert begin(cache, one) == [8, 11]
     own = cache.block_ids("a")[1]
     copies, checkpoint = cache.take_state_copies()
@@ -86,7 +65,7 @@ def test_a_prompt_stops_at_its_last_whole_block_and_leaves_a_copy_there() -> Non
 
 
 def test_a_later_prompt_gets_a_copy() -> None:
-    cache, one, two = a_cache(), a_request("a", list(range(11))), a_request("b", list(range(20)))
+    cache, one, two = a_cache(), a_request("a", range(11)), a_request("b", range(20))
     begin(cache, one)
     checkpoint = [target for _, target in book(cache)]
     cache.free(one)
@@ -95,7 +74,7 @@ def test_a_later_prompt_gets_a_copy() -> None:
     assert copies[:3] == list(zip(checkpoint, own, strict=True))
     assert not set(own) & set(checkpoint)
     cache.free(two)
-    assert cache.find_prefix(a_request("c", list(range(20))))[1] == 16
+    assert cache.find_prefix(a_request("c", range(20)))[1] == 16
 
 
 def test_the_place_where_two_prompts_part_is_kept_for_the_third() -> None:
@@ -112,20 +91,20 @@ def test_the_place_where_two_prompts_part_is_kept_for_the_third() -> None:
 
 def test_a_place_that_saves_little_is_not_kept() -> None:
     cache = a_cache(min_tokens=12)
-    assert begin(cache, a_request("a", list(range(11)))) == [11]
-    assert begin(cache, a_request("b", list(range(13)))) == [12, 13]
+    assert begin(cache, a_request("a", range(11))) == [11]
+    assert begin(cache, a_request("b", range(13))) == [12, 13]
     assert len(book(cache)) == 3
 
 
 def test_where_free_blocks_are_few_the_request_takes_the_checkpoint_over() -> None:
     """Nothing waits for blocks that a checkpoint has."""
-    cache, one = a_cache(num_blocks=1 + 3 + 3 + 3), a_request("a", list(range(11)))
+    cache, one = a_cache(num_blocks=1 + 3 + 3 + 3), a_request("a", range(11))
     begin(cache, one)
     checkpoint = [target for _, target in book(cache)]
     others, _ = cache.block_ids("a")
     cache.pool.touch(others[2:])
     cache.free(one)
-    two = a_request("b", list(range(15)))
+    two = a_request("b", range(15))
     begin(cache, two)
     assert cache.block_ids("b")[1] == checkpoint
     assert book(cache) == []
@@ -133,38 +112,38 @@ def test_where_free_blocks_are_few_the_request_takes_the_checkpoint_over() -> No
     cache.check_integrity({"b": two})
     cache.free(two)
     assert cache.pool.num_free == cache.pool.num_usable
-    assert cache.find_prefix(a_request("c", list(range(15))))[1] == 0
+    assert cache.find_prefix(a_request("c", range(15)))[1] == 0
 
 
 @pytest.mark.parametrize("lost", range(3))
 def test_a_checkpoint_that_lost_a_block_is_not_found(lost: int) -> None:
-    cache, one = a_cache(), a_request("a", list(range(11)))
+    cache, one = a_cache(), a_request("a", range(11))
     begin(cache, one)
     checkpoint = [target for _, target in book(cache)]
-    later = a_request("b", list(range(11)))
+    later = a_request("b", range(11))
     assert cache.find_prefix(later)[1] == 8
     cache.uncache([checkpoint[lost]])
     assert cache.find_prefix(later)[1] == 0
 
 
 def test_without_free_blocks_none_is_kept() -> None:
-    cache, one = a_cache(num_blocks=1 + 3 + 3 + 2), a_request("a", list(range(11)))
+    cache, one = a_cache(num_blocks=1 + 3 + 3 + 2), a_request("a", range(11))
     assert begin(cache, one) == [8, 11]
     assert book(cache) == []
     assert cache.pool.num_free == 2
 
 
 def test_what_turned_out_wrong_is_found_by_none() -> None:
-    cache, one = a_cache(), a_request("a", list(range(11)))
+    cache, one = a_cache(), a_request("a", range(11))
     begin(cache, one)
     book(cache)
     assert len(cache.cached_blocks_from(one, 7)) == 1 + 3, "a page and the checkpoint"
     cache.rewind(one, 7)
-    assert cache.find_prefix(a_request("b", list(range(11))))[1] == 0
+    assert cache.find_prefix(a_request("b", range(11)))[1] == 0
 
 
 def test_a_load_from_elsewhere_brings_its_own_states() -> None:
-    cache, one, two = a_cache(), a_request("a", list(range(11))), a_request("b", list(range(20)))
+    cache, one, two = a_cache(), a_request("a", range(11)), a_request("b", range(20))
     begin(cache, one)
     book(cache)
     hits, found = cache.find_prefix(two)

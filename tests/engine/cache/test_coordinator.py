@@ -29,16 +29,6 @@ def test_there_is_one_coordinator_for_each_need():
     assert kind(FULL, sliding(4)) is HybridCoordinator
 
 
-def test_groups_share_one_pool_and_have_their_own_blocks():
-    cache = manager(FULL, sliding(6))
-    a = request("a", range(10))
-    admit(cache, a)
-    assert cache.block_ids("a") == [[1, 2, 3], [4, 5, 6]]
-    check(cache, a)
-    cache.free(a)
-    check(cache)
-
-
 def test_blocks_of_several_sizes_agree_on_lengths_that_all_can_have():
     wide = KVCacheGroup(AttentionKind.FULL, 8, (0,))
     assert hash_block_size([wide, sliding(6)]) == 4
@@ -71,14 +61,9 @@ def test_allocation_is_all_or_nothing_over_all_groups():
 
 CHUNKS = KVCacheGroup(AttentionKind.CHUNKED, 4, (1,), 16)
 KINDS = [
-    (FULL,),
-    (sliding(6),),
-    (sliding(20),),
-    (CHUNKS,),
-    (FULL, CHUNKS),
-    (FULL, sliding(6)),
-    (FULL, sliding(6), sliding(10)),
-]
+    (FULL,), (sliding(6),), (sliding(20),), (CHUNKS,), (FULL, CHUNKS), (FULL, sliding(6)),
+    (FULL, sliding(6), sliding(10))
+]  # fmt: skip
 
 
 @given(

@@ -86,16 +86,10 @@ def test_the_cbor_layout_can_be_made_by_anybody():
 def test_each_kind_of_key_tells_blocks_apart(algorithm):
     hasher = make_block_hasher(algorithm, 4, "seed")
     variants = [
-        {},
-        {"lora": "x"},
-        {"cache_salt": "x"},
-        {"lora": "y"},
-        {"lora": "x", "cache_salt": "x"},
-        {"media": [MediaFeature("x", 0, 2)]},
-        {"media": [MediaFeature("x", 1, 2)]},
-        {"media": [MediaFeature("y", 0, 2)]},
-        {"media": [MediaFeature("x", 0, 1), MediaFeature("x", 1, 2)]},
-    ]
+        {}, {"lora": "x"}, {"cache_salt": "x"}, {"lora": "y"}, {"lora": "x", "cache_salt": "x"},
+        {"media": [MediaFeature("x", 0, 2)]}, {"media": [MediaFeature("x", 1, 2)]},
+        {"media": [MediaFeature("y", 0, 2)]}, {"media": [MediaFeature("x", 0, 1), MediaFeature("x", 1, 2)]}
+    ]  # fmt: skip
     assert len({chain(range(4), hasher, **fields)[0] for fields in variants}) == len(variants)
 
 

@@ -118,17 +118,9 @@ class Driver:
         """Adds a request. With `prefix_of`, its first tokens are a prefix hit and it shares that request's blocks. Recurrent states are
         copied; the other request's states must be those after these tokens."""
         request = DrivenRequest(
-            req_id,
-            prompt + (output or []),
-            len(prompt),
-            sampling,
-            0,
-            [[] for _ in self.groups],
-            pooling,
-            lora,
-            media,
-            images,
-        )
+            req_id, prompt + (output or []), len(prompt), sampling, 0, [[] for _ in self.groups], pooling, lora, media,
+            images
+        )  # fmt: skip
         if prefix_of is not None:
             hit = shared_tokens // self.block_size
             other = self.requests[prefix_of]
@@ -149,16 +141,9 @@ class Driver:
         """Takes over a request from another node, and copies its computed KV block by block."""
         theirs = other.requests[req_id]
         request = DrivenRequest(
-            req_id,
-            list(theirs.tokens),
-            theirs.num_prompt,
-            theirs.sampling,
-            theirs.computed,
-            [[] for _ in self.groups],
-            lora=theirs.lora,
-            media=theirs.media,
-            images=theirs.images,
-        )
+            req_id, list(theirs.tokens), theirs.num_prompt, theirs.sampling, theirs.computed, [[] for _ in self.groups],
+            lora=theirs.lora, media=theirs.media, images=theirs.images
+        )  # fmt: skip
         self.requests[req_id] = request
         self._grow(request, request.computed)
         for mine, given in zip(request.blocks, theirs.blocks, strict=True):
@@ -184,6 +169,12 @@ class Driver:
         self.finished_ids.add(req_id)
         self.drafts.pop(req_id, None)
         return request
+
+    def finish_all(self) -> None:
+        """Ends every request, and tells the runner."""
+        for req_id in list(self.requests):
+            self.finish(req_id)
+        self.step({})
 
     def step(self, work: dict[str, int], hooks: LayerHooks | None = None, *, guesses: bool = True) -> ModelOutput:
         """Computes this many tokens of each request, with its drafts after its newest token. Without `guesses` the runner makes no drafts

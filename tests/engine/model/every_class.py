@@ -206,9 +206,7 @@ def _serve(model_type: str, folder: Path, prompts: list[list[int]], expected: li
         return Outcome(model_type, "wrong", f"{found} for {expected}")
     info = runner.info
     if cut:
-        for req_id in list(driver.requests):
-            driver.finish(req_id)
-        driver.step({})
+        driver.finish_all()
         moves = tiny.hash_of(model_type) % MOVED == 0
         for req_id, tokens in _disturbed(runner, prompts[-1], expected[-1], _load(folder) if moves else None).items():
             if tokens != expected[-1]:
@@ -444,14 +442,9 @@ def _keys_and_values(heads: str, size: str, config: Any) -> int | None:
 
 
 HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "num_attention_heads",
-    "n_head",
-    "n_heads",
-    "num_heads",
-    "decoder_attention_heads",
-)
+    "num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads", "num_heads",
+    "decoder_attention_heads"
+)  # fmt: skip
 SIZES = ("head_dim", "qk_head_dim", "nope+rope", "hidden/heads", "one")
 # Formulas for what a layer keeps of a token.
 FORMULAS: tuple[Callable[[Any], int | None], ...] = (

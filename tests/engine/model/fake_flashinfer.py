@@ -4,10 +4,15 @@ Its kernels read device buffers each time they run; its plans are made from host
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+
+from tandem.engine.model import paths
+from tandem.engine.model.cuda import flashinfer
 
 
 @torch.library.custom_op("tandem_tests::paged_attention", mutates_args=("out",))
@@ -210,3 +215,16 @@ class BatchMLAPagedAttentionWrapper:
 
 
 mla = SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata, BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper)
+
+
+def use_here(patch: pytest.MonkeyPatch) -> None:
+    """The models that are loaded attend by this library."""
+    library = sys.modules[__name__]
+    patch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
+    patch.setattr(
+        paths,
+        "_choose_attention",
+        lambda of, _: flashinfer.FlashInferAttention(
+            library, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
+        ),
+    )

@@ -52,17 +52,12 @@ def _sizes(config: dict[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     sizes = {
-        "context_length": 256,
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head,
+        "context_length": 256, "embedding_length": config["hidden_size"], "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"], "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"], "attention.key_length": head,
         "rope.dimension_count": int(head * rope.get("partial_rotary_factor", 1.0)),
-        "rope.freq_base": float(rope["rope_theta"]),
-        "vocab_size": config["vocab_size"],
-    }
+        "rope.freq_base": float(rope["rope_theta"]), "vocab_size": config["vocab_size"]
+    }  # fmt: skip
     if "rms_norm_eps" in config:
         return sizes | {"attention.layer_norm_rms_epsilon": config["rms_norm_eps"]}
     return sizes | {"attention.layer_norm_epsilon": config["norm_epsilon"]}

@@ -28,13 +28,9 @@ LENGTHS = (1, 5, 23, 37, 16, 64, 100)
 PROMISED = ("llama", "llama-untied-odd-heads", "mistral-window", "qwen2", "qwen3")
 GGUF = "llama-gguf"
 _STORED = {
-    "attn_q.weight": "Q4_0",
-    "attn_k.weight": "Q4_1",
-    "attn_v.weight": "Q8_0",
-    "attn_output.weight": "Q5_0",
-    "ffn_gate.weight": "Q5_1",
-    "token_embd.weight": "Q8_0",
-}
+    "attn_q.weight": "Q4_0", "attn_k.weight": "Q4_1", "attn_v.weight": "Q8_0", "attn_output.weight": "Q5_0",
+    "ffn_gate.weight": "Q5_1", "token_embd.weight": "Q8_0",
+}  # fmt: skip
 
 Bits = tuple[list[int], list[bytes]]
 Facts = Callable[[int], dict[str, Any]]

@@ -20,19 +20,10 @@ _AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
 
 def config(**options: Any) -> LlamaConfig:
     wanted: dict[str, Any] = {
-        "vocab_size": 131,
-        "hidden_size": 128,
-        "intermediate_size": 320,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
+        "vocab_size": 131, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15,
+        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
     return LlamaConfig(**(wanted | options))
 
 
@@ -174,24 +165,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, int], tuple[Par
 # Mixtures of experts whose checkpoints name an expert's matrices in either way, one with latents.
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 192}),
-    "three-experts": ("Qwen3MoeConfig", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "head_dim": 32}),
-    "deepseek-v3": (
-        "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 128,
-            "kv_lora_rank": 128,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 32,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 128,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "three-experts": ("Qwen3MoeConfig", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+        "head_dim": 32}),
+    "deepseek-v3": ("DeepseekV3Config", {"num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1}),
 }  # fmt: skip
 
 

@@ -73,16 +73,9 @@ def ranks_here(
             across = group_across(rank, width, contexts, f"{folder}/meeting", CPU)
             group.gather(torch.zeros(1))  # one that ends at once must not while another is still connecting
             return Shard(
-                rank,
-                width,
-                group,
-                lead if rank == 0 else None,
-                kv_memory=memory if lines is None else None,
-                stages=stages,
-                within_stage=within,
-                contexts=contexts,
-                across=across,
-            )
+                rank, width, group, lead if rank == 0 else None, kv_memory=memory if lines is None else None,
+                stages=stages, within_stage=within, contexts=contexts, across=across
+            )  # fmt: skip
 
         def other(rank: int) -> None:
             try:

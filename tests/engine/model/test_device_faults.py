@@ -25,6 +25,7 @@ from tests.engine.model import tiny
 from tests.engine.model.fake_device import FakeDevice
 from tests.engine.model.test_device_order import BLOCK, Truth, engine_on, greedy
 from tests.kvtransfer.kv_faults import FAULTS, Faults, inject
+from tests.more import more
 
 pytestmark = pytest.mark.slow
 
@@ -150,25 +151,26 @@ def transfers_on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("connector", "graphs"),
+    ("connector", "graphs", "faults"),
     [
-        pytest.param("device_nixl", True, id="directly, recorded"),
-        pytest.param("staged_nixl", False, id="staged, eager", marks=pytest.mark.more),
+        ("device_nixl", True, list(FAULTS)[-1:]),  # everything at once
+        *more([("device_nixl", True, list(FAULTS)), ("staged_nixl", False, list(FAULTS))]),
     ],
+    ids=["directly, recorded", "directly, recorded, each alone", "staged, eager"],
 )
 def test_answers_are_right_and_blocks_come_back_whatever_fails(
-    path: Path, truth: Truth, transfers_on_device: FakeDevice, connector: str, graphs: bool
+    path: Path, truth: Truth, transfers_on_device: FakeDevice, connector: str, graphs: bool, faults: list[str]
 ) -> None:
     world = World(path, connector, transfers_on_device, graphs=graphs)
     try:
         world.inject({}, 0)
         world.run(0, truth, 2, aborts=0.0)
-        for seed, faults in enumerate(FAULTS.values(), 1):
+        for seed, fault in enumerate(faults, 1):
             for node in world.nodes:
                 node.told.clear()
                 node.ended.clear()
-            world.inject(faults, seed)
-            world.run(seed, truth, 2, aborts=0.01)
+            world.inject(FAULTS[fault], seed)
+            world.run(seed, truth, 2 if len(faults) > 1 else 4, aborts=0.01)
             world.settle()
     finally:
         world.close()

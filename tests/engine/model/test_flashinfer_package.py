@@ -209,19 +209,10 @@ def test_the_source_of_the_kernel_for_latents_is_written(monkeypatch: pytest.Mon
 def _batch(of_host: HostBatch, slots: tuple[torch.Tensor, ...]) -> Batch:
     unused: Any = torch.zeros(1)
     return Batch(
-        token_ids=unused,
-        positions=unused,
-        query_start=unused,
-        context_lens=unused,
-        slot_mapping=slots,
-        block_tables=(),
-        logit_rows=unused,
-        num_decodes=0,
-        max_context_len=0,
-        host_query_start=of_host.query_start,
-        host_context_lens=of_host.context_lens,
-        host=of_host,
-    )
+        token_ids=unused, positions=unused, query_start=unused, context_lens=unused, slot_mapping=slots,
+        block_tables=(), logit_rows=unused, num_decodes=0, max_context_len=0, host_query_start=of_host.query_start,
+        host_context_lens=of_host.context_lens, host=of_host
+    )  # fmt: skip
 
 
 def _attend(step: Any, tokens: int) -> None:

@@ -12,7 +12,6 @@ import torch
 from tandem.base.errors import ConfigurationError
 from tandem.engine.model import checkpoint, paths
 from tandem.engine.model.attention.gathered import GatheredAttention
-from tandem.engine.model.cuda.flashinfer import FlashInferAttention
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.torch_runner import TorchRunner
 from tandem.kvtransfer.base import KVCacheMemory
@@ -63,15 +62,8 @@ def test_it_takes_a_quarter_of_float32s_memory(path: Path) -> None:
 
 def test_the_kernels_of_a_gpu_keep_the_same_numbers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = answer(load(path), [11])
-    monkeypatch.setattr("tandem.engine.model.cuda.flashinfer.WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(paths, "pieces_for", lambda *_: DevicePieces())
-    monkeypatch.setattr(
-        paths,
-        "_choose_attention",
-        lambda of, _: FlashInferAttention(
-            fake_flashinfer, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
-        ),
-    )
+    fake_flashinfer.use_here(monkeypatch)
     assert answer(load(path), [11]) == right
 
 

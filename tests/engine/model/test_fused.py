@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.engine.model import paths
 from tandem.engine.model.attention.interface import PAGED
-from tandem.engine.model.cuda.flashinfer import FlashInferAttention
 from tandem.engine.model.cuda.pieces import DevicePieces
 from tandem.engine.model.fused.cpu import cpu_pieces
 from tandem.engine.model.fused.find import SharedProduct, _Seen, fuse
@@ -266,14 +264,7 @@ def test_a_layer_is_few_launches(architecture: str, most: int, outside: int, tmp
     layers = 0
     for name, pieces in (("plain", None), ("fused", DevicePieces())):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                paths,
-                "_choose_attention",
-                lambda of, _: FlashInferAttention(
-                    fake_flashinfer, of.kv_cache, of.plan, of.parts.layers, of.shape.max_model_len, of.dtype
-                ),
-            )
-            patch.setattr("tandem.engine.model.cuda.flashinfer.WORKSPACE_BYTES", 1 << 10)
+            fake_flashinfer.use_here(patch)
             runner = load(path, pieces)
         layers = runner.info.num_layers
         driver = Driver(runner)

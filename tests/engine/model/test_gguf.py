@@ -68,13 +68,9 @@ def test_a_file_is_the_same_model(llama: Path, tmp_path: Path, native: bool) -> 
 
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 
 
 @BOTH_PATHS
@@ -219,7 +215,7 @@ _STORED = {
     "ffn_gate.weight": _KINDS.Q5_0,
     "ffn_up.weight": _KINDS.Q5_1,
     "token_embd.weight": _KINDS.Q8_0,
-}
+}  # fmt: skip
 _NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "embed_tokens")
 
 

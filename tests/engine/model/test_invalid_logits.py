@@ -69,8 +69,7 @@ def test_only_the_request_whose_logits_they_are_ends(runner: tuple[TorchRunner, 
         driver = Driver(model)
         driver.add(name, prompt, WAYS[way])
         expected[name] = driver.generate(1)[name]
-        driver.finish(name)
-        driver.step({})
+        driver.finish_all()
     spoiling.context, spoiling.value = len(PROMPTS["bad"]), VALUES[kind]
     spoiling.where = slice(None) if kind == "nothing" else 77
     driver = Driver(model)
@@ -81,9 +80,7 @@ def test_only_the_request_whose_logits_they_are_ends(runner: tuple[TorchRunner, 
     assert isinstance(output.errors["bad"], InvalidLogits)
     assert set(output.errors) == {"bad"}
     assert output.sampled_token_ids == {name: expected[name] for name in ("good", "other")}
-    for name in PROMPTS:
-        driver.finish(name)
-    driver.step({})
+    driver.finish_all()
 
 
 def test_a_draft_behind_which_they_are_is_not_taken_either(path: Path) -> None:
@@ -91,8 +88,7 @@ def test_a_draft_behind_which_they_are_is_not_taken_either(path: Path) -> None:
     driver = Driver(model)
     driver.add("r", PROMPTS["good"])
     answer = driver.generate(4)["r"]
-    driver.finish("r")
-    driver.step({})
+    driver.finish_all()
     spoiling.context, spoiling.where, spoiling.value = len(PROMPTS["good"]) + 2, 0, float("nan")
     driver.add("s", PROMPTS["good"])
     driver.step({"s": len(PROMPTS["good"])})

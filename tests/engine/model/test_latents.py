@@ -26,6 +26,7 @@ from tandem.engine.model.loaded import ForwardShape
 from tandem.engine.model.transformers_forward import ModelParts, TransformersForward
 from tests.engine.model import driver, fake_flashinfer, tiny
 from tests.engine.model.driver import Driver
+from tests.more import more
 
 NUM_TOKENS = 8
 
@@ -33,7 +34,7 @@ NUM_TOKENS = 8
 load = partial(driver.load, max_model_len=64)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("kimi-linear", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["deepseek-v3", *more(["kimi-linear"])])
 @pytest.mark.parametrize("absorbs", [True, False])
 def test_both_forms_answer_as_transformers_does(
     name: str, absorbs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from tandem.engine.model.pieces import Activation, Matrix, Piece, activate
 from tandem.kernels import library
 from tests.kernels import probes
 
-SIZES = [(64, 64), (576, 1536), (37, 5), (1, 1), (130, 259)]
+SIZES = [(576, 1536), (37, 5), (1, 1), (130, 259)]
 
 
 def pieces(dtype: torch.dtype, threads: int = 2) -> CpuPieces:
@@ -77,7 +77,7 @@ def close(ours: torch.Tensor, right: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rank", [1, 3, 8, 16])
+@pytest.mark.parametrize("rank", [1, 3, 16])
 def test_each_row_gets_what_its_own_adapter_adds(dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
     kernels = pieces(dtype)
     updates = [None, *some_updates(3, rank, inputs, outputs, dtype)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,26 +14,18 @@ def drafts(tokens: list[int], count: int) -> list[int]:
     return propose_from_text(np.array(tokens, np.int32), count)
 
 
-def test_a_repeated_phrase_is_continued() -> None:
-    assert drafts([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
-
-
-def test_the_longest_match_wins_over_a_later_one() -> None:
-    assert drafts([1, 2, 3, 4, 8, 3, 4, 7, 1, 2, 3, 4], 1) == [8]
-
-
-def test_of_equal_matches_the_latest_wins() -> None:
-    assert drafts([1, 2, 5, 1, 2, 6, 1, 2], 1) == [6]
-
-
-def test_a_repeating_token_is_drafted_in_full() -> None:
-    assert drafts([4, 4, 4, 4, 4, 4, 4], 3) == [4, 4, 4]
-
-
-def test_text_without_repetition_has_no_drafts() -> None:
-    assert drafts([1, 2, 3, 4, 5], 3) == []
-    assert drafts([1], 3) == []
-    assert drafts([], 3) == []
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3], [4, 5]),
+        ([1, 2, 3, 4, 8, 3, 4, 7, 1, 2, 3, 4], [8]),  # the longest match, and not a later one
+        ([1, 2, 5, 1, 2, 6, 1, 2], [6]),  # the latest of equal ones
+        ([4, 4, 4, 4, 4, 4, 4], [4, 4, 4]),
+        *((tokens, []) for tokens in ([1, 2, 3, 4, 5], [1], [])),
+    ],
+)
+def test_what_followed_the_newest_tokens_is_drafted(tokens: list[int], found: list[int]) -> None:
+    assert drafts(tokens, len(found) or 3) == found
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 6))

@@ -155,14 +155,7 @@ def load(path: Path, native: bool) -> TorchRunner:
     return driver.load(path, max_num_seqs=5, native=native)
 
 
-VARIANTS = [
-    "llama-native",
-    "llama-recorded",
-    "gemma3",
-    "mistral-window-recorded",
-    # The others' model on gemma3's path.
-    pytest.param("llama", marks=pytest.mark.slow),
-]
+VARIANTS = ["llama-native", "llama-recorded", "gemma3", *more(["mistral-window-recorded", "llama"])]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

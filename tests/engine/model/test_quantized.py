@@ -41,19 +41,24 @@ def tokens_of(path: Path, *, native: bool, dtype: str = "float32") -> list[int]:
     assert isinstance(runner.forward, NativeLlamaForward) is native
     driver = Driver(runner)
     driver.add("r", PROMPT)
-    return driver.generate(12)["r"]
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["general", "native"])
-@pytest.mark.parametrize("name", sorted(files.FORMATS))
-def test_tokens_are_those_of_the_numbers(name: str, native: bool, tmp_path: Path) -> None:
-    quantized, ordinary = files.save(name, tmp_path)
-    assert tokens_of(quantized, native=native) == tokens_of(ordinary, native=native)
+    return driver.generate(6)["r"]
 
 
 # Of the memory of the same matrices in float32, the head's among them.
 _SHARES = dict.fromkeys(("compressed-4bit", "compressed-4bit-zeros", "awq", "gptq"), 0.25)
 _SHARES |= dict.fromkeys(("compressed-int8", "gptq-8bit-v2"), 0.36)
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        *((name, False) for name in sorted(files.FORMATS)),
+        *((name, True) for name in sorted(files.FORMATS.keys() - _SHARES)),
+    ],
+)
+def test_tokens_are_those_of_the_numbers(name: str, native: bool, tmp_path: Path) -> None:
+    quantized, ordinary = files.save(name, tmp_path)
+    assert tokens_of(quantized, native=native) == tokens_of(ordinary, native=native)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -81,7 +86,7 @@ def test_fp8_in_blocks_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         quantized, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
-    found = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
+    found = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False)[0, len(PROMPT) :].tolist()
     assert tokens_of(quantized, native=False) == found
 
 
@@ -190,6 +195,12 @@ def test_scales_that_are_found_anew_are_left_aside(tmp_path: Path) -> None:
     assert tokens_of(quantized, native=False) == tokens_of(ordinary, native=False)
 
 
+@pytest.mark.more
+def test_integers_are_read_without_transformers(tmp_path: Path) -> None:
+    quantized, _ = files.save("awq", tmp_path)
+    subprocess.run([sys.executable, "-c", LOAD_WITHOUT_TRANSFORMERS, str(quantized)], check=True, timeout=120)
+
+
 def test_half_precision_becomes_what_the_kernels_compute_in(tmp_path: Path) -> None:
     quantized, ordinary = files.save("awq", tmp_path, torch.float16)
     for path, dtype in ((quantized, torch.bfloat16), (ordinary, torch.float16)):
@@ -197,13 +208,6 @@ def test_half_precision_becomes_what_the_kernels_compute_in(tmp_path: Path) -> N
         config = read_config(source)
         assert choose_dtype("auto", source, config) is dtype
         assert choose_dtype("float16", source, config) is torch.float16
-
-
-@pytest.mark.slow
-def test_integers_are_read_without_transformers(tmp_path: Path) -> None:
-    """Slow: in a process of its own."""
-    quantized, _ = files.save("awq", tmp_path)
-    subprocess.run([sys.executable, "-c", LOAD_WITHOUT_TRANSFORMERS, str(quantized)], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

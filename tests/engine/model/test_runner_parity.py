@@ -13,7 +13,7 @@ from tests.engine.model import tiny
 from tests.engine.model.driver import Driver, load
 from tests.more import more
 
-NUM_TOKENS = 10
+NUM_TOKENS = 7
 LENGTHS = (1, 5, 23, 37, 16)
 
 
@@ -68,13 +68,8 @@ def case(
 
 @pytest.fixture(scope="module")
 def other_runner(case: Case) -> TorchRunner:
-    return load(case.path, native=case.native)
-
-
-def finish_all(driver: Driver) -> None:
-    for req_id in list(driver.requests):
-        driver.finish(req_id)
-    driver.step({})
+    """One with drafts."""
+    return load(case.path, native=case.native, num_speculative_tokens=4)
 
 
 @pytest.mark.parametrize("seed", [0, *more([1])])
@@ -95,10 +90,10 @@ def test_prefix_hits_read_blocks_that_another_request_computed(case: Case) -> No
     driver.add("second", case.prompts[5], prefix_of="first", shared_tokens=28)
     outputs = driver.generate(NUM_TOKENS)
     assert outputs == {"first": case.answers[3], "second": case.answers[5]}
-    finish_all(driver)
+    driver.finish_all()
 
 
-@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("after", [1, *more([4])])
 def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_runner: TorchRunner, after: int) -> None:
     prefill, decode = case.driver(1), Driver(other_runner, 2)
     for index in (2, 3):
@@ -107,13 +102,13 @@ def test_a_request_moves_to_another_runner_with_its_blocks(case: Case, other_run
     for index in (2, 3):
         decode.adopt(f"r{index}", prefill)
     assert list(decode.generate(NUM_TOKENS).values()) == [case.answers[2], case.answers[3]]
-    finish_all(prefill)
-    finish_all(decode)
+    prefill.finish_all()
+    decode.finish_all()
 
 
-def test_drafts_change_no_token(case: Case) -> None:
+def test_drafts_change_no_token(case: Case, other_runner: TorchRunner) -> None:
     """Speculation: what is proposed from the text is verified in one pass, and what is wrong leaves no trace."""
-    driver = Driver(load(case.path, native=case.native, num_speculative_tokens=4), 5)
+    driver = Driver(other_runner, 5)
     for index, prompt in enumerate(case.prompts):
         driver.add(f"r{index}", prompt)
         # Also proposals that are right in part, or not at all.
@@ -123,3 +118,4 @@ def test_drafts_change_no_token(case: Case) -> None:
     outputs = driver.generate(NUM_TOKENS)
     assert list(outputs.values()) == case.answers
     assert driver.num_accepted >= sum(index % 4 for index in range(len(case.prompts)))
+    driver.finish_all()

@@ -50,8 +50,7 @@ def alone(runner: TorchRunner) -> list[list[int]]:
         driver = Driver(runner)
         driver.add("r", PROMPT, params)
         outputs.append(driver.generate(NUM_TOKENS)["r"])
-        driver.finish("r")
-        driver.step({})
+        driver.finish_all()
     return outputs
 
 
@@ -72,9 +71,7 @@ def test_moved_to_another_node(path: Path, runner: TorchRunner, alone: list[list
         else:
             second.add(str(index), PROMPT, params, output=first.requests[str(index)].output)
     assert list(second.generate(NUM_TOKENS).values()) == alone
-    for index in range(len(VARIED)):
-        first.finish(str(index))
-    first.step({})
+    first.finish_all()
 
 
 def test_with_drafts(path: Path, alone: list[list[int]]) -> None:
@@ -111,8 +108,7 @@ def test_logprobs_are_the_models_own(path: Path, runner: TorchRunner) -> None:
     values, tokens = expected.topk(4)
     assert [token for token, _ in entry.top] == tokens.tolist()
     assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
-    driver.finish("r")
-    driver.step({})
+    driver.finish_all()
 
 
 @pytest.mark.parametrize("max_chunk", [1, 3, 100])
@@ -138,9 +134,7 @@ def test_prompt_logprobs_come_once_whatever_the_chunks(path: Path, runner: Torch
         assert entry.logprob == pytest.approx(float(expected[position - 1, PROMPT[position]]), abs=1e-4)
         assert len(entry.top) == 2
         assert math.isclose(entry.top[0][1], float(expected[position - 1].max()), abs_tol=1e-4)
-    for name in ("other", "r"):
-        driver.finish(name)
-    driver.step({})
+    driver.finish_all()
 
 
 def test_prompt_logprobs_are_not_told_again_after_a_preemption_or_a_move(path: Path, runner: TorchRunner) -> None:
@@ -156,8 +150,7 @@ def test_prompt_logprobs_are_not_told_again_after_a_preemption_or_a_move(path: P
     second = Driver(load(path))
     second.add("r", PROMPT, params, output=[5])
     assert second.step({"r": len(PROMPT) + 1}).prompt_logprobs == {}
-    driver.finish("r")
-    driver.step({})
+    driver.finish_all()
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -53,18 +53,12 @@ def test_the_packaged_model_is_computed_in_the_blocks_of_its_file(
     assert driver.generate(2)["r"] == answers[0][:2]
 
 
-def clear(driver: Driver) -> None:
-    for req_id in list(driver.requests):
-        driver.finish(req_id)
-    driver.step({})
-
-
 def test_mixed_and_chunked(runner: TorchRunner, prompts: list[list[int]], answers: list[list[int]]) -> None:
     driver = Driver(runner)
     for index, prompt in enumerate(prompts):
         driver.add(str(index), prompt)
     assert list(driver.generate(NUM_TOKENS, max_chunk=13).values()) == answers
-    clear(driver)
+    driver.finish_all()
 
 
 def test_prefilled_here_and_decoded_there_with_drafts(
@@ -79,4 +73,4 @@ def test_prefilled_here_and_decoded_there_with_drafts(
     assert list(decode.generate(NUM_TOKENS).values()) == answers
     # The counting text repeats itself, and so do its drafts.
     assert decode.num_accepted > 0
-    clear(prefill)
+    prefill.finish_all()

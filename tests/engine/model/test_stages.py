@@ -28,8 +28,8 @@ from tests.engine.model.hooks import Recorder
 from tests.engine.model.ranks_here import EndOfRank, ranks_here
 from tests.more import more
 
-NUM_TOKENS = 8
-FAMILIES = ("llama", "qwen3", "gemma3", "mixtral", "phi3", *more(["qwen2", "gemma2"]))
+NUM_TOKENS = 5
+FAMILIES = ("llama", "gemma3", "mixtral", *more(["qwen2", "qwen3", "gemma2", "phi3"]))
 # (number of ranks, number of stages)
 SHAPES = ((2, 2), (4, 2))
 
@@ -291,16 +291,9 @@ def test_what_a_model_does_between_two_layers_is_done_once(changed_llama: Callab
 
 def test_an_embedding_and_a_head_of_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = partial(
-        transformers.GPTNeoXConfig,
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
+        transformers.GPTNeoXConfig, vocab_size=tiny.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=False
+    )  # fmt: skip
     monkeypatch.setitem(tiny.ALL, "gpt-neox", config)
     path = tiny.save("gpt-neox", tmp_path)
     prompt = list(range(3, 20))

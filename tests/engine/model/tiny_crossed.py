@@ -13,38 +13,16 @@ from tests.engine.model.tiny import Answer, generated
 
 VOCAB = 131
 _BART: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "init_std": 0.3,
-    "bos_token_id": 0,
-    "pad_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-    "use_cache": True,
-}
+    "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "init_std": 0.3, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "forced_eos_token_id": None, "use_cache": True,
+}  # fmt: skip
 _T5: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "n_positions": 64,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 12,
-    "initializer_factor": 4.0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
-}
+    "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "n_positions": 64,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "initializer_factor": 4.0,
+    "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("BartConfig", _BART),
     "bart-forced": ("BartConfig", _BART),

@@ -38,29 +38,16 @@ def smolvlm(folder: Path, kind: str = "SmolVLM") -> Path:
     words = tokenizer()
     image = words.token_to_id("<image>")
     text = {
-        "model_type": "llama",
-        "vocab_size": words.get_vocab_size(),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+        "model_type": "llama", "vocab_size": words.get_vocab_size(), "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
         # Large enough that the two best tokens are never almost equal.
-        "initializer_range": 0.3,
-        "bos_token_id": words.token_to_id("<|im_start|>"),
-        "eos_token_id": words.token_to_id("<end_of_utterance>"),
-        "pad_token_id": words.token_to_id("<pad>"),
-    }
+        "initializer_range": 0.3, "bos_token_id": words.token_to_id("<|im_start|>"),
+        "eos_token_id": words.token_to_id("<end_of_utterance>"), "pad_token_id": words.token_to_id("<pad>"),
+    }  # fmt: skip
     vision = {
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": TILE,
-        "patch_size": PATCH,
-        "initializer_range": 0.3,
-    }
+        "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": TILE, "patch_size": PATCH, "initializer_range": 0.3,
+    }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(
         text_config=text,
         vision_config=vision,
@@ -85,19 +72,12 @@ def qwen(folder: Path, kind: str = "Qwen2_5_VL") -> Path:
     words = tokenizer(QWEN_SPECIAL)
     ids = {name: words.token_to_id(f"<|{name}|>") for name in ("im_end", "vision_start", "vision_end", "video_pad")}
     text: dict[str, Any] = {
-        "vocab_size": words.get_vocab_size(),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
+        "vocab_size": words.get_vocab_size(), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 3, 3]},
-        "bos_token_id": words.token_to_id("<|im_start|>"),
-        "eos_token_id": ids["im_end"],
+        "bos_token_id": words.token_to_id("<|im_start|>"), "eos_token_id": ids["im_end"],
         "pad_token_id": words.token_to_id("<pad>"),
-    }
+    }  # fmt: skip
     vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": 2}
     if kind == "Qwen2VL":
         vision |= {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2}
@@ -146,14 +126,9 @@ SMOLVLM = VisionFamily(
 )
 IDEFICS3 = dataclasses.replace(SMOLVLM, save=functools.partial(smolvlm, kind="Idefics3"))
 QWEN2_5_VL = VisionFamily(
-    QWEN_RULES,
-    tokenizer(QWEN_SPECIAL),
-    "<|image_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    Qwen2VLImageProcessorPil(**QWEN_PROCESSOR),
-    qwen,
-)
+    QWEN_RULES, tokenizer(QWEN_SPECIAL), "<|image_pad|>", "<|vision_start|>", "<|vision_end|>",
+    Qwen2VLImageProcessorPil(**QWEN_PROCESSOR), qwen
+)  # fmt: skip
 QWEN2_VL = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen2VL"))
 QWEN3_VL = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen3VL"))
 QWEN3_VL_MOE = dataclasses.replace(QWEN2_5_VL, save=functools.partial(qwen, kind="Qwen3VLMoe"))

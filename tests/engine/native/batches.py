@@ -61,14 +61,9 @@ class Sequences:
         rows = list(range(starts[-1])) if logit_rows is None else logit_rows
         return Batch(
             token_ids=torch.tensor([token for m in members for token in work[m]]),
-            positions=torch.from_numpy(positions.astype(np.int64)),
-            query_start=torch.from_numpy(starts),
-            context_lens=torch.from_numpy(contexts),
-            slot_mapping=tuple(map(torch.from_numpy, slots)),
+            positions=torch.from_numpy(positions.astype(np.int64)), query_start=torch.from_numpy(starts),
+            context_lens=torch.from_numpy(contexts), slot_mapping=tuple(map(torch.from_numpy, slots)),
             block_tables=tuple(torch.from_numpy(np.ascontiguousarray(t[members])) for t in self.tables),
-            logit_rows=torch.tensor(rows, dtype=torch.int64),
-            num_decodes=sum(length == 1 for length in lengths),
-            max_context_len=int(contexts.max()),
-            host_query_start=starts,
-            host_context_lens=contexts,
-        )
+            logit_rows=torch.tensor(rows, dtype=torch.int64), num_decodes=sum(length == 1 for length in lengths),
+            max_context_len=int(contexts.max()), host_query_start=starts, host_context_lens=contexts
+        )  # fmt: skip

@@ -26,7 +26,7 @@ class Churning:
         def churn_and_call(*arguments: Any) -> Any:
             gc.collect()
             # Arrays of one pointer, as a step's are, that lead nowhere.
-            self._kept = [(ctypes.c_void_p * 1)(0x10) for _ in range(50_000)]
+            self._kept = [(ctypes.c_void_p * 1)(0x10) for _ in range(5_000)]
             return function(*arguments)
 
         return churn_and_call

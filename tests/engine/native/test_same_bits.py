@@ -37,14 +37,9 @@ LENGTH, COUNT, VOCAB = 160, 3, 515
 
 # So wide that products and attention are cut into several tiles, and with sizes that fill no tile.
 _WIDE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 256,
-    "intermediate_size": 392,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-}
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 392, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512,
+}  # fmt: skip
 BLOCKS = "llama-blocks"  # its matrices are in a GGUF file's blocks
 INTEGERS = "llama-integers"  # in blocks of integers of 4 and 8 bits, of several sizes
 CONFIGS: dict[str, Callable[[], Any]] = {

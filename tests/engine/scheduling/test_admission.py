@@ -9,17 +9,6 @@ from tandem.wire.sampling import SamplingParams
 from tests.engine.scheduling.driving import BLOCK, Driver, FakeConnector, sliding
 
 
-def test_a_cached_prefix_is_not_computed_again():
-    driver = Driver()
-    driver.add("a", list(range(10)), max_tokens=1)
-    driver.run()
-    driver.add("b", [*range(10), 77], max_tokens=1)
-    step, updates = driver.step()
-    assert step.num_scheduled_tokens == {"b": 11 - 8}
-    assert step.new_reqs[0].num_computed_tokens == 8
-    assert updates[0].cached_tokens == 8
-
-
 def test_a_prefix_is_found_in_the_very_step_that_computes_it():
     driver = Driver()
     driver.add("a", list(range(9)))

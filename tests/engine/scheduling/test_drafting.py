@@ -86,7 +86,7 @@ class Node:
         return self.seconds / self.alone_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     chances=st.lists(st.sampled_from([0.0, 0.05, 0.3, 0.6, 0.95]), min_size=1, max_size=6),
     token_s=st.sampled_from([0.0, 0.0001, 0.001, 0.01]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.base.errors import InternalError, InvalidLogits
@@ -17,64 +19,35 @@ def answer(driver: Driver, *tokens: int, **output: object):
     return updates[-1]
 
 
-def test_an_end_of_sequence_token_stops():
-    driver = Driver(eos=[2])
-    request = driver.add("a", max_tokens=9)
-    assert answer(driver, 5).finish is None
-    update = answer(driver, 2)
-    assert (update.start, update.token_ids, update.finish, update.stop_token) == (1, [2], FinishReason.STOP, 2)
-    assert request.status is RequestStatus.FINISHED_STOPPED
+END = 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields", "sampled", "stop"),
+    [
+        ({}, {}, [5, END], END),
+        ({}, {"eos_token_ids": frozenset({3})}, [3], 3),
+        ({"ignore_eos": True, "stop_token_ids": [8]}, {}, [END, 8], 8),
+        ({"min_tokens": 3}, {}, [END, END, END], END),
+        ({"max_tokens": 2, "min_tokens": 5}, {}, [4, 4], None),
+        ({"max_tokens": 1}, {}, [END], END),
+        ({"max_tokens": 99}, {"prompt": 10}, [4, 4], None),  # the context's end
+        ({"max_tokens": 4}, {"output_token_ids": [7, 7]}, [5, 5], None),  # two before it moved
+    ],
+)
+def test_a_request_ends_with_its_last_token_and_says_why(
+    asked: dict[str, Any], fields: dict[str, Any], sampled: list[int], stop: int | None
+) -> None:
+    driver = Driver(eos=[END], max_model_len=12)
+    request = driver.add("a", sampling=SamplingParams(**{"max_tokens": 9, **asked}), **fields)
+    before = request.num_output_tokens
+    *others, last = (answer(driver, token) for token in sampled)
+    assert all(update.finish is None for update in others)
+    assert (last.start, last.token_ids, last.stop_token) == (before + len(others), sampled[-1:], stop)
+    assert last.finish is (FinishReason.LENGTH if stop is None else FinishReason.STOP)
+    status = RequestStatus.FINISHED_LENGTH_CAPPED if stop is None else RequestStatus.FINISHED_STOPPED
+    assert request.status is status
     assert not driver.scheduler.has_unfinished_requests()
-
-
-def test_the_requests_own_end_of_sequence_tokens_stop_too():
-    driver = Driver(eos=[2])
-    driver.add("a", max_tokens=9, eos_token_ids=frozenset({3}))
-    assert answer(driver, 3).stop_token == 3
-
-
-def test_end_of_sequence_can_be_ignored_but_stop_tokens_are_not():
-    driver = Driver(eos=[2])
-    driver.add("a", sampling=SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[8]))
-    assert answer(driver, 2).finish is None
-    assert answer(driver, 8).stop_token == 8
-
-
-def test_nothing_stops_a_request_before_its_minimum():
-    driver = Driver(eos=[2])
-    driver.add("a", sampling=SamplingParams(max_tokens=9, min_tokens=3))
-    assert answer(driver, 2).finish is None
-    assert answer(driver, 2).finish is None
-    assert answer(driver, 2).finish is FinishReason.STOP
-
-
-def test_the_length_ends_a_request_even_below_its_minimum():
-    driver = Driver()
-    driver.add("a", sampling=SamplingParams(max_tokens=2, min_tokens=5))
-    assert answer(driver, 4).finish is None
-    update = answer(driver, 4)
-    assert (update.finish, update.stop_token) == (FinishReason.LENGTH, None)
-
-
-def test_a_stop_on_the_last_possible_token_is_a_stop():
-    driver = Driver(eos=[2])
-    driver.add("a", max_tokens=1)
-    assert answer(driver, 2).finish is FinishReason.STOP
-
-
-def test_the_end_of_the_context_is_a_length():
-    driver = Driver(max_model_len=8)
-    request = driver.add("a", prompt=6, max_tokens=99)
-    answer(driver, 4)
-    assert answer(driver, 4).finish is FinishReason.LENGTH
-    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-
-
-def test_tokens_from_before_the_move_count_against_the_limit():
-    driver = Driver()
-    driver.add("a", max_tokens=4, output_token_ids=[7, 7])
-    assert answer(driver, 5).start == 2
-    assert answer(driver, 5).finish is FinishReason.LENGTH
 
 
 def test_nothing_behind_the_end_is_kept():

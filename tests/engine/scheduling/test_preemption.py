@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-from tandem.engine.request import RequestStatus
+from tandem.engine.request import Request, RequestStatus
 from tests.engine.scheduling.driving import BLOCK, Driver
 from tests.engine.scheduling.model import alone
 
 
-def test_the_last_admitted_gives_way_and_answers_the_same_in_the_end():
-    driver = Driver(num_blocks=6)  # five blocks for two requests that will want three each
-    a = driver.add("a", prompt=7, max_tokens=5)
-    b = driver.add("b", prompt=7, max_tokens=5)
+def short_of_blocks() -> tuple[Driver, Request, Request]:
+    """Two requests that will want three blocks each of the five: in the next step b gives way."""
+    driver = Driver(num_blocks=6)
+    a, b = (driver.add(name, prompt=7, max_tokens=5) for name in "ab")
     driver.steps(2)
+    return driver, a, b
+
+
+def test_the_last_admitted_gives_way_for_nobody_new_and_answers_the_same_in_the_end():
+    driver, a, b = short_of_blocks()
+    c = driver.add("c", prompt=2, max_tokens=1)
+    b.spec_token_ids = [1, 2]
     step, _ = driver.step()
     assert step.preempted_req_ids == {"b"}
     assert list(step.num_scheduled_tokens) == ["a"]
-    assert (b.status, b.num_computed_tokens, b.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    assert (b.status, b.num_computed_tokens, b.num_preemptions, b.spec_token_ids) == (RequestStatus.PREEMPTED, 0, 1, [])
     driver.run()
-    for request in (a, b):
-        assert request.output_token_ids == alone(request.prompt_token_ids, 5)
+    for request, tokens in ((a, 5), (b, 5), (c, 1)):
+        assert request.output_token_ids == alone(request.prompt_token_ids, tokens)
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
-    driver = Driver(num_blocks=6)
-    driver.add("a", prompt=7, max_tokens=5)
-    driver.add("b", prompt=7, max_tokens=5)
-    driver.steps(2)
-    driver.add("c", prompt=2, max_tokens=1)
-    step, _ = driver.step()
-    assert step.preempted_req_ids == {"b"}
-    assert not step.new_reqs
-
-
-def test_a_preempted_request_goes_to_the_front_of_the_line():
-    driver = Driver(num_blocks=6)
-    driver.add("a", prompt=7, max_tokens=5)
-    driver.add("b", prompt=7, max_tokens=5)
+def test_a_preempted_request_is_the_first_in_line_and_finds_its_own_blocks():
+    driver, _, _ = short_of_blocks()
+    driver.step()
     driver.add("c", prompt=7, max_tokens=1)
-    while not driver.step()[0].preempted_req_ids:
-        pass
-    driver.abort("a")
-    step, _ = driver.step()
-    assert next(iter(step.num_scheduled_tokens)) == "b"
-
-
-def test_a_preempted_request_finds_its_own_blocks_if_nobody_took_them():
-    driver = Driver(num_blocks=6)
-    driver.add("a", prompt=7, max_tokens=5)
-    driver.add("b", prompt=7, max_tokens=5)
-    driver.steps(3)
     driver.abort("a")
     step, _ = driver.step()
     assert step.cached_reqs.num_computed_tokens == [8]  # both its full blocks
-    assert step.num_scheduled_tokens == {"b": 1}
+    assert next(iter(step.num_scheduled_tokens.items())) == ("b", 1)
 
 
 def low_b_and_a(driver: Driver) -> None:
@@ -125,14 +108,3 @@ def test_blocks_filed_for_a_step_that_was_rolled_back_are_not_found_later():
     assert step.cached_reqs.num_computed_tokens == [BLOCK]  # not 2 * BLOCK
     driver.run()
     assert driver.outputs["low"] == alone(prompt, 9)
-
-
-def test_drafts_of_a_preempted_request_are_forgotten():
-    driver = Driver(num_blocks=6)
-    driver.add("a", prompt=7, max_tokens=5)
-    b = driver.add("b", prompt=7, max_tokens=5)
-    driver.steps(2)
-    b.spec_token_ids = [1, 2]
-    step, _ = driver.step()
-    assert step.preempted_req_ids == {"b"}
-    assert b.spec_token_ids == []

@@ -83,21 +83,13 @@ def test_a_queue_of_mostly_dead_requests_shrinks():
     assert queue.peek().request_id == "0"
 
 
-def test_first_come_first_served():
+def test_first_come_first_served_and_by_priority():
     waiting = waiting_with(SchedulingPolicy.FCFS, request("b", priority=9), request("a", priority=1))
-    preempted = request("z")
-    waiting.put_back(preempted)
+    waiting.put_back(request("z"))  # a preempted one
     waiting.put_back(request("y"))
     assert drain(waiting) == ["y", "z", "b", "a"]
-
-
-def test_by_priority():
-    waiting = waiting_with(
-        SchedulingPolicy.PRIORITY,
-        request("c", priority=1, arrival=1),
-        request("b", priority=1, arrival=0),
-        request("a", priority=1, arrival=0),
-    )
+    named = [request("c", priority=1, arrival=1), *(request(name, priority=1) for name in "ba")]
+    waiting = waiting_with(SchedulingPolicy.PRIORITY, *named)
     waiting.put_back(request("late", priority=1, arrival=5))
     waiting.put_back(request("urgent", priority=-1, arrival=9))
     assert drain(waiting) == ["urgent", "a", "b", "c", "late"]

@@ -29,12 +29,6 @@ def test_one_budget_for_all_and_never_more():
         assert step.total_num_scheduled_tokens == sum(step.num_scheduled_tokens.values()) <= 10
 
 
-def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
-    driver = Driver(max_num_batched_tokens=10)
-    driver.add("a", prompt=25)
-    assert [driver.step()[0].num_scheduled_tokens["a"] for _ in range(4)] == [10, 10, 5, 1]
-
-
 def test_the_chunk_cap_leaves_budget_to_others():
     driver = Driver(max_num_batched_tokens=20, long_prefill_token_threshold=6)
     driver.add("long", prompt=15)

@@ -16,20 +16,9 @@ from tandem.wire.requests import RequestFacts
 from tandem.wire.sampling import SamplingParams
 
 NAMES = (
-    AttentionKind,
-    CacheConfig,
-    ConnectorMetadata,
-    ConnectorOutput,
-    Handoff,
-    KVCacheGroup,
-    ModelOutput,
-    Request,
-    RequestFacts,
-    SamplingParams,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerConnector,
-)
+    AttentionKind, CacheConfig, ConnectorMetadata, ConnectorOutput, Handoff, KVCacheGroup, ModelOutput, Request,
+    RequestFacts, SamplingParams, Scheduler, SchedulerConfig, SchedulerConnector
+)  # fmt: skip
 
 
 def test_the_documents_example_runs():

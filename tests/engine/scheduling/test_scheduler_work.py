@@ -17,13 +17,6 @@ def test_there_is_work_until_the_runner_has_heard_of_every_end():
     assert not driver.scheduler.has_work()
 
 
-def test_plans_that_nobody_carried_yet_are_work():
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
-    connector.pending = True
-    assert driver.scheduler.has_work()
-
-
 def test_a_line_that_waits_for_held_blocks_is_no_work_until_they_are_free():
     connector = FakeConnector()
     connector.keeps.add("a")

@@ -15,15 +15,6 @@ def sample(driver: Driver, tokens: list[int], drafts: list[int] | None = None):
     return step, driver.book(step, output)
 
 
-def test_drafts_are_scheduled_with_the_token_before_them():
-    driver = Driver()
-    driver.add("a", max_tokens=9)
-    sample(driver, [5], drafts=[6, 7])
-    step = driver.schedule()
-    assert step.num_scheduled_tokens == {"a": 3}
-    assert step.spec_token_ids == {"a": [6, 7]}
-
-
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
 def test_rejected_drafts_are_taken_back(accepted):
     driver = Driver()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tandem.base.errors import InternalError
@@ -10,7 +12,7 @@ from tandem.kvtransfer.base import ConnectorOutput, Handoff
 from tandem.kvtransfer.config import LoadFailurePolicy
 from tandem.wire.images import MediaFeature
 from tandem.wire.sampling import FinishReason, SamplingParams
-from tests.engine.scheduling.driving import Driver, FakeConnector, consume, failed, received
+from tests.engine.scheduling.driving import Driver, FakeConnector, consume, failed, received, unique_tokens
 from tests.engine.scheduling.model import alone, next_token
 
 
@@ -109,57 +111,51 @@ def test_a_first_token_that_ends_the_request_ends_it_there():
     assert driver.step()[0].finished_req_ids == {"a"}
 
 
-def test_a_failed_load_is_computed_here():
-    driver, connector, request = waiting_driver()
-    _, updates = driver.step(failed("a"))
-    assert updates == []
+PROMPT = unique_tokens("a", 10)
+# An answer that began elsewhere has reported its prompt there.
+BEGUN = {"sampling": SamplingParams(max_tokens=5, prompt_logprobs=0), "output_token_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("offered", "written", "news", "fields", "used"),
+    [
+        (10, 0, failed("a"), {}, 0),
+        (10, 6, failed("a", valid_tokens=6), {}, 6),
+        # Log-probabilities and hidden states of the tokens that came would be missing.
+        (10, 8, failed("a", valid_tokens=8), {"sampling": SamplingParams(max_tokens=5, prompt_logprobs=0)}, 0),
+        (10, 8, failed("a", valid_tokens=8), {"sampling": SamplingParams(max_tokens=5, hidden_states="file")}, 0),
+        (10, 8, failed("a", valid_tokens=8), BEGUN, 8),
+        # What was computed from the request's own input may have failed at a producer that ended before it could say so.
+        (10, 8, failed("a", valid_tokens=8), {"lora": "x"}, 0),
+        (10, 5, failed("a", valid_tokens=8), {"media": [MediaFeature("image", 5, 2)], "images": [b"file"]}, 5),
+        # Handoffs of another length are not believed, nor those of a part that continues otherwise than the prompt.
+        *((10, 10, received("a", 7, num_tokens), {}, 0) for num_tokens in (9, 11, 0)),
+        (8, 8, received("a", PROMPT[8], 8), {}, 8),
+        (8, 8, received("a", PROMPT[8] + 1, 8), {}, 0),
+    ],
+)
+def test_what_did_not_arrive_whole_is_computed_from_where_it_is_right(
+    offered: int, written: int, news: ConnectorOutput, fields: dict[str, Any], used: int
+) -> None:
+    connector = FakeConnector()
+    driver = Driver(connector=connector, max_loras=1, encoder_tokens=8)
+    connector.offers["a"] = (offered, True)
+    request = driver.add("a", PROMPT, **{"max_tokens": 5, "transfer": consume(), **fields})
+    driver.step()
+    driver.arrive(request, 0, written)
+    left = request.num_tokens - used
+    _, updates = driver.step(news)
+    assert (updates, request.num_computed_tokens) == ([], used)
     step, _ = driver.step()
-    assert step.num_scheduled_tokens == {"a": 10}
-    assert connector.asked("match", "a") == [(0,), (0,)], "the connector says itself that it has no more"
+    assert step.num_scheduled_tokens == {"a": left}
+    assert step.new_reqs[0].num_computed_tokens == used
+    assert len(connector.asked("match", "a")) == (1 if used else 2), "the connector says itself that it has no more"
     driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
+    if "output_token_ids" not in fields:
+        assert driver.outputs["a"] == alone(PROMPT, 5)
     stats = driver.scheduler.stats()
-    assert (stats.prompt_tokens_received, stats.prompt_tokens_computed, stats.loads_failed) == (0, 10, 1)
-
-
-def test_what_is_right_of_a_failed_load_is_kept():
-    driver, _, request = waiting_driver()
-    driver.arrive(request, 0, 6)
-    driver.step(failed("a", valid_tokens=6))
-    step, _ = driver.step()
-    assert step.num_scheduled_tokens == {"a": 4}
-    assert step.new_reqs[0].num_computed_tokens == 6
-    driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
-    assert driver.scheduler.stats().prompt_tokens_received == 6
-
-
-@pytest.mark.parametrize("asked", [{"prompt_logprobs": 0}, {"hidden_states": "file"}])
-def test_of_a_failed_load_nothing_is_used_by_a_request_that_reports_its_whole_prompt(asked):
-    """Log-probabilities and hidden states of the tokens that came would be missing."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
-    connector.offers["a"] = (10, True)
-    request = driver.add("a", 10, sampling=SamplingParams(max_tokens=5, **asked), transfer=consume())
-    driver.step()
-    driver.arrive(request, 0, 8)
-    driver.step(failed("a", valid_tokens=8))
-    assert driver.step()[0].num_scheduled_tokens == {"a": 10}
-    driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
-
-
-def test_a_request_that_goes_on_with_its_answer_uses_what_came_of_a_failed_load():
-    """Its prompt was reported where the answer began."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector)
-    connector.offers["a"] = (10, True)
-    sampling = SamplingParams(max_tokens=5, prompt_logprobs=0)
-    request = driver.add("a", 10, sampling=sampling, transfer=consume(), output_token_ids=[1])
-    driver.step()
-    driver.arrive(request, 0, 8)
-    driver.step(failed("a", valid_tokens=8))
-    assert driver.step()[0].num_scheduled_tokens == {"a": 3}
+    assert (stats.prompt_tokens_received, stats.prompt_tokens_computed) == (used, len(PROMPT) - used)
+    assert stats.loads_failed == (news != received("a", PROMPT[8], 8))
 
 
 def test_a_request_goes_on_without_the_blocks_that_a_peer_may_still_write_to():
@@ -195,23 +191,6 @@ def test_a_failed_load_that_is_all_right_still_computes_the_last_token():
     assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
 
 
-@pytest.mark.parametrize(
-    ("own", "used"), [({}, 8), ({"lora": "x"}, 0), ({"media": [MediaFeature("image", 5, 2)], "images": [b"file"]}, 5)]
-)
-def test_of_a_part_nothing_is_used_that_was_computed_from_the_requests_own_input(own, used):
-    """It may have failed at a producer that ended before it could say so."""
-    connector = FakeConnector()
-    driver = Driver(connector=connector, max_loras=1, encoder_tokens=8)
-    connector.offers["a"] = (10, True)
-    request = driver.add("a", 10, max_tokens=5, transfer=consume(), **own)
-    driver.step()
-    driver.arrive(request, 0, used)
-    driver.step(failed("a", valid_tokens=8))
-    assert request.num_computed_tokens == used
-    driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
-
-
 def test_a_failed_load_ends_the_request_where_that_is_the_policy():
     driver, connector, request = waiting_driver(on_failure=LoadFailurePolicy.FAIL)
     _, updates = driver.step(failed("a", reason="the peer is gone"))
@@ -225,51 +204,12 @@ def test_a_failed_load_ends_the_request_where_that_is_the_policy():
     assert driver.free_blocks == 99
 
 
-@pytest.mark.parametrize("num_tokens", [9, 11, 0])
-def test_a_handoff_of_another_length_is_not_believed(num_tokens):
-    driver, _, request = waiting_driver()
-    driver.arrive(request, 0, 10)
-    _, updates = driver.step(received("a", 7, num_tokens))
-    assert updates == []
-    driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
-    assert driver.scheduler.stats().loads_failed == 1
-
-
-def test_a_load_of_a_part_goes_on_from_there():
-    connector = FakeConnector()
-    connector.offers["a"] = (8, True)
-    driver = Driver(connector=connector)
-    request = driver.add("a", prompt=10, max_tokens=5)
-    driver.step()
-    driver.arrive(request, 0, 8)
-    _, updates = driver.step(received("a", request.all_token_ids[8], 8))
-    assert updates == []
-    assert driver.step()[0].num_scheduled_tokens == {"a": 2}
-    driver.run()
-    assert driver.outputs["a"] == alone(request.prompt_token_ids, 5)
-
-
-def test_a_load_of_a_part_of_something_else_is_not_believed():
-    connector = FakeConnector()
-    connector.offers["a"] = (8, True)
-    driver = Driver(connector=connector)
-    request = driver.add("a", prompt=10)
-    driver.step()
-    driver.step(received("a", request.all_token_ids[8] + 1, 8))
-    assert driver.step()[0].num_scheduled_tokens == {"a": 10}
-
-
 def test_news_of_unknown_requests_is_ignored():
     driver, _, request = waiting_driver()
-    driver.step(
-        ConnectorOutput(
-            finished_sending={"x"},
-            finished_recving={"y": Handoff(1, 2)},
-            failed_recving=failed("z").failed_recving,
-            invalid_block_ids={77},
-        )
-    )
+    driver.step(ConnectorOutput(
+        finished_sending={"x"}, finished_recving={"y": Handoff(1, 2)}, failed_recving=failed("z").failed_recving,
+        invalid_block_ids={77}
+    ))  # fmt: skip
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 

@@ -140,18 +140,10 @@ class LazyDevice:
         self.kv_cache: Any = None
         self.grammars = None
         self.info = ModelInfo(
-            name="fake",
-            dtype="float32",
-            device="cpu",
-            vocab_size=VOCABULARY,
-            max_model_len=driver.scheduler.max_model_len,
-            eos_token_ids=frozenset({EOS}),
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
-            groups=tuple(driver.model.groups),
-            num_blocks=driver.scheduler.stats().total_blocks + 1,
-        )
+            name="fake", dtype="float32", device="cpu", vocab_size=VOCABULARY,
+            max_model_len=driver.scheduler.max_model_len, eos_token_ids=frozenset({EOS}), num_layers=1, num_kv_heads=1,
+            head_dim=1, groups=tuple(driver.model.groups), num_blocks=driver.scheduler.stats().total_blocks + 1
+        )  # fmt: skip
 
     def start(self, step: SchedulerOutput, hooks: LayerHooks | None = None) -> _Queued:
         if not step.spec_token_ids:  # a request whose drafts are being verified is computed further than it reaches
@@ -260,13 +252,9 @@ class World:
         transfer = {Source.HERE_AND_SENT: produce(), Source.LATER: consume()}.get(source)
         try:
             self.requests[request_id] = self.driver.add(
-                request_id,
-                prompt,
-                sampling=SamplingParams(max_tokens=max_tokens),
-                output_token_ids=moved,
-                transfer=transfer,
-                **fields,
-            )
+                request_id, prompt, sampling=SamplingParams(max_tokens=max_tokens), output_token_ids=moved,
+                transfer=transfer, **fields
+            )  # fmt: skip
         except RequestError:
             assert len(prompt) + len(moved) >= self.scheduler.max_model_len
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tandem.base.errors import DeadlineExceeded, InternalError, InvalidRequest
+from tandem.base.errors import DeadlineExceeded, InternalError
 from tandem.engine.structured.grammars import TokenizerGrammars
 from tandem.engine.structured.pending import GrammarReady, PendingGrammars
-from tests.engine.structured.grammar_walks import END, backend, grammars, vocabulary
+from tests.engine.structured.grammar_walks import END, backend, vocabulary
 
 PATIENCE_S = 10.0
 
@@ -51,16 +51,6 @@ def slow() -> Iterator[tuple[Slow, Pending]]:
     yield of, pending
     of.go.set()
     pending.close()
-
-
-def test_a_compiled_grammar_needs_no_waiting(slow: tuple[Slow, Pending]) -> None:
-    of, pending = slow
-    assert of.prepared('start: "a"') is None
-    pending.begin("r", 'start: "a"', now=0.0)
-    of.go.set()
-    assert pending.told.get(timeout=PATIENCE_S) == GrammarReady("r", None)
-    assert pending.forget("r")
-    assert of.prepared('start: "a"') is not None
 
 
 def test_what_takes_too_long_is_overdue_once_and_its_late_result_is_nobodys(slow: tuple[Slow, Pending]) -> None:
@@ -117,15 +107,6 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(slow: tuple[Slow, Pendin
     of.go.set()
     assert of.begun.get(timeout=PATIENCE_S) == 'start: "e"'
     assert {pending.told.get(timeout=PATIENCE_S).request_id for _ in range(3)} == {"busy 0", "busy 1", "in time"}
-
-
-def test_a_text_that_is_no_grammar_is_an_error_that_says_so() -> None:
-    pending = Pending(grammars())
-    pending.begin("r", "start: unknown", now=0.0)
-    error = pending.told.get(timeout=PATIENCE_S).error
-    assert isinstance(error, InvalidRequest)
-    assert "unknown" in str(error)
-    pending.close()
 
 
 def test_a_panic_is_an_error_and_does_not_end_the_thread() -> None:

@@ -19,13 +19,9 @@ from tandem.engine.vllm.wing import TRIED, look, make, refusals
 from tandem.engine.wings import other_engine
 
 RIGHT = {
-    "python": platform.python_version(),
-    "vllm": f"{TRIED[-1]}+cpu",
-    "torch": "2.13.0+cpu",
-    "ray": importlib.metadata.version("ray"),
-    "missing": [],
-    "arguments": ["enforce_eager", "kv_cache_dtype"],
-}
+    "python": platform.python_version(), "vllm": f"{TRIED[-1]}+cpu", "torch": "2.13.0+cpu",
+    "ray": importlib.metadata.version("ray"), "missing": [], "arguments": ["enforce_eager", "kv_cache_dtype"]
+}  # fmt: skip
 
 
 def python_that_says(folder: Path, **other: Any) -> str:
