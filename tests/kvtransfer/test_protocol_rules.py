@@ -284,7 +284,8 @@ def test_a_registration_after_a_long_silence_gets_a_fresh_stamp_first(pair: Pair
     pair.receive()
     send = pair.send()
     pair.complete(send, 0.2)
-    pair.world.advance(1000.0)
+    pair.world.now += 1000.0
+    pair.world.advance(SETTINGS.renew_s)
     second = pair.receive(name="r2")
     assert pair.on_the_way(RenewLease)
     assert not pair.on_the_way(RegisterDestination)
@@ -1025,7 +1026,8 @@ def test_nothing_is_kept_for_nodes_that_went_for_good(pair: Pair) -> None:
         served(pair, f"r{number}")
         assert len(survivor.transport.remotes) == min(1 + number, 3)
         pair.world.kill((pair.producer if pull else pair.consumer).name, proven=False)
-        pair.world.advance(SETTINGS.keep_link_s / 2 - 1)
+        pair.world.now += SETTINGS.keep_link_s / 2 - 2 * SETTINGS.lease_s
+        pair.world.advance(2 * SETTINGS.lease_s - 1)
 
 
 def test_who_was_not_heard_of_for_long_is_served_when_it_comes_back(pair: Pair) -> None:

@@ -446,7 +446,7 @@ class Whole(random.Random):
 
 
 TestDiskIndex = DiskIndex.TestCase
-TestDiskIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestDiskIndex.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 _WRITER = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.cache.group_manager import AttentionKind, KVCacheGroup
@@ -23,8 +23,8 @@ from tests.kvtransfer.offload.test_tier_prefixes import (
     FULL,
     GROUPS,
     STATES,
+    WHOLE,
     Part,
-    a_request,
     key_of,
     parts_of,
     suffices,
@@ -42,6 +42,7 @@ def with_parts(groups: Sequence[KVCacheGroup], *parts: set[Part]) -> tuple[World
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=range(len(GROUPS)))
+@settings(max_examples=20)
 @given(data=st.data())
 def test_what_is_copied_is_the_longest_prefix_that_all_groups_have_here_or_there(
     groups: tuple[KVCacheGroup, ...], data: st.DataObject
@@ -53,7 +54,7 @@ def test_what_is_copied_is_the_longest_prefix_that_all_groups_have_here_or_there
     last = data.draw(st.integers(first + 1, BLOCKS))
     world, prefixes = with_parts(groups, theirs, mine)
     a, b = world.nodes["a"], world.nodes["b"]
-    request: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
+    request: Any = Asker("r", CachePeers(source=a.address), WHOLE.block_hashes)
     end = prefixes.end_of_prefix(b.manager, request, first, last)
     before = b.manager.used
     if end < last:
@@ -81,7 +82,7 @@ def test_whether_it_pays_is_decided_by_all_that_has_to_move() -> None:
     world, prefixes = with_parts(groups, set(parts_of((groups[0],))), set())
     a, b = world.nodes["a"], world.nodes["b"]
     for end in (2, BLOCKS):
-        a.store(prefixes.state_keys(a_request(), end))
+        a.store(prefixes.state_keys(WHOLE, end))
     for _ in range(20):
         b.sharing.peers.planned(1000)
         world.now += 1.0
@@ -89,12 +90,12 @@ def test_whether_it_pays_is_decided_by_all_that_has_to_move() -> None:
         peer = b.sharing.peers.of(PeerKey("a", a.epoch))
         peer.bytes_per_s.observe(600 * CHUNK_BYTES, 1.0)
         peer.answers_per_s.observe(1, 1e-4)
-    short: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
+    short: Any = Asker("r", CachePeers(source=a.address), WHOLE.block_hashes)
     assert b.sharing.ask_for_prefix(short, 0, 0, 2)
     world.settle()
     assert (b.manager.used, b.sharing.fetched_bytes) == (0, 0), "42 chunks for 32 tokens"
     assert not b.sharing.is_fetching("r")
-    whole: Any = Asker("s", CachePeers(source=a.address), a_request().block_hashes)
+    whole: Any = Asker("s", CachePeers(source=a.address), WHOLE.block_hashes)
     assert b.sharing.ask_for_prefix(whole, 0, 0, BLOCKS)
     world.settle()
     assert b.manager.used == BLOCKS + 40, "46 chunks for 96 tokens do"
@@ -104,7 +105,7 @@ def test_two_requests_that_share_a_beginning_wait_for_what_either_copies() -> No
     groups = (FULL, STATES)
     world, prefixes = with_parts(groups, set(parts_of(groups)), set())
     a, b = world.nodes["a"], world.nodes["b"]
-    hashes = a_request().block_hashes
+    hashes = WHOLE.block_hashes
     peers = CachePeers(source=a.address)
     one: Any = Asker("one", peers, hashes)
     same: Any = Asker("same", peers, hashes)
@@ -128,7 +129,7 @@ def test_two_requests_that_share_a_beginning_wait_for_what_either_copies() -> No
 def test_an_answer_that_is_not_of_the_question_copies_nothing(has: list[bytes]) -> None:
     world, _ = with_parts((FULL, STATES), set(), set())
     a, b = world.nodes["a"], world.nodes["b"]
-    request: Any = Asker("r", CachePeers(source=a.address), a_request().block_hashes)
+    request: Any = Asker("r", CachePeers(source=a.address), WHOLE.block_hashes)
     assert b.sharing.ask_for_prefix(request, 0, 0, BLOCKS)
     number = next(iter(b.sharing.fetches))
     world.mail = [("b", PrefixFound(a.exchange.envelope(b.epoch), number, has))] * 2

@@ -31,7 +31,16 @@ from tandem.wire.handoff import CacheMemory
 from tandem.wire.nodes import PeerAddress
 from tandem.wire.requests import CachePeers
 from tandem.wire.sharing import LEASE_S, AskChunks, SharingMessage
-from tests.kvtransfer.offload.test_tier_prefixes import BLOCK, BLOCKS, STATES, a_request, key_of, parts_of, suffices
+from tests.kvtransfer.offload.test_tier_prefixes import (
+    BLOCK,
+    BLOCKS,
+    STATES,
+    WHOLE,
+    a_request,
+    key_of,
+    parts_of,
+    suffices,
+)
 
 SLOTS = 12
 CHUNK_BYTES = 1000
@@ -410,7 +419,7 @@ def run(number: int) -> int:
                 node.store(family)
             case 2 | 3 if not prefixes.needs_every_block:
                 name = f"r{next(requests)}"
-                asks: Any = Asker(name, CachePeers(source=peer.address), a_request().block_hashes)
+                asks: Any = Asker(name, CachePeers(source=peer.address), WHOLE.block_hashes)
                 first = draw.randrange(BLOCKS)
                 end = prefixes.end_of_prefix(node.manager, asks, first, BLOCKS)
                 if end < BLOCKS and node.sharing.ask_for_prefix(asks, first, end, BLOCKS):
@@ -451,9 +460,8 @@ def run(number: int) -> int:
         for each in world.nodes.values():
             each.check()
             if not prefixes.needs_every_block:
-                whole: Any = a_request()
                 first = draw.randrange(BLOCKS)
-                end = prefixes.end_of_prefix(each.manager, whole, first, BLOCKS)
+                end = prefixes.end_of_prefix(each.manager, WHOLE, first, BLOCKS)
                 there = {part for part in every if each.manager.lookup([key_of(prefixes, groups, part)])}
                 assert end == first or suffices(groups, there, first, end), "a group lacks its part"
     world.settle()
