@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import random
 import socket
 import threading
 import time
@@ -266,6 +267,16 @@ class OneEngine:
         return tokens
 
 
+def prompts_in_pairs(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    """Pairs of prompts with the same beginning: the second one finds it in both nodes' prefix caches."""
+    chance = random.Random(7)
+    found = []
+    for length in lengths:
+        prompt = [chance.randrange(3, vocabulary) for _ in range(length)]
+        found += [prompt, prompt[: length * 2 // 3] + [chance.randrange(3, vocabulary) for _ in range(20)]]
+    return found
+
+
 def one_token(sampling: SamplingParams | None) -> SamplingParams | None:
     return None if sampling is None else msgspec.structs.replace(sampling, max_tokens=1)
 
@@ -312,3 +323,14 @@ def hand_over(
     while producer.engine.scheduler.stats().held_blocks:
         producer.run(name, first, until)
     return tokens
+
+
+def hand_over_all(
+    producer: OneEngine, consumer: OneEngine, prompts: Sequence[list[int]], expected: Sequence[list[int]]
+) -> None:
+    """Each prompt is handed over once, and has the answer that is expected of it."""
+    for index, (prompt, answer) in enumerate(zip(prompts, expected, strict=True)):
+        found = hand_over(producer, consumer, f"r{index}", prompt, len(answer))
+        assert found == answer, f"prompt {index}, of {len(prompt)} tokens"
+    assert set(consumer.stats().outcomes) == {"received"}
+    assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
