@@ -10,12 +10,14 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import msgspec
+import pytest
 
+from tandem.base.errors import NodeLost
 from tandem.base.logs import LogsConfig
 from tandem.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from tandem.engine.core import Engine
@@ -334,3 +336,29 @@ def hand_over_all(
         assert found == answer, f"prompt {index}, of {len(prompt)} tokens"
     assert set(consumer.stats().outcomes) == {"received"}
     assert consumer.engine.scheduler.stats().prompt_tokens_computed == 0
+
+
+def expect_read_where_it_decodes(
+    producer: OneEngine, consumer: OneEngine, prompt: list[int], right: list[int], lose: Callable[[], object]
+) -> None:
+    """The producer loses some of its processes while it sends the prompt's KV, and ends. The consumer computes the prompt itself."""
+    assert producer.address
+    assert consumer.address
+    tokens: list[int] = []
+    until = time.monotonic() + PATIENCE_S
+    consumer.add("lost", prompt, len(right), KVTransferParams("t", TransferRole.CONSUME, producer.address))
+    consumer.run("lost", tokens, until)
+    producer.add("lost", prompt, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
+    producer.run("lost", [], until)
+    lose()
+    with pytest.raises((NodeLost, RuntimeError)):  # a collective's own error may come before the verdict
+        run_on(producer, "lost", until)
+    while not consumer.run("lost", tokens, until):
+        pass
+    assert tokens == right
+    assert consumer.engine.scheduler.stats().prompt_tokens_computed > 0
+
+
+def run_on(engine: OneEngine, name: str, until: float) -> None:
+    while True:
+        engine.run(name, [], until)

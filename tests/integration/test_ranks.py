@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from tandem.node.ranks.processes import shares_of
 from tandem.node.ranks.supervisor import Ranks
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
+from tests.integration.far_machines import is_there
 from tests.more import more
+from tests.waiting import until
 
 PATIENCE_S = 120.0  # far more than any of it takes
 WIDTH = 2
@@ -74,14 +75,6 @@ def wide_node(
         yield node
     finally:
         node.ranks.stop()
-
-
-def is_there(pid: int) -> bool:
-    """Whether the process runs. A zombie does not count."""
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(
@@ -169,7 +162,4 @@ def test_no_rank_outlives_its_node(tmp_path: Path) -> None:
     leader.kill()
     leader.wait()
     leader.stdout.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(map(is_there, pids)):
-        assert time.monotonic() < deadline, "a rank is left over"
-        time.sleep(0.05)
+    until(lambda: not any(map(is_there, pids)), PATIENCE_S)  # a rank is left over

@@ -18,9 +18,16 @@ import pytest
 from tandem.base.errors import NodeLost
 from tandem.engine.config import SchedulerConfig
 from tandem.kvtransfer.config import TierConfig, TransferConfig
-from tandem.wire.requests import KVTransferParams, TransferRole
 from tests.engine.model import tiny
-from tests.integration.one_engine import OneEngine, hand_over, hand_over_all, prompts_in_pairs
+from tests.integration.far_machines import is_there
+from tests.integration.one_engine import (
+    OneEngine,
+    expect_read_where_it_decodes,
+    hand_over,
+    hand_over_all,
+    prompts_in_pairs,
+    run_on,
+)
 from tests.more import more
 
 NEW_TOKENS = 8
@@ -201,23 +208,11 @@ def test_processes_keep_tiers_apart_and_a_rank_that_is_lost_ends_the_node(answer
         engine.run("r", [], time.monotonic() + 60.0)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(NodeLost, match="rank 1 has ended"):
-            run_on(engine, time.monotonic() + 60.0)
+            run_on(engine, "r", time.monotonic() + 60.0)
     finally:
         began = time.monotonic()
         engine.close()
     assert time.monotonic() < began + 20, "it does not wait for what cannot come"
-
-
-def run_on(engine: OneEngine, until: float) -> None:
-    while True:
-        engine.run("r", [], until)
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize(("direction", "width"), [("pull", 2), *more([("push", 2), ("push", (2, 2))])])
@@ -252,22 +247,8 @@ def test_a_node_that_loses_a_rank_with_heads_apart_ends_without_waiting(answers:
     ):
         prompt, answer = PROMPTS[-2], expected[-2]
         assert hand_over(producer, consumer, "first", prompt, NEW_TOKENS) == answer
-        assert producer.address
-        assert consumer.address
         assert producer.supervised is not None
         other = [token + 1 for token in prompt]
         (right,) = (found.tokens for found in tiny.reference(path, [other], NEW_TOKENS))
-        tokens: list[int] = []
-        until = time.monotonic() + 60.0
-        consumer.add("r", other, NEW_TOKENS, KVTransferParams("t", TransferRole.CONSUME, producer.address))
-        consumer.run("r", tokens, until)
-        producer.add("r", other, 1, KVTransferParams("t", TransferRole.PRODUCE, consumer.address))
-        producer.run("r", [], until)
         (pid,) = producer.supervised.pids
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(NodeLost, match="rank 1 has ended"):
-            run_on(producer, until)
-        while not consumer.run("r", tokens, until):
-            pass
-        assert tokens == right
-        assert consumer.engine.scheduler.stats().prompt_tokens_computed > 0
+        expect_read_where_it_decodes(producer, consumer, other, right, lambda: os.kill(pid, signal.SIGKILL))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from kv_fake_network import SETTINGS, Node, Receive, Send, World, first_token_of
+from kv_fake_network import BLOCK_BYTES, SETTINGS, Node, Receive, Send, World, first_token_of
 
 from tandem.base.errors import TransferError
 from tandem.kvtransfer.base import Handoff
@@ -210,6 +210,12 @@ def test_the_registration_may_come_before_during_and_after_the_prompt(pair: Pair
     assert receive is not None
     assert receive.finished == Handoff(first_token_of(TOKENS), len(TOKENS))
     assert pair.outcomes() == ({"sent": 1}, {"received": 1})
+    stats = pair.producer.recorder.snapshot(0)
+    assert stats.blocks_freed == {"sent": 6}
+    [record] = stats.recent
+    assert (record.request_id, record.outcome) == ("r1", "sent")
+    assert (record.num_bytes, record.blocks) == (6 * BLOCK_BYTES, 6)
+    assert record.waits["handover"] > 0
     assert pair.nothing_is_left()
 
 
@@ -379,6 +385,8 @@ def test_an_abort_on_the_consumer_ends_both_sides(pair: Pair, phase: Callable[[P
     pair.world.settle(SETTINGS.silent_s + 1)
     if phase in (_prefilling, _computed):
         assert pair.outcomes()[0] == {"cancelled": 1}
+    if phase is _computed:
+        assert pair.producer.recorder.snapshot(0).blocks_freed == {"cancelled": 6}
     assert pair.nothing_is_left()
 
 
@@ -610,6 +618,7 @@ def test_the_producer_frees_what_nobody_ever_registers(pair: Pair) -> None:
     pair.world.advance(SETTINGS.lease_s + 0.1)
     assert send.reported == 1
     assert pair.outcomes()[0] == {"lease_expired": 1}
+    assert pair.producer.recorder.snapshot(0).blocks_freed == {"lease_ended": 6}
 
 
 @pytest.mark.parametrize("starved", ["in line", "preempted"])
@@ -751,6 +760,7 @@ def test_the_proven_end_of_a_consumers_process_frees_the_producers_blocks_before
     pair.world.advance(SETTINGS.silent_s + 0.5)
     assert pair.producer.sends["r1"].reported == 1
     assert pair.outcomes()[0] == {"peer_lost": 1}
+    assert pair.producer.recorder.snapshot(0).blocks_freed == {"peer_lost": 6}
 
 
 @pytest.mark.parametrize("victim", ["p", "c"])
@@ -1208,6 +1218,7 @@ def test_what_could_not_be_summed_up_does_not_count_although_it_arrives(
     assert "rank 1 of this node has ended" in receive.reason
     assert receive.valid_tokens == 0
     assert push.outcomes()[0] == {"move_failed": 1}
+    assert push.producer.recorder.snapshot(0).blocks_freed == {"failed": 6}
     assert push.nothing_is_left()
 
 
