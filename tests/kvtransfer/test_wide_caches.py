@@ -208,28 +208,6 @@ def test_a_rank_that_cannot_sum_up_costs_the_handoff_and_not_the_senders_name(
         pair.consumer.finish("r")
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
-def test_a_preempted_prompt_and_aborts_leave_nothing(direction: str) -> None:
-    with started(direction, {"ranks": 2}, {"ranks": 2}) as pair:
-        tokens = a_prompt(60)
-        pair.add("preempted", tokens, 16)
-        pair.producer.step()
-        pair.producer.step()
-        pair.producer.preempt("preempted")
-        assert pair.end_of("preempted") == "loaded"
-        assert pair.consumer.kv_is_right("preempted")
-        pair.consumer.finish("preempted")
-        for number, aborting in enumerate((pair.consumer, pair.producer)):
-            name = f"aborted-{number}"
-            pair.add(name, tokens, 16)
-            pair.producer.step()
-            pair.producer.step()
-            aborting.finish(name)
-            assert pair.end_of(name) in ("freed", "failed")
-            pair.consumer.finish(name)
-        assert pair.producer.num_free() == pair.consumer.num_free() == 63
-
-
 def test_a_wide_node_leaves_no_thread_and_no_socket_behind() -> None:
     def resources() -> tuple[int, int, int]:
         gc.collect()  # the memory of the engine in miniature is open as long as its tensors are there

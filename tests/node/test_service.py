@@ -52,6 +52,7 @@ from tandem.wire.requests import (
     TransferRole,
 )
 from tandem.wire.sampling import FinishReason, SamplingParams
+from tandem.wire.tracing import ClockReading, NodeTrace
 from tests.adapter_books import PLENTY, PlainBook
 from tests.engine.engine_fakes import VECTOR, FakeRunner, make_scheduler, token_at
 from tests.waiting import until
@@ -73,19 +74,19 @@ class SentBatches:
         self.position = Position(1, 0)
         self.held: queue.Queue[Holding] = queue.Queue()
         self.recalled: queue.Queue[Recalled] = queue.Queue()
+        self.traces: queue.Queue[NodeTrace] = queue.Queue()
+        self.clocks: queue.Queue[ClockReading] = queue.Queue()
         self.died: str | None = None
 
     def send(self, endpoint: str, message: msgspec.Struct) -> None:
         if endpoint in self.gone:
             raise NodeLost(f"{endpoint} does not read")
-        if isinstance(message, TokenBatch):
-            self.batches.put(message)
-        elif isinstance(message, NodeStatus):
-            self.statuses.put(message)
-        elif isinstance(message, Holding):
-            self.held.put(message)
-        elif isinstance(message, Recalled):
-            self.recalled.put(message)
+        kept = {
+            TokenBatch: self.batches, NodeStatus: self.statuses, Holding: self.held, Recalled: self.recalled,
+            NodeTrace: self.traces, ClockReading: self.clocks,
+        }  # fmt: skip
+        if type(message) in kept:
+            kept[type(message)].put(message)
 
     def received(self, endpoint: str) -> Position:
         return self.position
@@ -130,6 +131,7 @@ class Node:
         self.outgoing = SentBatches()
         mailbox: Mailbox = Mailbox()
         timeouts = NodeTimeouts(status_period_s=status_period_s, router_silence_s=silence_s, grammar_s=grammar_s)
+        self.engine = Engine(make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True)
         self.service = NodeService(
             NodeConfig(
                 node_id="n0",
@@ -139,7 +141,7 @@ class Node:
             ),
             epoch=7,
             rules=rules,
-            engine=Engine(make_scheduler(self.runner, config=scheduler), self.runner, None, ahead=ahead, debug=True),
+            engine=self.engine,
             mailbox=mailbox,
             line=self.outgoing,
             wings=wings(),
