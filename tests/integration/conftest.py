@@ -64,7 +64,6 @@ OWN_CLUSTERS = {
     "test_serve_adapters.py",
     "test_serve_batch.py",
     "test_serve_command.py",
-    "test_serve_grammars.py",
     "test_serve_ranks.py",
     "test_serve_realtime.py",
     "test_serve_tiers.py",

@@ -35,11 +35,11 @@ SALT = "these tests"  # what others of this deployment asked before is not found
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "first_name": {"type": "string", "maxLength": 20},
+        "age_in_years": {"type": "integer", "minimum": 0, "maximum": 150},
         "likes": {"type": "array", "items": {"enum": ["tea", "coffee", "milk"]}, "maxItems": 2},
     },
-    "required": ["name", "age", "likes"],
+    "required": ["first_name", "age_in_years", "likes"],
     "additionalProperties": False,
 }
 
@@ -150,7 +150,10 @@ class TestOnePrefillOneDecode:
 
     @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
     def test_a_chat_answers_by_its_schema(self, server: RunningDeployment, sampling: dict[str, Any]) -> None:
-        """The prefill node samples the first token and the decode node all others; both follow the grammar from the same state."""
+        """The prefill node samples the first token and the decode node all others; both follow the grammar from the same state. What the
+        schema forces takes no steps of its own."""
+        server.until_quiet()
+        before = server.counters("decode")
         body = {
             "model": server.model,
             "messages": [{"role": "user", "content": "Describe a person named Ada, aged 36, as JSON."}],
@@ -164,6 +167,10 @@ class TestOnePrefillOneDecode:
         jsonschema.validate(json.loads(choice["message"]["content"]), PERSON)
         assert second["choices"][0]["message"]["content"] == choice["message"]["content"]
         server.until_quiet()
+        after = server.counters("decode")
+        counted = {name: after[name] - before[name] for name in after}
+        assert counted["grammar_tokens_forced"] > 3
+        assert counted["decode_steps"] < counted["output_tokens"]
 
     def test_fifty_clients_that_hang_up_leave_nothing_behind(
         self, server: RunningDeployment, expected: list[ExpectedAnswer]
