@@ -215,7 +215,8 @@ def test_processes_keep_tiers_apart_and_a_rank_that_is_lost_ends_the_node(answer
     assert time.monotonic() < began + 20, "it does not wait for what cannot come"
 
 
-@pytest.mark.parametrize(("direction", "width"), [("pull", 2), *more([("push", 2), ("push", (2, 2))])])
+@pytest.mark.more  # tests/kvtransfer/test_connector_contract.py has such processes with less of a model
+@pytest.mark.parametrize(("direction", "width"), [("pull", 2), ("push", 2), ("push", (2, 2))])
 def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
     answers: Answers, direction: str, width: Width
 ) -> None:

@@ -29,7 +29,7 @@ from tests.kvtransfer.offload.test_tier_prefixes import (
     parts_of,
     suffices,
 )
-from tests.kvtransfer.offload.test_tier_sharing import CHUNK_BYTES, Asker, World, keys
+from tests.kvtransfer.offload.test_tier_sharing import CHUNK_BYTES, Asker, World, keys, world_with
 
 
 def with_parts(groups: Sequence[KVCacheGroup], *parts: set[Part]) -> tuple[World, Prefixes]:
@@ -150,9 +150,7 @@ def tell(world: World, stored: list[bytes], gone: list[bytes] | None = None) -> 
 
 def test_what_was_not_answered_or_not_read_is_asked_for_again() -> None:
     """However often: without it all that comes after it is worth nothing."""
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(3))
+    world, _, b = world_with(keys(3))
     tell(world, keys(1))
     for _ in range(2 * MAX_ASKED):
         world.deliver()  # what is stored; the question is lost
@@ -190,9 +188,7 @@ def test_a_mirror_passes_over_what_its_neighbour_has_given_up_and_asks_for_it_a_
 
 
 def test_what_an_answer_has_left_behind_is_given_up_by_its_mirror() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(6))
+    world, _, b = world_with(keys(6))
     tell(world, keys(3))
     world.settle()
     tell(world, keys(6)[3:5], gone=keys(6)[1:2])
@@ -209,9 +205,7 @@ def test_what_an_answer_has_left_behind_is_given_up_by_its_mirror() -> None:
 
 
 def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_it_waits_for() -> None:
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(10))
+    world, _, b = world_with(keys(10))
     for key in keys(10):
         tell(world, [key])
         world.deliver()
@@ -228,9 +222,7 @@ def test_a_mirror_that_is_slower_than_its_neighbour_takes_no_more_room_for_what_
 )
 def test_which_chunks_a_peer_has_is_believed_only_where_it_makes_sense(which: list[int] | None, there: int) -> None:
     """None is said by a node of the version before, which answers up to the first that it lacks."""
-    world = World()
-    a, b = world.nodes["a"], world.nodes["b"]
-    a.store(keys(5))
+    world, _, b = world_with(keys(5))
     tell(world, keys(5))
     world.deliver()
     world.deliver()
