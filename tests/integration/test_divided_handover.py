@@ -12,7 +12,7 @@ from tandem.engine.config import SchedulerConfig
 from tandem.engine.model.divided import division
 from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tests.engine.model import tiny
-from tests.integration.one_engine import OneEngine, hand_over_all
+from tests.integration.one_engine import PATIENT, OneEngine, hand_over_all
 from tests.more import more
 
 CHUNK = 48
@@ -50,7 +50,7 @@ def test_nodes_of_unlike_widths_hand_over(
     """In uneven chunks; the second prompt begins as the first does, and no cache has any of the third."""
     prompts = [[(11 * token + which // 2) % 90 + 3 for token in range(61 + 40 * which)] for which in range(3)]
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]
-    transfer = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
+    transfer = TransferConfig(**PATIENT, direction=direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
         engines = []
         for name, size, width in (("p", 4, reads), ("c", block_size, writes)):
@@ -70,7 +70,7 @@ def test_ranks_on_two_machines_read_together(tiny_llama: Path) -> None:
     """Processes of a real node, each with a cache of its own."""
     prompts = [[(11 * token + which) % 90 + 3 for token in range(150)] for which in range(2)]
     expected = [found.tokens for found in tiny.reference(tiny_llama, prompts, 8)]
-    transfer = TransferConfig(connector="nixl", checksums="all")  # type: ignore[arg-type]
+    transfer = TransferConfig(**PATIENT, checksums="all")  # type: ignore[arg-type]
     with (
         OneEngine.start(
             tiny_llama, "p", 4, transfer, memory_bytes=8 << 20, prefix_caching=True, processes=True, machines=2, **TWO

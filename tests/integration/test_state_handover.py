@@ -13,7 +13,7 @@ import pytest
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.kvtransfer.config import ChecksumPolicy, TransferConfig
 from tests.engine.model import tiny
-from tests.integration.one_engine import OneEngine, hand_over
+from tests.integration.one_engine import PATIENT, OneEngine, hand_over
 from tests.more import more
 
 NEW_TOKENS = 8
@@ -96,7 +96,7 @@ def test_the_answer_is_that_of_one_engine(
 ) -> None:
     """Every block that travels carries a checksum. No token of a prompt is computed twice. Latents go between blocks of two sizes."""
     path, expected = answers(model)
-    transfer = TransferConfig(connector=connector, direction=direction, checksums=ChecksumPolicy.ALL)  # type: ignore[arg-type]
+    transfer = TransferConfig(**PATIENT | {"connector": connector}, direction=direction, checksums=ChecksumPolicy.ALL)  # type: ignore[arg-type]
     size = 8 if model == "deepseek-v3" else 4
     with (
         start(path, f"p-{model}-{connector}-{direction}", transfer, ahead=ahead) as producer,

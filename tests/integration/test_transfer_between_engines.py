@@ -16,7 +16,7 @@ from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.kvtransfer.config import LoadFailurePolicy, TransferConfig
 from tandem.wire.sampling import SamplingParams
 from tests.engine.model.tiny import save
-from tests.integration.one_engine import OneEngine, hand_over, hand_over_all
+from tests.integration.one_engine import PATIENT, OneEngine, hand_over, hand_over_all
 from tests.more import more
 from tests.waiting import until
 
@@ -46,15 +46,15 @@ def test_the_tokens_are_those_of_one_engine(
     smollm2_path: Path, alone: OneEngine, connector: str, direction: str, blocks: tuple[int, int], ahead: bool
 ) -> None:
     """`ahead`: both engines plan a step while the previous one runs."""
-    config = TransferConfig(connector=connector, direction=direction)
+    config = TransferConfig(**PATIENT | {"connector": connector}, direction=direction)
     scheduler = SchedulerConfig(async_scheduling=AsyncScheduling.ALWAYS if ahead else AsyncScheduling.NEVER)
-    prompts = [[1000 + 7 * number % 20_000 for number in range(length)] for length in (37, 200, 777)]
+    prompts = [[1000 + 7 * number % 20_000 for number in range(length)] for length in (37, 300)]
     with (
         OneEngine.start(smollm2_path, "p", blocks[0], config, scheduler=scheduler) as producer,
         OneEngine.start(smollm2_path, "c", blocks[1], config, scheduler=scheduler) as consumer,
     ):
         hand_over_all(producer, consumer, prompts, [alone.answer("r", prompt, NEW_TOKENS) for prompt in prompts])
-        assert producer.stats().outcomes == {"sent": 3}
+        assert producer.stats().outcomes == {"sent": 2}
         if direction == "push":
             # Each prompt is one chunk: what overlaps are layers.
             assert producer.stats().bytes_overlapped > 0

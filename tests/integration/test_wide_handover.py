@@ -21,6 +21,7 @@ from tandem.kvtransfer.config import TierConfig, TransferConfig
 from tests.engine.model import tiny
 from tests.integration.far_machines import is_there
 from tests.integration.one_engine import (
+    PATIENT,
     OneEngine,
     expect_read_where_it_decodes,
     hand_over,
@@ -147,7 +148,7 @@ MORE_CASES = [
 @pytest.mark.parametrize("case", [*CASES, *more(MORE_CASES)], ids=lambda case: f"{case.model}-{case.direction}")
 def test_the_tokens_are_those_of_generate(answers: Answers, case: Case) -> None:
     path, expected = answers(case.model)
-    config = TransferConfig(connector="nixl", direction=case.direction, checksums="all")  # type: ignore[arg-type]
+    config = TransferConfig(**PATIENT, direction=case.direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
         producer, consumer = (
             both.enter_context(start(path, name, width, size, config, apart=apart))
@@ -221,7 +222,7 @@ def test_processes_with_heads_apart_hand_over_and_end_with_their_node(
     answers: Answers, direction: str, width: Width
 ) -> None:
     path, expected = answers("llama")
-    config = TransferConfig(connector="nixl", direction=direction, checksums="all")  # type: ignore[arg-type]
+    config = TransferConfig(**PATIENT, direction=direction, checksums="all")  # type: ignore[arg-type]
     with contextlib.ExitStack() as both:
         engines = producer, consumer = [
             both.enter_context(start(path, name, width, 4, config, apart=True, processes=True)) for name in "pc"

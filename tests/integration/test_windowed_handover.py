@@ -12,7 +12,7 @@ import pytest
 from tandem.engine.config import AsyncScheduling, SchedulerConfig
 from tandem.kvtransfer.config import TransferConfig
 from tests.engine.model import tiny
-from tests.integration.one_engine import OneEngine, hand_over, hand_over_all, prompts_in_pairs
+from tests.integration.one_engine import PATIENT, OneEngine, hand_over, hand_over_all, prompts_in_pairs
 from tests.more import more
 
 NEW_TOKENS = 8
@@ -75,7 +75,7 @@ def test_the_tokens_are_those_of_one_engine(
 ) -> None:
     """`ahead`: both engines plan a step while the previous one runs."""
     path, expected = answers(model)
-    config = TransferConfig(connector=connector, direction=direction)
+    config = TransferConfig(**PATIENT | {"connector": connector}, direction=direction)
     with start(path, "p", blocks[0], config, ahead) as producer, start(path, "c", blocks[1], config, ahead) as consumer:
         if blocks[0] >= blocks[1]:
             hand_over_all(producer, consumer, PROMPTS, expected)
